@@ -1,0 +1,35 @@
+# `make train` and `make test` do everything on a fresh machine; the rest is for people who change the code.
+PYTHON ?= python3
+STRATEGY ?= mirrored
+MODEL ?= cnn
+DATASET ?= digits
+ARGS ?=
+TESTS ?= tests
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: env train test lint bench clean
+
+env: $(VENV)/.installed
+
+# The stamp is newer than the lock file exactly when the environment holds what the lock file says.
+$(VENV)/.installed: requirements.lock pyproject.toml scripts/make_env.sh
+	scripts/make_env.sh $(VENV) $(PYTHON)
+
+train: env
+	$(BIN)/python -m tfdist.train --strategy $(STRATEGY) --model $(MODEL) --dataset $(DATASET) $(ARGS)
+
+test: env
+	scripts/run_tests.sh $(BIN)/python $(TESTS)
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: env
+	scripts/run_benchmarks.sh $(BIN)/python $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,68 @@
+"""What can go wrong, as one tree; a command turns a leaf into one message and an exit code.
+
+    TfdistError                  exit code 2: the user's input, or the machine, needs a change
+    ├── UsageError               an option or argument that cannot work (also a ValueError)
+    │   └── UnknownNameError     a name that is not registered; lists the known ones
+    ├── DataError                a dataset that is missing, empty or inconsistent
+    ├── NonFiniteLossError       the loss became NaN or infinite at a step
+    ├── CheckpointError          no usable checkpoint, or one that cannot be written
+    └── RunFolderError           a run folder that cannot be written or read
+
+Synopsis:
+
+    >>> error = UnknownNameError("strategy", "miror", ["custom", "mirrored", "single"])
+    >>> print(error)
+    Unknown strategy `miror`: the names are `custom`, `mirrored`, `single`
+    <BLANKLINE>
+    hint: did you mean `mirrored`?
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+
+class TfdistError(Exception):
+    """One sentence with what was set and what was found, and a hint with what to do."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, sentence: str, hint: str):
+        super().__init__(f"{sentence}\n\nhint: {hint}")
+        self.sentence = sentence
+        self.hint = hint
+
+
+class UsageError(TfdistError, ValueError):
+    """An option or argument that cannot work."""
+
+
+class UnknownNameError(UsageError):
+    """A name that is not registered under its kind."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]):
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        names = ", ".join(f"`{k}`" for k in known)
+        hint = f"did you mean `{near[0]}`?" if near else f"use one of {names}"
+        super().__init__(f"Unknown {kind} `{name}`: the names are {names}", hint)
+
+
+class DataError(TfdistError):
+    """A dataset that is missing, empty or inconsistent."""
+
+
+class NonFiniteLossError(TfdistError):
+    """The loss became NaN or infinite."""
+
+
+class CheckpointError(TfdistError):
+    """No usable checkpoint, or one that cannot be written."""
+
+
+class RunFolderError(TfdistError):
+    """A run folder that cannot be written or read."""
