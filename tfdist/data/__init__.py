@@ -1,1 +1,60 @@
+"""Datasets by name: `load` gives a `Source` with a spec, arrays and pipelines.
 
+Each file of `tfdist/data/sources/` is one dataset: the file is the registration. Importing this package and
+asking for the names does not import TensorFlow.
+
+Synopsis:
+
+    >>> names()
+    ['digits', 'fashion_mnist', 'mnist', 'synthetic']
+    >>> source = load("digits")
+    >>> source.spec.input_shape, source.spec.classes
+    ((8, 8, 1), 10)
+    >>> x, y = source.arrays("test")
+    >>> x.shape, x.dtype, y.dtype
+    ((300, 8, 8, 1), dtype('float32'), dtype('int32'))
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from tfdist import plugins
+from tfdist.data.source import Source, check_labels
+from tfdist.data.spec import SPLITS, DataSpec
+from tfdist.errors import UsageError
+
+__all__ = ["SPLITS", "DataSpec", "Source", "check_labels", "load", "names"]
+
+_SOURCES = "tfdist.data.sources"
+
+
+def names() -> list[str]:
+    """The names of the datasets that come with tfdist, sorted."""
+    return plugins.names(_SOURCES)
+
+
+def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any) -> Source:
+    """The dataset `name`, downloaded and prepared where it has to be.
+
+    Args:
+        name: one of `names()`, or the user's own `module:function`, where `function(data_dir, **options)`
+            returns a `Source`.
+        data_dir: the folder of prepared datasets, for those that have files; by default what the environment
+            variable TFDS_DATA_DIR says, else `~/tensorflow_datasets`.
+        **options: what that dataset knows, such as `classes` for `synthetic`.
+
+    Raises:
+        UnknownNameError: no such dataset.
+        UsageError: an option that the dataset does not know, or a `module:function` that gives no source.
+        DataError: the files are missing or damaged and cannot be fetched.
+    """
+    function = plugins.find(name, "dataset", _SOURCES, "load")
+    source = plugins.call(function, data_dir, kind="dataset", name=name, options=options)
+    if not isinstance(source, Source):
+        raise UsageError(
+            f"The dataset `{name}` returned a `{type(source).__name__}`, not a `tfdist.data.Source`",
+            "return `tfdist.data.Source.from_arrays(...)`; docs/datasets.md has an example",
+        )
+    return source

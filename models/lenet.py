@@ -1,0 +1,49 @@
+"""`lenet`: the small convolutional network with dropout of the PyTorch and Horovod MNIST examples.
+
+After Y. LeCun, L. Bottou, Y. Bengio and P. Haffner, "Gradient-based learning applied to document
+recognition", Proceedings of the IEEE, 1998.
+"""
+
+from __future__ import annotations
+
+import keras
+
+from tfdist.data.spec import DataSpec
+from tfdist.models._images import padding as padding_for
+
+
+def build(spec: DataSpec, *, dropout: float = 0.5) -> keras.Model:
+    """Conv 10 5x5, pool 2, ReLU, conv 20 5x5, dropout, pool 2, ReLU, dense 50 ReLU, dropout, dense.
+
+    21,840 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; where the image is too small for
+    that (under 16 pixels), convolutions and pools pad.
+
+    Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, always float32, so that a loss with
+    `from_logits=True` is right under a mixed dtype policy too.
+
+    Args:
+        spec: the facts about the dataset.
+        dropout: the share of feature maps and of dense units dropped in training, in [0, 1).
+
+    Raises:
+        UsageError: the examples are not images.
+    """
+    padding = padding_for("lenet", spec, kernel=5)
+    return keras.Sequential(
+        [
+            keras.Input(spec.input_shape),
+            keras.layers.Conv2D(10, 5, padding=padding),
+            keras.layers.MaxPooling2D(2, padding=padding),
+            keras.layers.ReLU(),
+            keras.layers.Conv2D(20, 5, padding=padding),
+            # Whole feature maps, as in the examples: neighbouring pixels are too alike to drop one by one.
+            keras.layers.SpatialDropout2D(dropout),
+            keras.layers.MaxPooling2D(2, padding=padding),
+            keras.layers.ReLU(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(50, activation="relu"),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(spec.classes, dtype="float32", name="logits"),
+        ],
+        name="lenet",
+    )

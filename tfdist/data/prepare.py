@@ -1,0 +1,197 @@
+"""The files of a TensorFlow Datasets (TFDS) dataset: where they are, and how they come there.
+
+prepared in the folder? ── yes ──> use it: no lock, no network, nothing written
+  │ no
+can the folder be written, does the dataset's address answer? ── no ──> DataError, within 30 s
+  │ yes
+take the lock ──> prepared meanwhile by another process? ── yes ──> use it
+  │ no
+download and prepare, with a bound on each silence of the network
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import urlsplit
+
+from tfdist.errors import DataError
+
+FOLDER_VARIABLE = "TFDS_DATA_DIR"
+DEFAULT_FOLDER = "~/tensorflow_datasets"
+
+# Together with the import of TensorFlow these keep the answer "no network" within 30 s.
+CONNECT_SECONDS = 5
+ANSWER_SECONDS = 10
+PROBE_SECONDS = 15
+# A download in which no byte comes for so long has failed.
+SILENCE_SECONDS = 30
+# Preparing takes a minute; whoever waits this long for another process waits for something else.
+LOCK_SECONDS = 900
+
+
+def data_folder(data_dir: str | PathLike[str] | None) -> Path:
+    """The folder of prepared datasets: the argument, else TFDS_DATA_DIR, else TFDS' own default.
+
+    Raises:
+        DataError: a folder that was named does not exist, is a file, or cannot be read.
+    """
+    chosen, by = data_dir, "the data folder"
+    if not chosen:
+        chosen, by = os.environ.get(FOLDER_VARIABLE), f"the data folder, from {FOLDER_VARIABLE},"
+    if not chosen:
+        folder = Path(DEFAULT_FOLDER).expanduser()
+        if not folder.exists():  # made when a dataset is downloaded
+            return folder
+        chosen, by = folder, "the default data folder"
+    folder = Path(chosen).expanduser().absolute()
+    wrong = _what_is_wrong_with(folder)
+    if wrong:
+        raise DataError(
+            f"Dataset files cannot be read: {by} `{folder}` {wrong}",
+            "name an existing folder with `--data-dir`, or use `--dataset digits`, which needs no files",
+        )
+    return folder
+
+
+def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
+    """A TFDS builder whose files are there; one process of this machine makes them, the others wait for it.
+
+    Args:
+        make_builder: makes the `tfds.core.DatasetBuilder` over `folder`; called again once the files are
+            there, because a builder reads them when it is made.
+        folder: what `data_folder` gave.
+
+    Raises:
+        DataError: the files are not there and cannot be made; says which folder was looked in.
+    """
+    builder = make_builder()
+    if builder.is_prepared():
+        return builder
+    _check_writable(builder, folder)
+    _check_network(builder, folder)
+    with _lock(builder, folder):
+        builder = make_builder()
+        if not builder.is_prepared():
+            _download_and_prepare(builder, folder)
+    return make_builder()
+
+
+def _what_is_wrong_with(folder: Path) -> str:
+    try:
+        if not folder.exists():
+            return "does not exist"
+        if not folder.is_dir():
+            return "is not a folder"
+        next(folder.iterdir(), None)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""
+
+
+def _check_writable(builder: Any, folder: Path) -> None:
+    existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _unavailable(builder, folder, f"`{existing}` cannot be written")
+
+
+def _check_network(builder: Any, folder: Path) -> None:
+    """One short question to the dataset's own address: TFDS itself would retry for minutes."""
+    addresses = _missing_downloads(builder, folder)
+    if not addresses:
+        return
+    found: list[str] = []
+    # A thread, because looking up a name has no timeout of its own; a daemon, because it may outlive its use.
+    probe = threading.Thread(target=lambda: found.append(_problem_with(addresses[0])), daemon=True)
+    probe.start()
+    probe.join(PROBE_SECONDS)
+    problem = found[0] if found else f"no answer within {PROBE_SECONDS} s"
+    if problem:
+        raise _unavailable(builder, folder, f"`{urlsplit(addresses[0]).netloc}`: {problem}")
+
+
+def _missing_downloads(builder: Any, folder: Path) -> list[str]:
+    """The addresses that TFDS will ask; it keeps what it downloaded, so there may be none."""
+    from tensorflow_datasets.core.download import resource
+
+    def kept(address: str, checksum: str) -> bool:
+        return (folder / "downloads" / resource.get_dl_fname(address, checksum)).exists()
+
+    return [
+        address for address, info in (builder.url_infos or {}).items() if not kept(address, info.checksum)
+    ]
+
+
+def _problem_with(address: str) -> str:
+    """What keeps `address` from being downloaded, in a few words; empty if nothing does."""
+    import requests
+
+    try:
+        with requests.get(address, stream=True, timeout=(CONNECT_SECONDS, ANSWER_SECONDS)) as response:
+            return "" if response.ok else f"it answered {response.status_code} {response.reason}"
+    except requests.exceptions.ProxyError:
+        return "the proxy cannot be reached or refused"
+    except requests.exceptions.Timeout:
+        return "no answer in time"
+    except requests.exceptions.RequestException:
+        return "no connection"
+
+
+@contextlib.contextmanager
+def _lock(builder: Any, folder: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{builder.name}.lock", timeout=LOCK_SECONDS):
+            yield
+    except Timeout as error:
+        reason = f"another process has been preparing it for {LOCK_SECONDS // 60} minutes"
+        raise _unavailable(builder, folder, reason) from error
+
+
+def _download_and_prepare(builder: Any, folder: Path) -> None:
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    # No look-ups of ready-made copies at a second address, which has retries of its own.
+    config = tfds.download.DownloadConfig(try_download_gcs=False)
+    try:
+        # Standard output belongs to the command's table; TFDS prints there.
+        with contextlib.redirect_stdout(sys.stderr), _bounded_requests():
+            builder.download_and_prepare(download_dir=folder / "downloads", download_config=config)
+    except Exception as error:  # TFDS lets through what the network, the disk or a checksum raised
+        raise _unavailable(
+            builder, folder, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _bounded_requests() -> Iterator[None]:
+    """TFDS asks without a timeout and tries eleven times: here each silence and the retries have a bound."""
+    from requests.adapters import HTTPAdapter
+
+    send = HTTPAdapter.send
+
+    def bounded(self: HTTPAdapter, request: Any, *arguments: Any, **options: Any) -> Any:
+        options["timeout"] = options.get("timeout") or (CONNECT_SECONDS, SILENCE_SECONDS)
+        self.max_retries = self.max_retries.new(total=2)
+        return send(self, request, *arguments, **options)
+
+    with mock.patch.object(HTTPAdapter, "send", bounded):
+        yield
+
+
+def _unavailable(builder: Any, folder: Path, reason: str) -> DataError:
+    return DataError(
+        f"Dataset `{builder.name}` is not prepared in `{folder}` and cannot be downloaded: {reason}",
+        f"name a folder that holds it with `--data-dir` (or {FOLDER_VARIABLE}), connect to the network, "
+        "or use `--dataset digits`, which needs no files",
+    )

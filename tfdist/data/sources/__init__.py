@@ -1,0 +1,1 @@
+"""One dataset a file: `load(data_dir, **options)` returns its `Source`."""

@@ -1,0 +1,20 @@
+"""Fashion-MNIST, 70,000 articles of clothing in 28x28 pixels: H. Xiao and others, arXiv:1708.07747, 2017."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from tfdist.data import tfds_images
+from tfdist.data.source import Source
+
+
+def load(data_dir: str | PathLike[str] | None = None) -> Source:
+    """x `[N, 28, 28, 1]` in [0, 1], ten classes: 55,000 training, 5,000 validation and 10,000 test examples.
+
+    Args:
+        data_dir: the folder of prepared datasets; see `tfdist.data.load`.
+
+    Raises:
+        DataError: neither prepared nor to be downloaded.
+    """
+    return tfds_images.load("fashion_mnist", data_dir)

@@ -1,0 +1,121 @@
+"""Functions found by name: a file in one of our folders, or the user's own as `module:function`.
+
+The file is the registration: a module's name is the name that users type, and it is read from the folder
+without importing anything, so that `--help` and misspelt names answer at once.
+
+Synopsis:
+
+    >>> names("tfdist.models")
+    ['cnn', 'lenet', 'mlp']
+    >>> resolve("os.path:join", "model")("a", "b")
+    'a/b'
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdist.errors import UnknownNameError, UsageError
+
+
+def names(package: str) -> list[str]:
+    """The modules of `package` that do not start with an underscore, sorted; imports none of them."""
+    path = importlib.import_module(package).__path__
+    return sorted(module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_"))
+
+
+def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., Any]:
+    """The function that `name` stands for.
+
+    Args:
+        name: a module of `package`, or the user's own as `module:function`.
+        kind: what is looked for, for messages: "model", "dataset".
+        package: the dotted name of the folder of our own.
+        attribute: the function's name in a module of `package`.
+
+    Raises:
+        UnknownNameError: `package` has no such module.
+        UsageError: `module:function` leads to nothing that can be called.
+    """
+    if ":" in name:
+        return resolve(name, kind)
+    known = names(package)
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
+    return getattr(importlib.import_module(f"{package}.{name}"), attribute)
+
+
+def resolve(reference: str, kind: str) -> Callable[..., Any]:
+    """The user's own function, from `module:function`; `kind` names what it makes, for messages.
+
+    The working directory is importable, as with `python -m`. An error that is raised inside the user's
+    module, an `ImportError` for something that it needs included, comes through as it is.
+
+    Raises:
+        UsageError: the reference is malformed, or the module or the function is missing or cannot be called.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UsageError(
+            f"The {kind} `{reference}` is not of the form `module:function`",
+            "write the module with dots and without `.py`, as in `package.module:function`",
+        )
+    function = getattr(_import(module_name, reference, kind), attribute, None)
+    if function is None:
+        raise UsageError(
+            f"The module `{module_name}` has no `{attribute}`, which the {kind} `{reference}` names",
+            f"define `{attribute}` in `{module_name}`, or correct the name after the colon",
+        )
+    if not callable(function):
+        raise UsageError(
+            f"The {kind} `{reference}` cannot be called: it is of type `{type(function).__name__}`",
+            f"make it a function that returns the {kind}",
+        )
+    return function
+
+
+def call(
+    function: Callable[..., Any], *arguments: Any, kind: str, name: str, options: Mapping[str, Any]
+) -> Any:
+    """Calls `function(*arguments, **options)`, after a check that it takes these options.
+
+    Raises:
+        UsageError: an option that the function does not take; lists those it takes.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [parameter.name for parameter in parameters[len(arguments) :] if parameter.kind in named]
+    unknown = [option for option in options if option not in known]
+    if unknown and not takes_any:
+        takes = ", ".join(f"`{option}`" for option in known) or "no options"
+        raise UsageError(
+            f"The {kind} `{name}` does not know the option `{unknown[0]}`: it takes {takes}",
+            f"leave `{unknown[0]}` out" if not known else "use one of these, or leave it out",
+        )
+    return function(*arguments, **options)
+
+
+def _import(module_name: str, reference: str, kind: str) -> Any:
+    directory = os.getcwd()
+    if directory not in sys.path and "" not in sys.path:
+        sys.path.insert(0, directory)
+    # A file that was written after the interpreter last looked into its folder is found too.
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only the user's module itself, or a package on the way to it, is "missing"; what it imports is not.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"No module `{error.name}` for the {kind} `{reference}`, looked for in `{directory}` and the "
+            "installed packages",
+            "start in the folder that holds the module, or install it",
+        ) from error
