@@ -1,0 +1,62 @@
+"""Peak memory in the logs of each epoch.
+
+Synopsis:
+
+    >>> peak_resident_bytes() > 1_000_000
+    True
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class MemoryUsage(keras.callbacks.Callback):
+    """Puts `peak_memory_bytes` into the epoch's logs, and `peak_gpu_memory_bytes` where there are GPUs.
+
+    `peak_memory_bytes` is the largest resident set of this process since it started, in bytes: it never
+    falls from one epoch to the next. `peak_gpu_memory_bytes` is what TensorFlow had allocated on the
+    fullest GPU at its peak.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the figures to `logs`."""
+        if logs is None:
+            return
+        logs["peak_memory_bytes"] = peak_resident_bytes()
+        gpu_bytes = peak_gpu_bytes()
+        if gpu_bytes is not None:
+            logs["peak_gpu_memory_bytes"] = gpu_bytes
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident set of this process so far, in bytes."""
+    # Linux carries ru_maxrss of the parent over fork and exec; VmHWM is this program's own.
+    return _high_water_mark() or _maximum_resident_set()
+
+
+def peak_gpu_bytes() -> int | None:
+    """The largest allocation so far on the fullest GPU, in bytes; None without a GPU."""
+    gpus = tf.config.list_logical_devices("GPU")
+    return max((tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus), default=None)
+
+
+def _high_water_mark() -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    kibibytes = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(kibibytes[0]) * 1024 if kibibytes else None
+
+
+def _maximum_resident_set() -> int:
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes on Linux

@@ -1,0 +1,130 @@
+"""A trace of a range of training steps, for TensorBoard's Profile plugin and `tfdist.profiler.summarize`.
+
+Synopsis:
+
+    profile = Profile(first=10, last=20, log_dir="logs")
+    model.fit(x, y, callbacks=[profile])  # then: tensorboard --logdir logs, tab PROFILE
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from tfdist import profiler
+from tfdist.callbacks.steps import StepCounter
+from tfdist.errors import UsageError
+
+
+class Profile(keras.callbacks.Callback):
+    """Traces the training steps `first` to `last`, with a marker around each.
+
+    Steps are counted from 0 over the whole `fit`, across epochs; `last` is not traced. In tfdist's loop
+    only these steps are run one by one. With stock Keras' `steps_per_execution` a marker spans a whole
+    execution, and every execution that overlaps the range is traced. Evaluation that falls into the range
+    is in the trace too, outside the markers.
+
+    Args:
+        first: the first step to trace, 0 or more. Steps 0 and 1 are mostly TensorFlow's own tracing.
+        last: the step to stop before.
+        log_dir: the folder; the trace is below `plugins/profile/<time>/`.
+
+    Attributes:
+        traced: whether a trace has been written by the latest `fit`.
+
+    Raises:
+        UsageError: not 0 <= first < last; or, at the first traced step, another trace is running.
+    """
+
+    def __init__(self, first: int, last: int, log_dir: str | os.PathLike[str]):
+        super().__init__()
+        if not 0 <= first < last:
+            raise UsageError(
+                f"The range of steps to profile is not 0 <= first < last. Received: `{first}:{last}`",
+                "steps are counted from 0 and the last is excluded: `10:20` traces ten steps",
+            )
+        self.first = first
+        self.last = last
+        self.log_dir = os.fspath(log_dir)
+        self._running = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.close()  # a `fit` that ended with an exception told nobody
+        self.traced = False
+        self._counter = StepCounter()
+        self._marker: AbstractContextManager[Any] | None = None
+        self._asked = False
+
+    def close(self) -> None:
+        """Ends a trace that is running and writes it; needed only where `fit` ended with an exception."""
+        if self._running:
+            self._running = False
+            self._end_marker()
+            profiler.stop()
+            self.traced = True
+
+    def batches_until_hook(self, batch: int) -> int | None:
+        """Up to `first` as many as there are, then one by one, after `last` no more."""
+        self._asked = True
+        step = self._counter.steps_before_epoch + batch
+        if step >= self.last:
+            return None
+        if step >= self.first:
+            return 1
+        steps = self.params.get("steps")
+        in_this_epoch = steps is None or self.first - step < steps - batch
+        return self.first - step if in_this_epoch else None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Starts counting."""
+        self._reset()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the epoch's count."""
+        self._counter.begin_epoch(self.params.get("steps"))
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the trace if the steps that begin here reach `first`, and marks them."""
+        step = self._counter.steps_before_epoch + batch
+        if self.traced or step >= self.last or step + self._chunk_length() <= self.first:
+            return
+        if not self._running:
+            profiler.start(self.log_dir)
+            self._running = True
+        self._marker = profiler.step_marker(step)
+        self._marker.__enter__()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the marker, and the trace at `last`."""
+        self._counter.chunk_ended(batch)
+        self._end_marker()
+        if self._counter.steps_before_epoch + batch + 1 >= self.last:
+            self.close()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the epoch's count."""
+        self._counter.end_epoch()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes the trace if training ended inside the range; warns if it ended before it."""
+        self.close()
+        if not self.traced:
+            warnings.warn(
+                f"Nothing was traced: training ended after {self._counter.steps_before_epoch} steps, "
+                f"and the range to profile is {self.first}:{self.last}",
+                stacklevel=2,
+            )
+
+    def _chunk_length(self) -> int:
+        # A loop that asks `batches_until_hook` ends a chunk at `first`; stock Keras does not ask.
+        return 1 if self._asked else self.model.steps_per_execution
+
+    def _end_marker(self) -> None:
+        if self._marker is not None:
+            self._marker.__exit__(None, None, None)
+            self._marker = None

@@ -1,0 +1,96 @@
+"""Examples per second and seconds per step in the logs of each epoch.
+
+Synopsis:
+
+    model.fit(x, y, batch_size=128, callbacks=[Throughput(global_batch_size=128)])
+    # History, the progress bar, TensorBoard and every callback that comes later in the list see
+    # `examples_per_second` and `step_seconds` beside `loss`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdist.callbacks.clock import ClockedCallback
+from tfdist.callbacks.steps import StepCounter
+from tfdist.errors import UsageError
+
+
+class Throughput(ClockedCallback):
+    """Puts `examples_per_second` and `step_seconds` into the epoch's logs.
+
+    Training time only: evaluation inside the epoch is subtracted, and kept as `evaluation_seconds`. The
+    first epoch includes the tracing of the training function.
+
+    Args:
+        global_batch_size: examples in a step over all replicas. Needed under stock `fit`, which does not
+            tell callbacks how many examples an epoch has; a short last batch then counts as a whole one.
+            tfdist's loop does tell, so that there it is not needed and the last batch counts as it is.
+
+    Attributes:
+        train_seconds: training time of the last epoch.
+        evaluation_seconds: evaluation time inside the last epoch.
+
+    Raises:
+        UsageError: before the first step, where nothing says how many examples a step has.
+    """
+
+    def __init__(self, global_batch_size: int | None = None):
+        super().__init__()
+        if global_batch_size is not None and global_batch_size < 1:
+            raise UsageError(
+                f"Throughput(global_batch_size=...) is the number of examples in a step. "
+                f"Received: `{global_batch_size}`",
+                "pass the `batch_size` that `fit` gets",
+            )
+        self.global_batch_size = global_batch_size
+        self._counter = StepCounter()
+
+    @property
+    def train_seconds(self) -> float:
+        """Training time of the last epoch."""
+        return self.clock.train_seconds
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Evaluation time inside the last epoch."""
+        return self.clock.evaluation_seconds
+
+    def batches_until_hook(self, batch: int) -> int | None:
+        """No step is run apart for this callback; it counts whatever chunks there are."""
+        return None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Checks that examples can be counted."""
+        super().on_train_begin(logs)
+        if self.global_batch_size is None and not self.params.get("examples"):
+            raise UsageError(
+                "Throughput does not know how many examples a step has: "
+                "`fit` announces none and `global_batch_size` is not set",
+                "pass `Throughput(global_batch_size=...)`, the same as `fit`'s `batch_size`",
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts counting."""
+        super().on_epoch_begin(epoch, logs)
+        self._counter.begin_epoch(self.params.get("steps"))
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts the steps up to `batch`, so that an epoch cut short is not taken for a whole one."""
+        self._counter.chunk_ended(batch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the two figures to `logs`."""
+        super().on_epoch_end(epoch, logs)
+        steps = self._counter.steps
+        if logs is None or not steps or self.train_seconds <= 0:
+            return
+        logs["examples_per_second"] = self._examples(steps) / self.train_seconds
+        logs["step_seconds"] = self.train_seconds / steps
+
+    def _examples(self, steps: int) -> float:
+        announced, epoch_steps = self.params.get("examples"), self.params.get("steps")
+        if not announced:
+            assert self.global_batch_size is not None  # on_train_begin refused that
+            return float(steps * self.global_batch_size)
+        return announced * steps / epoch_steps if epoch_steps else float(announced)

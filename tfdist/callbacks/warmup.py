@@ -1,0 +1,153 @@
+"""Linear scaling of the learning rate with gradual warm-up (Goyal et al. 2017, sections 2.1 and 2.2).
+
+A batch k times as large makes k times fewer steps; a rate k times as large makes up for it, but diverges at
+the start, when the weights change fast. So the rate rises from the base rate to k times the base rate, by
+the same amount at each step of the first epochs.
+
+Synopsis:
+
+    model.compile(optimizer=keras.optimizers.SGD(0.1), ...)  # the rate for one replica's batch
+    model.fit(..., callbacks=[LearningRateWarmup(strategy.replicas, warmup_epochs=5)])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist.errors import UsageError
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Raises the optimizer's learning rate from its base value to `factor` times that, step by step.
+
+    At step t of the T steps in `warmup_epochs` the rate is `base * (1 + (factor - 1) * t / T)`; from step T
+    on it is `base * factor`, and this callback leaves it to others (ReduceLROnPlateau, for example).
+    Where steps are run in chunks, the rate is set at the beginning of each.
+
+    A training that is continued with `initial_epoch` goes on at that epoch's rate. After the warm-up it
+    keeps the rate that was restored with the optimizer.
+
+    Args:
+        factor: how many times the global batch is larger than the one the base rate was chosen for: the
+            number of replicas, where each keeps its batch size.
+        warmup_epochs: the length of the warm-up, in epochs, whole or not; 0 scales at once.
+        base_learning_rate: the rate at step 0; by default the one the optimizer was made with. Needed to
+            continue a training with an optimizer that was itself loaded from a file.
+        steps_per_epoch: needed where `fit` cannot know it (a generator).
+
+    Raises:
+        UsageError: before the first step: the optimizer follows a schedule, so that its rate cannot be
+            set; the steps of an epoch or the base rate cannot be known; an argument out of range.
+    """
+
+    def __init__(
+        self,
+        factor: float,
+        warmup_epochs: float = 5,
+        base_learning_rate: float | None = None,
+        steps_per_epoch: int | None = None,
+    ):
+        super().__init__()
+        if factor <= 0 or warmup_epochs < 0:
+            raise UsageError(
+                "LearningRateWarmup needs factor > 0 and warmup_epochs >= 0. "
+                f"Received: factor `{factor}`, warmup_epochs `{warmup_epochs}`",
+                "pass the number of replicas as factor",
+            )
+        self.factor = factor
+        self.warmup_epochs = warmup_epochs
+        self.base_learning_rate = base_learning_rate
+        self.steps_per_epoch = steps_per_epoch
+        self._optimizer: Any = None
+        self._optimizer_was_used = False
+        self._base = base_learning_rate
+        self._epoch = 0
+        self._first_epoch: int | None = None
+        self._done = False
+
+    def set_model(self, model: keras.Model) -> None:
+        """Notes the base rate, before any callback restores a later one."""
+        super().set_model(model)
+        if model.optimizer is None or model.optimizer is self._optimizer:
+            return
+        _refuse_schedule(model.optimizer)
+        self._optimizer = model.optimizer
+        self._optimizer_was_used = _steps_taken(model.optimizer) > 0
+        self._base = self.base_learning_rate
+        if self._base is None:
+            self._base = float(model.optimizer.learning_rate)
+
+    def batches_until_hook(self, batch: int) -> int | None:
+        """Each step while warming up, none after."""
+        return None if self._done else 1
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Checks that the steps of an epoch are known."""
+        self._first_epoch, self._done = None, False
+        if self._steps() is None:
+            raise UsageError(
+                "LearningRateWarmup does not know how many steps an epoch has: "
+                "`fit` cannot tell the length of this data",
+                "pass `LearningRateWarmup(..., steps_per_epoch=...)`",
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate of the epoch's first step."""
+        self._epoch = epoch
+        if self._first_epoch is None:
+            self._first_epoch = epoch
+            self._join(epoch)
+        self._set_rate(batch=0)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate of step `batch`."""
+        self._set_rate(batch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds `learning_rate` to `logs`, as Keras' own schedulers do."""
+        if logs is not None:
+            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+
+    def _join(self, epoch: int) -> None:
+        """Checks a training that starts at a later epoch; past the warm-up, a restored rate is kept."""
+        if epoch == 0:
+            return
+        restored = _steps_taken(self.model.optimizer) > 0
+        if epoch >= self.warmup_epochs:
+            self._done = restored
+        elif self._optimizer_was_used and self.base_learning_rate is None:
+            raise UsageError(
+                f"LearningRateWarmup starts at epoch {epoch} with an optimizer that has already taken steps: "
+                f"its rate `{float(self.model.optimizer.learning_rate):g}` may not be the base rate",
+                "pass `LearningRateWarmup(..., base_learning_rate=...)`",
+            )
+
+    def _set_rate(self, batch: int) -> None:
+        if self._done:
+            return
+        steps = self._steps()
+        assert steps is not None and self._base is not None  # on_train_begin and set_model saw to it
+        done_epochs = self._epoch + batch / steps
+        self._done = done_epochs >= self.warmup_epochs
+        progress = 1.0 if self._done else done_epochs / self.warmup_epochs
+        self.model.optimizer.learning_rate = self._base * (1 + (self.factor - 1) * progress)
+
+    def _steps(self) -> int | None:
+        return self.steps_per_epoch or self.params.get("steps")
+
+
+def _refuse_schedule(optimizer: Any) -> None:
+    rate = getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        raise UsageError(
+            f"LearningRateWarmup cannot set the learning rate: the optimizer follows a schedule, "
+            f"`{type(rate).__name__}`",
+            "compile the optimizer with a number, or build the warm-up into the schedule "
+            "(`keras.optimizers.schedules.CosineDecay` has `warmup_target` and `warmup_steps`)",
+        )
+
+
+def _steps_taken(optimizer: Any) -> int:
+    return int(optimizer.iterations)
