@@ -168,9 +168,8 @@ def _download_and_prepare(builder: Any, folder: Path) -> None:
         with contextlib.redirect_stdout(sys.stderr), _bounded_requests():
             builder.download_and_prepare(download_dir=folder / "downloads", download_config=config)
     except Exception as error:  # TFDS lets through what the network, the disk or a checksum raised
-        raise _unavailable(
-            builder, folder, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        ) from error
+        first_line = str(error).partition("\n")[0].rstrip(":")
+        raise _unavailable(builder, folder, f"{type(error).__name__}: {first_line}") from error
 
 
 @contextlib.contextmanager
