@@ -1,1 +1,42 @@
+"""The strategies by name: each is one module here, and the file is the registration.
 
+Synopsis:
+
+    >>> from tfdist import strategies
+    >>> strategies.names()
+    ['custom', 'mirrored', 'single']
+
+A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. Names are found without
+importing TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tfdist import plugins
+from tfdist.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
+
+_SHARED = {"base", "devices", "distribute"}
+
+
+def names() -> list[str]:
+    """The names that `create` knows."""
+    return [name for name in plugins.names(__name__) if name not in _SHARED]
+
+
+def create(name: str, **options: Any) -> Strategy:
+    """The strategy `name` with its options.
+
+    Raises:
+        UnknownNameError: no strategy, or no device, has that name.
+        UsageError: an option is unknown or cannot work here.
+    """
+    if name not in names():
+        raise UnknownNameError("strategy", name, names())
+    constructor = importlib.import_module(f"{__name__}.{name}").STRATEGY
+    return plugins.call(constructor, kind="strategy", name=name, options=options)

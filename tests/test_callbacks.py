@@ -118,6 +118,13 @@ class TestThroughput:
         history = fit([throughput, Stop()], compiled_model(steps_per_execution=steps_per_execution)).history
         assert throughput.train_seconds / history["step_seconds"][0] == pytest.approx(4)
 
+    def test_a_resumed_epoch_counts_only_the_steps_it_runs(self):
+        counter = steps.StepCounter()
+        counter.begin_epoch(10)
+        counter.chunk_begins(6)
+        counter.chunk_ended(9)
+        assert counter.steps == 4
+
     def test_no_step_is_run_apart_for_it(self):
         assert run_in_chunks(Throughput(), steps=10, epochs=2, most=6) == [(0, 5), (6, 9)] * 2
 
@@ -272,13 +279,18 @@ class TestProfile:
         assert begun == [(0, 9), (0, 1), (2, 2), (3, 3), (4, 4), (5, 9), (0, 9)]
         assert fake.events == ["start", 12, 13, 14, "stop"]
 
+    def test_in_a_resumed_epoch_the_steps_of_this_fit_count(self, fake):
+        begun = run_in_chunks(Profile(2, 4, "unused"), steps=10, epochs=1, resume_batch=5)
+        assert begun == [(5, 6), (7, 7), (8, 8), (9, 9)]
+        assert fake.events == ["start", 2, 3, "stop"]
+
     @pytest.mark.parametrize(("first", "last"), [(-1, 5), (5, 5), (6, 5)])
     def test_a_range_that_is_none_is_refused(self, first, last):
         with pytest.raises(UsageError, match=f"Received: `{first}:{last}`"):
             Profile(first, last, "unused")
 
 
-def run_in_chunks(callback, *, steps, epochs, most=50):
+def run_in_chunks(callback, *, steps, epochs, most=50, resume_batch=0):
     """A loop that runs as many steps in a call as `callback` allows; the chunks it ran, first and last."""
     chunks = []
     model = compiled_model()
@@ -287,7 +299,7 @@ def run_in_chunks(callback, *, steps, epochs, most=50):
     callback.on_train_begin()
     for epoch in range(epochs):
         callback.on_epoch_begin(epoch)
-        batch = 0
+        batch, resume_batch = resume_batch, 0
         while batch < steps:
             length = min(callback.batches_until_hook(batch) or most, most, steps - batch)
             callback.on_train_batch_begin(batch)
@@ -489,7 +501,7 @@ class TestChiefOnly:
         assert ChiefOnly(on_batch_end, chief).batches_until_hook(0) == 1
         profile = Profile(7, 9, "unused")
         profile.set_params({"steps": 20})
-        assert ChiefOnly(profile, chief).batches_until_hook(3) == 4
+        assert ChiefOnly(profile, chief).batches_until_hook(0) == 7
 
     def test_it_wraps_tfdists_own_callbacks(self, tmp_path):
         logger = ChiefOnly(keras.callbacks.CSVLogger(tmp_path / "log.csv"))

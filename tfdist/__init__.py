@@ -1,3 +1,35 @@
-"""One interface over TensorFlow's distribution strategies for Keras 3."""
+"""One interface over TensorFlow's distribution strategies for Keras 3: exact, fast and measured.
+
+Synopsis:
+
+    import tfdist
+
+    strategy = tfdist.strategy("mirrored", devices=2)
+    with strategy.scope():
+        model = build_model()
+        model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    strategy.prepare(model)             # model.fit, evaluate and predict are now the strategy's own
+    model.fit(x, y, batch_size=128, epochs=3)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
 
 __version__ = "0.1.0"
+
+
+def strategy(name: str, **options: Any) -> Strategy:
+    """The strategy `name`: "single", "mirrored" or "custom"; see `tfdist.strategies.base.Strategy` for the options.
+
+    Raises:
+        UnknownNameError: no strategy, or no device, has that name.
+        UsageError: an option is unknown or cannot work here, or Keras runs on another backend than TensorFlow.
+    """
+    from tfdist import environment, strategies
+
+    environment.require_tensorflow_backend()
+    return strategies.create(name, **options)

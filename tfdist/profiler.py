@@ -146,7 +146,7 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
         if not steps:
             steps = [step for file in files for step in _marked_steps(_events(file))]
     if not ops and not steps:
-        raise _unreadable(files, "there is nothing in it")
+        raise _unreadable(files, "it names no op and no step")
     total, waiting = sum(step for step, _ in steps), sum(wait for _, wait in steps)
     return Summary(
         ops=tuple(ops[:top]),

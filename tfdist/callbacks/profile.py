@@ -71,7 +71,8 @@ class Profile(keras.callbacks.Callback):
     def batches_until_hook(self, batch: int) -> int | None:
         """Up to `first` as many as there are, then one by one, after `last` no more."""
         self._asked = True
-        step = self._counter.steps_before_epoch + batch
+        self._counter.chunk_begins(batch)
+        step = self._counter.number(batch)
         if step >= self.last:
             return None
         if step >= self.first:
@@ -90,7 +91,8 @@ class Profile(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the trace if the steps that begin here reach `first`, and marks them."""
-        step = self._counter.steps_before_epoch + batch
+        self._counter.chunk_begins(batch)
+        step = self._counter.number(batch)
         if self.traced or step >= self.last or step + self._chunk_length() <= self.first:
             return
         if not self._running:
@@ -103,7 +105,7 @@ class Profile(keras.callbacks.Callback):
         """Ends the marker, and the trace at `last`."""
         self._counter.chunk_ended(batch)
         self._end_marker()
-        if self._counter.steps_before_epoch + batch + 1 >= self.last:
+        if self._counter.number(batch) + 1 >= self.last:
             self.close()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

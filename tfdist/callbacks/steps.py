@@ -8,47 +8,61 @@ Synopsis:
 
     >>> counter = StepCounter()
     >>> counter.begin_epoch(steps=10)
-    >>> counter.chunk_ended(7)   # steps 0 to 7
+    >>> counter.chunk_begins(0)
+    >>> counter.chunk_ended(7)
+    >>> counter.chunk_begins(8)
     >>> counter.chunk_ended(11)  # Keras rounds the last chunk up
     >>> counter.steps
     10
     >>> counter.end_epoch()
-    >>> counter.steps_before_epoch
-    10
+    >>> counter.begin_epoch(steps=10)
+    >>> counter.chunk_begins(4)
+    >>> counter.number(4), counter.number(6)  # a resumed epoch may begin at any batch
+    (10, 12)
 """
 
 from __future__ import annotations
 
 
 class StepCounter:
-    """Counts training steps in an epoch and before it.
+    """Counts the training steps that this `fit` has run.
 
     Attributes:
-        steps_before_epoch: steps of this `fit` before the current epoch.
+        steps_before_epoch: those before the current epoch.
     """
 
     def __init__(self) -> None:
         self.steps_before_epoch = 0
         self._announced: int | None = None
-        self._seen = 0
+        self._first: int | None = None
+        self._end = 0
 
     def begin_epoch(self, steps: int | None) -> None:
         """An epoch begins, of `steps` steps where that is known (`params["steps"]`)."""
-        self._announced = steps
-        self._seen = 0
+        self._announced, self._first, self._end = steps, None, 0
+
+    def chunk_begins(self, first: int) -> None:
+        """The step with index `first` in this epoch is about to be run."""
+        if self._first is None:
+            self._first = first
 
     def chunk_ended(self, last: int) -> None:
         """The step with index `last` in this epoch has been run."""
-        self._seen = max(self._seen, last + 1)
+        self._end = last + 1
+
+    def number(self, batch: int) -> int:
+        """The number over the whole `fit`, from 0, of the step with index `batch` in this epoch."""
+        return self.steps_before_epoch + batch - (self._first or 0)
 
     @property
     def steps(self) -> int | None:
         """Steps of this epoch: those seen, else those announced, else None."""
-        if not self._seen:
+        if not self._end:
             return self._announced
-        return min(self._seen, self._announced) if self._announced else self._seen
+        end = min(self._end, self._announced) if self._announced else self._end
+        return end - (self._first or 0)
 
     def end_epoch(self) -> None:
         """The epoch ends."""
         self.steps_before_epoch += self.steps or 0
-        self._announced, self._seen = None, 0
+        self._announced, self._first, self._end = None, None, 0

@@ -75,6 +75,10 @@ class Throughput(ClockedCallback):
         super().on_epoch_begin(epoch, logs)
         self._counter.begin_epoch(self.params.get("steps"))
 
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes where a resumed epoch begins."""
+        self._counter.chunk_begins(batch)
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the steps up to `batch`, so that an epoch cut short is not taken for a whole one."""
         self._counter.chunk_ended(batch)

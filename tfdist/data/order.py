@@ -21,6 +21,17 @@ def epoch_order(examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(examples).astype(np.int32)
 
 
+def order_within_batches(examples: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """As stored, but for the examples of each batch, which are shuffled among themselves; int32 `[examples]`."""
+    keys = np.random.default_rng([seed, epoch]).random(examples)
+    return np.lexsort((keys, np.arange(examples) // batch_size)).astype(np.int32)
+
+
+def as_stored(examples: int) -> np.ndarray:
+    """The order without shuffling: 0 to `examples - 1`, int32 `[examples]`."""
+    return np.arange(examples, dtype=np.int32)
+
+
 def part(examples: int, index: int, count: int) -> tuple[int, int]:
     """The half-open range of a batch of `examples` that part `index` of `count` takes.
 

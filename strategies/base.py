@@ -1,0 +1,165 @@
+"""The interface of a strategy: where variables live, and how a step runs on every replica.
+
+A strategy answers four questions and nothing else:
+
+    scope()       where models are made
+    run(step)     how `step(replica)` runs once on each replica of this process, inside a graph
+    Replica       what a replica can do meanwhile: all_reduce, apply gradients, write variables
+    check(model)  whether a model can be trained here
+
+Everything that can be written once lives elsewhere: the loop over batches in `tfdist.loop`, the weighing and packing of
+gradients and the fused update in `tfdist.reduction`, Keras' side of exactness in `tfdist.keras_internals`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfdist import reduction
+from tfdist.errors import UsageError
+from tfdist.strategies import devices
+from tfdist.world import World
+
+Step = Callable[["Replica"], Any]
+
+
+class Replica:
+    """One replica while its step is traced; this one is alone, so that every reduction is the identity.
+
+    Attributes:
+        index: its number in the step, 0 to `count - 1`.
+        count: the number of replicas in the step.
+        share: float32 scalar, the part of the global batch's examples that this replica has; set by the loop.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1):
+        self.index = index
+        self.count = count
+        self.share: tf.Tensor | float = 1.0
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        """The sums of `tensors` over the replicas, on every replica."""
+        return tensors
+
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Reduces `gradients`, weighed by the shares, and has `apply(reduced)` update each copy of `variables` once."""
+        del variables
+        self.once_a_copy(apply, reduction.reduce_gradients(gradients, self.share, self.all_reduce))
+
+    def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
+        """Assigns to Keras variables values that are the same on every replica."""
+        variables = [variable._value for variable, _ in updates]
+
+        def assign(values: list[tf.Tensor]) -> None:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+
+        self.once_a_copy(assign, [value for _, value in updates])
+
+    def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+        """Calls `function(values)` once for each copy of the variables; `values` are the same on every replica."""
+        function(values)
+
+
+class Strategy:
+    """Trains, evaluates and predicts with a compiled Keras model on this strategy's replicas.
+
+    Args:
+        devices: how many, or which, such as `"GPU:1"` or `["CPU:0", "CPU:1"]`; `None` is all GPUs that the strategy can
+            use or, without a GPU, as many logical CPU devices as the strategy says.
+        seed: the order of the examples follows from it and the epoch; `None` draws one from Python's `random`, which
+            `keras.utils.set_random_seed` makes repeatable.
+        fused: update each variable with one kernel where the optimizer allows.
+        steps_per_call: how many steps one call of the inner loop runs at most; `None` chooses by the clock.
+    """
+
+    name: ClassVar[str]
+    default_cpus: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        *,
+        devices: int | str | Sequence[str] | None = None,
+        seed: int | None = None,
+        fused: bool = True,
+        steps_per_call: int | None = None,
+    ):
+        if steps_per_call is not None and steps_per_call < 1:
+            raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
+        self.world = World()
+        self.seed = random.getrandbits(31) if seed is None else seed
+        self.fused = fused
+        self.steps_per_call = steps_per_call
+        self.devices = self.choose_devices(devices)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Makes what the strategy needs once its devices are known."""
+
+    def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
+        """The names of the devices that the replicas of this process run on."""
+        return devices.choose(wanted, self.default_cpus)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that take part in a step, over all processes."""
+        return len(self.devices) * self.world.world_size
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which a model and its optimizer are made and compiled."""
+        return contextlib.nullcontext()
+
+    def run(self, step: Step) -> list[Any]:
+        """Calls `step(replica)` for each replica of this process and returns what each of them returned."""
+        raise NotImplementedError
+
+    def check(self, model: Any) -> None:
+        """Raises `UsageError` when `model` cannot be trained by this strategy."""
+
+    def options(self) -> dict[str, Any]:
+        """What was chosen, for the run's record."""
+        return {"devices": self.devices, "fused": self.fused, "seed": self.seed}
+
+    def fit(self, model: Any, x: Any = None, y: Any = None, **arguments: Any) -> Any:
+        """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
+        from tfdist import loop
+
+        return loop.fit(self, model, x, y, **arguments)
+
+    def evaluate(self, model: Any, x: Any = None, y: Any = None, **arguments: Any) -> Any:
+        """`keras.Model.evaluate` with this strategy: every example once, metrics merged by their state."""
+        from tfdist import loop
+
+        return loop.evaluate(self, model, x, y, **arguments)
+
+    def predict(self, model: Any, x: Any, **arguments: Any) -> Any:
+        """`keras.Model.predict` with this strategy: one answer an example, in the order of the input."""
+        from tfdist import loop
+
+        return loop.predict(self, model, x, **arguments)
+
+    def prepare(self, model: Any) -> Any:
+        """Makes `model.fit`, `model.evaluate` and `model.predict` this strategy's own; returns `model`."""
+        self.check(model)
+        for method in ("fit", "evaluate", "predict"):
+            # Past Keras' attribute tracking, so that nothing of it is saved with the model.
+            object.__setattr__(model, method, functools.partial(getattr(self, method), model))
+        return model
+
+
+def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
+    """What each replica of this process returned from `strategy.run`, one structure a replica."""
+    flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
+    count = len(strategy.extended.worker_devices)
+    return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
+
+
+def current_index() -> int:
+    """The number of the replica that is being traced, inside `tf.distribute.Strategy.run`."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))

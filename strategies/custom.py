@@ -1,0 +1,71 @@
+"""`custom`: data parallelism by hand on the devices of this machine. The fast one.
+
+There is one copy of the variables, on the first device. Each replica computes the gradients of its part of the batch on
+its own device; they are packed, added on the first device, and one fused update follows, all inside one graph that runs
+many steps. With one copy nothing can drift apart, no scope is needed, and models and checkpoints are plain Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import reduction
+from tfdist.strategies import base
+from tfdist.tensorflow_internals import without_strategy
+
+
+class Tower(base.Replica):
+    """A replica that shares the variables with the others and meets them to add and to update."""
+
+    def __init__(self, index: int, count: int, home: str):
+        super().__init__(index, count)
+        self._home = home
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        def add(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
+            with tf.device(self._home):
+                return [reduction.add(strategy.experimental_local_results(part)) for part in parts]
+
+        return _meet(add, tensors) if tensors else []
+
+    def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+        def update(strategy: tf.distribute.Strategy, *parts: Any) -> None:
+            first = [strategy.experimental_local_results(part)[0] for part in parts]
+            with without_strategy(), tf.device(self._home):
+                function(first)
+
+        _meet(update, values)
+
+
+def _meet(function: Callable[..., Any], values: list[Any]) -> Any:
+    return tf.distribute.get_replica_context().merge_call(function, args=tuple(values))
+
+
+class CustomStrategy(base.Strategy):
+    """Trains on all GPUs, or on the CPU as one device, unless `devices` says more; one copy of the variables."""
+
+    name = "custom"
+
+    def set_up(self) -> None:
+        # Only its threads and contexts are used, to trace the towers side by side; it never makes a variable.
+        self._towers = tf.distribute.MirroredStrategy(self.devices) if len(self.devices) > 1 else None
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(self.devices[0])
+
+    def run(self, step: base.Step) -> list[Any]:
+        if self._towers is None:
+            with tf.device(self.devices[0]):
+                return [step(base.Replica())]
+
+        def on_tower() -> Any:
+            return step(Tower(base.current_index(), len(self.devices), self.devices[0]))
+
+        return base.local_results(self._towers, self._towers.run(on_tower))
+
+
+STRATEGY = CustomStrategy

@@ -1,0 +1,27 @@
+"""`mirrored`: `tf.distribute.MirroredStrategy`, a copy of every variable on each device of this machine.
+
+TensorFlow keeps the copies and carries the reductions; the step is Keras' own `train_step`, made exact (see
+docs/contract.md), in the shared loop.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.strategies import distribute
+
+
+class MirroredStrategy(distribute.DistributeStrategy):
+    """Trains on several devices of this machine: all GPUs, or two logical CPU devices, unless `devices` says more."""
+
+    name = "mirrored"
+    default_cpus = 2
+
+    def set_up(self) -> None:
+        # Between logical CPU devices, which share their memory, a plain sum is the cheapest reduction.
+        on_cpu = all(device.startswith("CPU") for device in self.devices)
+        operations = tf.distribute.ReductionToOneDevice() if on_cpu else None
+        self.tf_strategy = tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)
+
+
+STRATEGY = MirroredStrategy

@@ -1,0 +1,40 @@
+"""`single`: one device, the baseline that the others are compared with.
+
+No `tf.distribute.Strategy` at all: variables are plain, and a step is Keras' own `train_step` in the shared loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.errors import UsageError
+from tfdist.strategies import base
+
+
+class SingleStrategy(base.Strategy):
+    """Trains on one device: the first GPU, else the CPU, unless `devices` names another."""
+
+    name = "single"
+
+    def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
+        chosen = super().choose_devices(1 if wanted is None else wanted)
+        if len(chosen) != 1:
+            raise UsageError(
+                f"The strategy `single` uses one device, and {len(chosen)} were set",
+                "use `--strategy mirrored` or `--strategy custom` for several devices",
+            )
+        return chosen
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(self.devices[0])
+
+    def run(self, step: base.Step) -> list[Any]:
+        with tf.device(self.devices[0]):
+            return [step(base.Replica())]
+
+
+STRATEGY = SingleStrategy

@@ -1,0 +1,269 @@
+"""What Keras' `fit`, `evaluate` and `predict` accept, as global batches that replicas take their parts of.
+
+A feed is the host's side: it knows how many batches a pass over the data has, and starts passes. Its `batches` are the
+graph's side: they fetch a global batch and cut one replica's part out of it. Arrays stay whole in memory and are indexed,
+so that nothing but the order of the examples changes from pass to pass; all else arrives through a `tf.data.Dataset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from tfdist import keras_internals
+from tfdist.data import order
+from tfdist.errors import DataError
+from tfdist.keras_internals import tree
+
+
+@dataclass(frozen=True)
+class Request:
+    """The data arguments of one call of `fit`, `evaluate` or `predict`, as Keras defines them."""
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+    shuffle: Any = False
+
+
+def make(request: Request, seed: int) -> Feed:
+    """The feed for what the user passed.
+
+    Raises:
+        DataError: there is not one batch in it.
+        ValueError: Keras refuses the combination of arguments.
+    """
+    if isinstance(request.x, Feed):
+        return request.x
+    x, shuffle = request.x, request.shuffle
+    if isinstance(x, keras.utils.PyDataset):
+        x, shuffle = _InOrder(x, seed if shuffle and x.num_batches else None), False
+    elif keras_internals.is_tf_dataset(x):
+        shuffle = False
+    adapter = keras_internals.get_data_adapter(
+        x=x,
+        y=request.y,
+        sample_weight=request.sample_weight,
+        batch_size=request.batch_size,
+        steps_per_epoch=request.steps,
+        shuffle=shuffle,
+        class_weight=request.class_weight,
+    )
+    if adapter.num_batches == 0:
+        raise DataError("The dataset has no batches", "pass at least one example")
+    if isinstance(adapter, keras_internals.ArrayDataAdapter):
+        return ArrayFeed(adapter, shuffle, seed)
+    return DatasetFeed(adapter, x if isinstance(x, _InOrder) else None)
+
+
+class Feed:
+    """Global batches, pass after pass.
+
+    Attributes:
+        num_batches: batches in a pass, `None` when only the end of the data will tell.
+        examples: examples in a pass, `None` when unknown.
+        batch_size: examples in a full global batch, `None` when unknown.
+        spec: the `tf.TensorSpec`s of a global batch.
+        batches: the graph's side of the feed.
+    """
+
+    num_batches: int | None
+    examples: int | None
+    batch_size: int | None
+    spec: Any
+    batches: Batches
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        """The state of pass number `epoch`, whose next batch is number `first_batch`."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Ends a pass."""
+
+
+class Batches:
+    """How a graph gets at the batches of a feed; equal ones can share a graph.
+
+    Attributes:
+        counted: every step that the loop asks for has a batch.
+    """
+
+    counted: bool
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        """Global batch number `step` (int32 scalar) of the pass; an optional where batches are not counted."""
+        raise NotImplementedError
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        """Part `index` of `count` of a global batch, and its share: float32 scalar."""
+        raise NotImplementedError
+
+
+class ArrayFeed(Feed):
+    """Examples in memory, in the order that (seed, epoch) gives."""
+
+    def __init__(self, adapter: Any, shuffle: Any, seed: int):
+        self._shuffle = shuffle
+        self._seed = seed
+        self._arrays = keras_internals.sliceable(adapter)
+        self.examples = keras_internals.number_of_examples(self._arrays)
+        self.batch_size = adapter.batch_size
+        self.num_batches = adapter.num_batches
+        self.spec = keras_internals.batch_spec(self._arrays)
+        self.batches = ArrayBatches(self.batch_size, even=self.examples % self.batch_size == 0)
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        del first_batch  # any batch can be fetched at any time
+        return self._arrays, tf.constant(self._indices(epoch))
+
+    def _indices(self, epoch: int) -> Any:
+        if self._shuffle == "batch":
+            return order.order_within_batches(self.examples, self.batch_size, self._seed, epoch)
+        if self._shuffle:
+            return order.epoch_order(self.examples, self._seed, epoch)
+        return order.as_stored(self.examples)
+
+
+@dataclass(frozen=True)
+class ArrayBatches(Batches):
+    """A batch is fetched as the indices of its examples; each replica gathers its own."""
+
+    batch_size: int
+    even: bool  # the batches are all of one size: a static shape makes a faster graph
+    counted: ClassVar[bool] = True
+
+    def fetch(self, state: Any, step: tf.Tensor) -> tf.Tensor:
+        _, indices = state
+        begin = step * self.batch_size
+        if self.even:
+            return tf.slice(indices, [begin], [self.batch_size])
+        return indices[begin : begin + self.batch_size]
+
+    def part(self, state: Any, batch: tf.Tensor, index: int, count: int) -> tuple[Any, Any]:
+        arrays, _ = state
+        indices, share = _cut(batch, index, count)
+        return keras_internals.gather(arrays, indices), share
+
+
+class DatasetFeed(Feed):
+    """Batches from a `tf.data.Dataset`, or from what Keras turns into one."""
+
+    def __init__(self, adapter: Any, in_order: _InOrder | None = None):
+        self._adapter = adapter
+        self._in_order = in_order
+        self._dataset = adapter.get_tf_dataset()
+        self.examples = None
+        self.batch_size = adapter.batch_size
+        self.spec = self._dataset.element_spec
+
+    @property
+    def num_batches(self) -> int | None:  # type: ignore[override]
+        return self._adapter.num_batches
+
+    @property
+    def batches(self) -> DatasetBatches:  # type: ignore[override]
+        # A `PyDataset` may end before the number of batches that it announced.
+        return DatasetBatches(counted=self.num_batches is not None and self._in_order is None)
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        if self._in_order is not None:
+            self._in_order.set_epoch(epoch)
+        self._adapter.on_epoch_begin()
+        return iter(self._dataset.skip(first_batch) if first_batch else self._dataset)
+
+    def finish(self) -> None:
+        self._adapter.on_epoch_end()
+
+
+@dataclass(frozen=True)
+class DatasetBatches(Batches):
+    """A batch is fetched from the iterator; each replica slices its part."""
+
+    counted: bool
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        del step
+        return next(state) if self.counted else state.get_next_as_optional()
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        del state
+        batch = tree.map_structure(_none_if_empty, batch)
+        if count == 1:
+            return batch, 1.0
+        with tf.device("CPU:0"):  # a replica's device then gets its part only
+            parts = [None if tensor is None else _cut(tensor, index, count) for tensor in tree.flatten(batch)]
+        share = next(part[1] for part in parts if part is not None)
+        return tree.pack_sequence_as(batch, [None if part is None else part[0] for part in parts]), share
+
+
+def _none_if_empty(value: Any) -> Any:
+    """Keras' generators carry an absent target or weight as an empty optional."""
+    return None if isinstance(value, tf.experimental.Optional) else value
+
+
+def _cut(tensor: Any, index: int, count: int) -> tuple[Any, Any]:
+    """Part `index` of `count` of `tensor` along its first axis, and its share."""
+    if count == 1:
+        return tensor, 1.0
+    examples = tensor.shape[0]
+    if examples is None or isinstance(tensor, tf.SparseTensor):
+        examples = tf.cast(_length(tensor), tf.int32)
+    begin, end = order.part(examples, index, count)
+    if isinstance(examples, int):
+        share: Any = tf.constant((end - begin) / examples, tf.float32)
+    else:
+        share = tf.math.divide_no_nan(tf.cast(end - begin, tf.float32), tf.cast(examples, tf.float32))
+    return _slice(tensor, begin, end), share
+
+
+def _length(tensor: Any) -> tf.Tensor:
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    return tensor.nrows() if isinstance(tensor, tf.RaggedTensor) else tf.shape(tensor)[0]
+
+
+def _slice(tensor: Any, begin: Any, end: Any) -> Any:
+    if not isinstance(tensor, tf.SparseTensor):
+        return tensor[begin:end]
+    rest = tf.zeros_like(tensor.dense_shape[1:])
+    start = tf.concat([[tf.cast(begin, tf.int64)], rest], 0)
+    size = tf.concat([[tf.cast(end - begin, tf.int64)], tensor.dense_shape[1:]], 0)
+    return tf.sparse.slice(tensor, start, size)
+
+
+class _InOrder(keras.utils.PyDataset):
+    """A `PyDataset` whose batches come in the order that (seed, epoch) gives, or as they are without a seed."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, seed: int | None):
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._seed = seed
+        self._order: Callable[[int], int] = lambda batch: batch
+
+    def set_epoch(self, epoch: int) -> None:
+        if self._seed is not None:
+            self._order = order.epoch_order(self._dataset.num_batches, self._seed, epoch).__getitem__
+
+    def __getitem__(self, batch: int) -> Any:
+        return self._dataset[int(self._order(batch))]
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._dataset.num_batches
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._dataset.on_epoch_end()

@@ -1,0 +1,27 @@
+"""What must be so before TensorFlow and Keras are imported, and the check that it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tfdist.errors import UsageError
+
+
+def require_tensorflow_backend() -> None:
+    """Makes sure that Keras runs on TensorFlow, without importing it where that can be told otherwise.
+
+    Raises:
+        UsageError: `KERAS_BACKEND` says another backend, or Keras was imported with another one.
+    """
+    hint = "unset `KERAS_BACKEND` or set it to `tensorflow` before Keras is imported"
+    if "keras" not in sys.modules:
+        backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+        if backend != "tensorflow":
+            raise UsageError(f"`KERAS_BACKEND` is `{backend}`, and tfdist trains with TensorFlow", hint)
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        raise UsageError(
+            f"Keras was imported with the backend `{keras.backend.backend()}`, not TensorFlow", hint
+        )

@@ -1,0 +1,302 @@
+"""The private parts of Keras that tfdist reaches into, all of them, and why. Seen in Keras 3.15.1.
+
+`tests/test_keras_internals.py` fails when one of them changes.
+
+Keras computes a replica's loss as a mean over the replica's own examples. tfdist makes N replicas equal to one by a
+single rule: a replica's step counts with its *share*, its part of the examples of the global batch. Shares add up
+to one, so the rule leaves alone what is whole on each replica (regularizers) and is right for every mean over the
+batch (losses, activity regularizers, what `add_loss` or an own `compute_loss` averages). Where Keras divides by
+something else than the number of examples (a sum, a mask, the sum of the sample weights), the patches below put the
+global divisor in its place. See docs/contract.md for the derivation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+from keras.src import backend, tree
+from keras.src.backend.common import global_state
+from keras.src.backend.config import max_epochs as max_epochs
+from keras.src.backend.config import max_steps_per_epoch as max_steps_per_epoch
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import concat as join
+from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged as to_numpy
+from keras.src.backend.tensorflow.trainer import potentially_ragged_concat as concatenate
+from keras.src.callbacks.progbar_logger import ProgbarLogger as ProgbarLogger
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers.data_adapters import (
+    array_slicing,
+    data_adapter_utils,
+    get_data_adapter,
+    is_tf_dataset,
+)
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.utils.python_utils import pythonify_logs as pythonify_logs
+
+SEEN_IN = "3.15.1"
+
+train_validation_split = array_slicing.train_validation_split
+unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
+is_default = keras.src.utils.is_default
+
+
+class Replica(Protocol):
+    """What Keras' code must know while it traces the step of one replica among several."""
+
+    share: tf.Tensor  # float32 scalar: examples of this replica / examples of the global batch
+
+    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The sums of `tensors` over the replicas."""
+        ...
+
+    def apply(self, apply: Callable[..., Any], gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Reduces this replica's `gradients`, then lets `apply(gradients)` update the variables."""
+        ...
+
+
+class _Current(threading.local):
+    replica: Replica | None = None
+    applies_reduced_gradients = False
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def on_replica(replica: Replica | None) -> Iterator[None]:
+    """Code in this context, in this thread, runs on `replica`; with `None`, Keras is as it always was."""
+    install()
+    before = _current.replica
+    _current.replica = replica
+    try:
+        yield
+    finally:
+        _current.replica = before
+
+
+@functools.cache
+def install() -> None:
+    """Puts the patches in place, once; outside of `on_replica` each of them calls the original."""
+    _patch(loss_module, "reduce_values", _reduce_values)
+    _patch(loss_module, "apply_mask", _apply_mask)
+    _patch(loss_module, "scale_loss_for_distribution", _as_it_is)
+    _patch(loss_module, "unscale_loss_for_distribution", _as_it_is)
+    _patch(keras.metrics.Mean, "update_state", _mean_update_state)
+    _patch(BaseOptimizer, "apply", _optimizer_apply)
+    _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
+    all_reduce = TFOptimizer._all_reduce_sum_gradients
+
+    @functools.wraps(all_reduce)
+    def once(optimizer: Any, grads_and_vars: Any) -> Any:
+        return grads_and_vars if _current.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
+
+    TFOptimizer._all_reduce_sum_gradients = once
+
+
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        replica = _current.replica
+        if replica is None:
+            return original(*args, **kwargs)
+        return replacement(replica, original, *args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def _as_it_is(replica: Replica, original: Any, value: Any) -> Any:
+    """Keras scales the loss by 1/replicas here; the share does that, exactly, when gradients are reduced."""
+    del replica, original
+    return value
+
+
+def _reduce_values(
+    replica: Replica,
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> Any:
+    """The local value L with share * L = local sum / global divisor."""
+    if tuple(values.shape) in ((), (0,)):
+        return original(values, sample_weight, reduction)
+    if reduction in (None, "none"):  # a vector, whose gradient is that of its sum
+        return tf.math.divide_no_nan(values, tf.cast(replica.share, values.dtype))
+    if reduction == "sum":
+        return tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(replica.share, values.dtype))
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weight = tf.cast(tf.reduce_sum(sample_weight), values.dtype)
+        return _over_global(replica, tf.reduce_sum(values), weight)
+    return original(values, sample_weight, reduction)
+
+
+def _over_global(replica: Replica, total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    (divisor,) = replica.all_reduce([tf.stop_gradient(divisor)])
+    return tf.math.divide_no_nan(total, divisor * tf.cast(replica.share, total.dtype))
+
+
+def _apply_mask(
+    replica: Replica, original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: Any
+) -> Any:
+    """As Keras', with the number of valid entries of the whole global batch."""
+    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return original(sample_weight, mask, dtype=dtype, reduction=reduction)
+    mask = tf.cast(mask, dtype)
+    weight = mask * _over_global(replica, tf.cast(tf.size(mask), dtype), tf.reduce_sum(mask))
+    if sample_weight is None:
+        return weight
+    weight, sample_weight = loss_module.squeeze_or_expand_to_same_rank(weight, tf.cast(sample_weight, dtype))
+    return sample_weight * weight
+
+
+def _mean_update_state(
+    replica: Replica, original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """A scalar given to a `Mean` is a mean over the local batch: it counts with the replica's share."""
+    values = backend.convert_to_tensor(values)
+    if len(values.shape) == 0:
+        values = tf.where(
+            replica.share > 0, values, tf.zeros_like(values)
+        )  # a mean over no examples may be NaN
+        sample_weight = replica.share if sample_weight is None else sample_weight
+    return original(metric, values, sample_weight)
+
+
+def _optimizer_apply(
+    replica: Replica,
+    original: Callable[..., Any],
+    optimizer: Any,
+    grads: Any,
+    trainable_variables: Any = None,
+) -> Any:
+    variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+
+    def apply(gradients: Sequence[Any]) -> None:
+        with on_replica(None), _outside_of_stateless_scope():
+            _current.applies_reduced_gradients = True
+            try:
+                original(optimizer, gradients, trainable_variables)
+            finally:
+                _current.applies_reduced_gradients = False
+
+    replica.apply(apply, list(grads), list(variables))
+
+
+@contextlib.contextmanager
+def _outside_of_stateless_scope() -> Iterator[None]:
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+class VariableUpdates(keras.StatelessScope):
+    """Catches what a replica's step assigns to Keras variables other than metrics and trainable weights.
+
+    Moving averages, seeds and states would otherwise drift apart between the replicas, or be written once a replica
+    where there is one copy. `merge` writes each of them once, the same value everywhere: floating-point values as the
+    mean of the replicas weighed by their shares, so that a replica without examples has no say; others, which count
+    alike on all replicas, as the first replica has them.
+    """
+
+    def __init__(self, metrics_variables: Sequence[Any]):
+        super().__init__(collect_losses=True)
+        self._metrics = {id(variable) for variable in metrics_variables}
+        self._updated: dict[int, Any] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:  # noqa: D102 - Keras' interface
+        variable, value = update
+        if id(variable) in self._metrics:
+            variable._value.assign(tf.cast(value, variable._value.dtype))
+            return
+        self._updated[id(variable)] = variable
+        super().add_update((variable, value))
+
+    def get_current_value(self, variable: Any) -> Any:  # noqa: D102 - Keras' interface
+        value = super().get_current_value(variable)
+        return variable._value if value is None else value
+
+    def merge(self, replica: Replica, write: Callable[[list[tuple[Any, tf.Tensor]]], None]) -> None:
+        """Agrees with the other replicas on the new values, and lets `write` assign them."""
+        updates = [(variable, self.state_mapping[key]) for key, variable in self._updated.items()]
+        floats = [(v, value) for v, value in updates if v._value.dtype.is_floating]
+        others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
+        if floats:
+            weighed = [
+                tf.math.multiply_no_nan(
+                    tf.cast(value, v._value.dtype), tf.cast(replica.share, v._value.dtype)
+                )
+                for v, value in floats
+            ]
+            floats = list(zip([v for v, _ in floats], replica.all_reduce(weighed), strict=True))
+        if updates:
+            write(floats + others)
+
+
+def build(model: Any, spec: Any) -> None:
+    """Makes every variable of `model`, its loss, its metrics and its optimizer, from the `spec` of a global batch.
+
+    Variables that are made inside a traced loop cannot be lifted out of it, so all must exist before the first trace.
+    """
+    model._symbolic_build(data_batch=tree.map_structure(_none_if_optional, spec))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
+def _none_if_optional(spec: Any) -> Any:
+    return None if isinstance(spec, tf.OptionalSpec) else spec
+
+
+def sliceable(adapter: ArrayDataAdapter) -> Any:
+    """The arrays of an adapter as TensorFlow tensors of Keras' types, in the structure `(x, y, sample_weight)`."""
+    arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    return tree.lists_to_tuples(arrays)
+
+
+def gather(arrays: Any, indices: tf.Tensor) -> Any:
+    """The examples `indices` (int `[n]`) of every array of a structure that `sliceable` made."""
+
+    def gather_one(array: Any) -> Any:
+        if isinstance(array, array_slicing.TensorflowSparseWrapper):
+            return array_slicing.slice_tensorflow_sparse_wrapper(array, tf.cast(indices, tf.int64))
+        if isinstance(array, list | tuple | dict):
+            return None  # Keras' `traverse` then goes into the structure
+        return tf.gather(array, indices, axis=0) if tf.is_tensor(array) else array
+
+    return tree.traverse(gather_one, arrays)
+
+
+def batch_spec(arrays: Any) -> Any:
+    """The specs of a batch of any size of a structure that `sliceable` made."""
+
+    def spec_one(array: Any) -> Any:
+        if isinstance(array, array_slicing.TensorflowSparseWrapper):
+            return tf.SparseTensorSpec([None, *array.sparse.shape[1:]], array.sparse.dtype)
+        if isinstance(array, list | tuple | dict):
+            return None
+        return tf.TensorSpec([None, *array.shape[1:]], array.dtype)
+
+    return tree.traverse(spec_one, arrays)
+
+
+def number_of_examples(arrays: Any) -> int:
+    """The length of the first array of a structure that `sliceable` made."""
+    first = next(array for array in tree.flatten(arrays) if array is not None)
+    return int(first.shape[0])
+
+
+def wants_xla(model: Any) -> bool:
+    """Whether `jit_compile=True` was passed to `compile`, and not left to Keras' "auto"."""
+    return model._compile_config.config.get("jit_compile") is True

@@ -1,0 +1,357 @@
+"""`fit`, `evaluate` and `predict` for compiled Keras models, over any strategy.
+
+Two loops, as Orbit has them: the inner one is a graph that runs many steps, the outer one hosts Keras' callbacks.
+
+    fit                                    outer, Python
+    ├─ on_train_begin, on_epoch_begin
+    ├─ while the epoch lasts
+    │  ├─ on_train_batch_begin(first)
+    │  ├─ program.run(first, count)        inner, one graph: for each step, on each replica, model.train_step
+    │  └─ on_train_batch_end(last, logs)   logs: the metrics so far, as numbers
+    ├─ evaluate on the validation data     the same two loops with model.test_step
+    └─ on_epoch_end(epoch, logs), on_train_end
+
+An inner call lasts as long as no callback asks to be called (see `tfdist.pace`), at most about half a second, so that
+progress shows and Ctrl-C is heard.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist import keras_internals, pace
+from tfdist.data import feed as feeds
+from tfdist.errors import UsageError
+from tfdist.keras_internals import tree
+from tfdist.program import Logs, Outcome, PredictProgram, StepProgram
+from tfdist.strategies.base import Strategy
+
+
+def fit(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+) -> keras.callbacks.History:
+    """Trains `model`; see `keras.Model.fit`, whose arguments and result these are.
+
+    `batch_size` is global. A callback that sets `resume_batch` in its `on_train_begin` makes the first epoch begin at
+    that batch, with the metrics as they are.
+
+    Raises:
+        UsageError: the model is not compiled, or not made for this strategy, or the batch has fewer examples than the
+            strategy has replicas.
+        DataError: there are no batches.
+    """
+    _check(strategy, model, "fit")
+    epochs = min(epochs, keras_internals.max_epochs() or epochs)
+    if validation_split and validation_data is None:
+        (x, y, sample_weight), validation_data = keras_internals.train_validation_split(
+            (x, y, sample_weight), validation_split=validation_split
+        )
+    steps = _limited(steps_per_epoch)
+    feed = _feed(strategy, feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle))
+    validation = None
+    if validation_data is not None:
+        parts = keras_internals.unpack_x_y_sample_weight(validation_data)
+        validation_steps = _limited(validation_steps)
+        size = validation_batch_size or batch_size
+        validation = _feed(strategy, feeds.Request(*parts, batch_size=size, steps=validation_steps))
+    _build(strategy, model, feed)
+    passes = Passes(feed, steps)
+    callbacks = _callback_list(model, callbacks, verbose, passes, epochs=epochs, add_history=True)
+    run_epoch = _epoch_runner(strategy, model, "train", passes, callbacks)
+
+    model.stop_training = False
+    callbacks.on_train_begin()
+    initial_epoch = model._initial_epoch or initial_epoch
+    resume_batch = _resume_batch(callbacks)
+    passes.begin_at(initial_epoch, resume_batch)
+    epoch_logs: Logs | None = None
+    for epoch in range(initial_epoch, epochs):
+        if not resume_batch:
+            model.reset_metrics()
+        callbacks.on_epoch_begin(epoch)
+        epoch_logs = dict(run_epoch(resume_batch or 0))
+        resume_batch = None
+        if validation is not None and model._should_eval(epoch, validation_freq):
+            results = _evaluate(strategy, model, Passes(validation, validation_steps), callbacks)
+            epoch_logs.update({f"val_{name}": value for name, value in results.items()})
+        callbacks.on_epoch_end(epoch, epoch_logs)
+        if model.stop_training:
+            break
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+        model.optimizer.finalize_variable_values(model.trainable_weights)
+    callbacks.on_train_end(logs=epoch_logs)
+    return model.history
+
+
+def evaluate(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`."""
+    _check(strategy, model, "evaluate")
+    steps = _limited(steps)
+    feed = _feed(strategy, feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps))
+    _build(strategy, model, feed)
+    passes = Passes(feed, steps)
+    logs = _evaluate(strategy, model, passes, _callback_list(model, callbacks, verbose, passes, epochs=1))
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def predict(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """The outputs of `model`, one for each example, in the order of the input; see `keras.Model.predict`."""
+    strategy.check(model)
+    steps = _limited(steps)
+    feed = _feed(strategy, feeds.Request(x, batch_size=batch_size, steps=steps))
+    _build(strategy, model, feed)
+    passes = Passes(feed, steps)
+    callbacks = _callback_list(model, callbacks, verbose, passes, epochs=1)
+    outputs: list[Any] = []
+    run_epoch = _epoch_runner(
+        strategy, model, "predict", passes, callbacks, lambda logs: outputs.append(logs["outputs"])
+    )
+
+    model.stop_predicting = False
+    callbacks.on_predict_begin()
+    run_epoch(0)
+    passes.close()
+    callbacks.on_predict_end()
+    joined = tree.map_structure_up_to(outputs[0], lambda *parts: keras_internals.concatenate(parts), *outputs)
+    return tree.map_structure(keras_internals.to_numpy, joined)
+
+
+def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) -> Logs:
+    run_epoch = _epoch_runner(strategy, model, "test", passes, callbacks)
+    model.stop_evaluating = False
+    callbacks.on_test_begin()
+    model.reset_metrics()
+    logs = keras_internals.pythonify_logs(run_epoch(0))
+    passes.close()
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def _check(strategy: Strategy, model: Any, method: str) -> None:
+    if not model.compiled:
+        raise UsageError(
+            f"The model `{model.name}` is not compiled, and `{method}` needs its loss and metrics",
+            "call `model.compile(optimizer=..., loss=...)` first",
+        )
+    strategy.check(model)
+
+
+def _limited(steps: int | None) -> int | None:
+    """Keras can cap the steps of an epoch for debugging (`keras.config.set_max_steps_per_epoch`)."""
+    cap = keras_internals.max_steps_per_epoch()
+    return min(steps or cap, cap) if cap else steps
+
+
+def _feed(strategy: Strategy, request: feeds.Request) -> feeds.Feed:
+    feed = feeds.make(request, strategy.seed)
+    size = feed.batch_size
+    if size is not None and size < strategy.num_replicas and (feed.num_batches or 2) > 1:
+        raise UsageError(
+            f"A batch of {size} does not give each of the {strategy.num_replicas} replicas an example",
+            f"use a batch size of {strategy.num_replicas} or more, or fewer devices",
+        )
+    return feed
+
+
+def _build(strategy: Strategy, model: Any, feed: feeds.Feed) -> None:
+    with strategy.scope():
+        keras_internals.build(model, feed.spec)
+
+
+def _callback_list(
+    model: Any, callbacks: Any, verbose: Any, passes: Passes, *, epochs: int, add_history: bool = False
+) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(
+        callbacks,
+        add_history=add_history,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=passes.num_batches,
+        examples=passes.examples,
+        model=model,
+    )
+
+
+def _resume_batch(callbacks: Any) -> int | None:
+    """The batch of the first epoch at which a callback resumes a run, `None` when none does."""
+    found = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
+    return max((batch for batch in found if batch is not None), default=None)
+
+
+class Passes:
+    """Cuts the passes over the data into epochs.
+
+    Without `steps_per_epoch` an epoch is a pass. With it, an epoch goes on where the one before stopped, and ends early,
+    with Keras' warning, at the end of the data.
+
+    Attributes:
+        feed: the data.
+        num_batches: steps in an epoch, `None` when only the end of the data will tell.
+        examples: examples in an epoch, `None` when unknown.
+        state: the arguments of the graph for the current pass, `None` between passes.
+        position: the number in its pass of the next batch.
+    """
+
+    def __init__(self, feed: feeds.Feed, steps_per_epoch: int | None):
+        self.feed = feed
+        self._steps = steps_per_epoch
+        self.num_batches = steps_per_epoch or feed.num_batches
+        whole = self._steps is None or self._steps == feed.num_batches
+        sized = self._steps is not None and feed.batch_size is not None
+        self.examples = feed.examples if whole else self._steps * feed.batch_size if sized else None
+        self.state: Any = None
+        self.position = 0
+        self._pass = 0
+
+    def begin_at(self, epoch: int, resume_batch: int | None) -> None:
+        """Goes to epoch number `epoch`, or to where a run that is resumed has run `resume_batch` steps of it."""
+        self._pass, self.position = epoch, 0
+        if resume_batch is not None:
+            self._pass, self.position = self._after(epoch, resume_batch)
+
+    def _after(self, epochs: int, batches: int) -> tuple[int, int]:
+        """The pass, and the position in it, after `epochs` epochs and `batches` batches."""
+        if self._steps is None:
+            return epochs, batches
+        if self.feed.num_batches is None:
+            return 0, epochs * self._steps + batches
+        number = position = 0
+        for _ in range(epochs):
+            position += min(self._steps, self.feed.num_batches - position)
+            if position == self.feed.num_batches:
+                number, position = number + 1, 0
+        return number, position + batches
+
+    def begin_epoch(self) -> int | None:
+        """Makes the data ready; returns how many batches of the pass are left, `None` when unknown."""
+        if self.state is None:
+            self.state = self.feed.start(self._pass, self.position)
+        return None if self.feed.num_batches is None else self.feed.num_batches - self.position
+
+    def end_epoch(self, steps: int, data_ended: bool) -> None:
+        """Notes that the epoch took `steps` steps, and whether there are no further batches in the pass."""
+        if self._steps is None or data_ended:
+            self.close()
+            self._pass, self.position = self._pass + 1, 0
+        if self._steps is not None and steps < self._steps and data_ended:
+            warnings.warn(
+                f"The data ended after {steps} of the {self._steps} steps of an epoch; repeat the dataset, or lower "
+                "the number of steps.",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Ends the pass, if one is open."""
+        if self.state is not None:
+            self.feed.finish()
+            self.state = None
+
+
+def _epoch_runner(
+    strategy: Strategy,
+    model: Any,
+    kind: str,
+    passes: Passes,
+    callbacks: Any,
+    on_step: Callable[[Logs], None] = lambda logs: None,
+) -> Callable[[int], Logs]:
+    """A function that runs one epoch, from a given step on, between the callbacks' batch hooks; it returns the logs."""
+    begin = getattr(callbacks, f"on_{kind}_batch_begin")
+    end = getattr(callbacks, f"on_{kind}_batch_end")
+    stopped = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}[kind]
+    program = _program(strategy, model, kind, passes.feed, callbacks.callbacks)
+    at_most = 1 if kind == "predict" or getattr(model, "run_eagerly", False) else strategy.steps_per_call
+    pacer = pace.Pace(callbacks.callbacks, kind, model.steps_per_execution, at_most)
+
+    def run_epoch(done: int) -> Logs:
+        first, logs = done, {}
+        left = passes.begin_epoch()
+        limits = [
+            limit
+            for limit in (passes.num_batches, None if left is None else done + left)
+            if limit is not None
+        ]
+        total = min(limits) if limits else None
+        data_ended = left == 0
+        while not data_ended and (total is None or done < total):
+            count = pacer.steps(done) if total is None else min(pacer.steps(done), total - done)
+            begin(done)
+            started = pace.now()
+            outcome: Outcome = program.run(passes.state, passes.position, count)
+            pacer.ran(outcome.steps, pace.now() - started)
+            done += outcome.steps
+            passes.position += outcome.steps
+            data_ended = outcome.data_ended or passes.position == passes.feed.num_batches
+            if outcome.steps:
+                logs = outcome.logs
+                on_step(logs)
+                end(done - 1, logs)
+            if getattr(model, stopped):
+                break
+        passes.end_epoch(done - first, data_ended)
+        return logs
+
+    return run_epoch
+
+
+def _program(
+    strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Any
+) -> StepProgram | PredictProgram:
+    """The program for these batches; kept with the model until it is compiled again, since building a graph is slow."""
+    at_nan = kind == "train" and pace.stops_at_nan(callbacks)
+    compiled = getattr(model, "_compile_config", None)
+    key = (id(strategy), kind, feed.batches, at_nan)
+    kept = model.__dict__.get("_tfdist_programs")
+    if kept is None or kept[0] is not compiled:
+        kept = (compiled, {})
+        object.__setattr__(model, "_tfdist_programs", kept)
+    programs = kept[1]
+    if key not in programs:
+        if kind == "predict":
+            programs[key] = PredictProgram(strategy, model, feed.batches)
+        else:
+            programs[key] = StepProgram(strategy, model, f"{kind}_step", feed.batches, at_nan)
+    return programs[key]

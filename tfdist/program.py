@@ -1,0 +1,208 @@
+"""The inner loop: a graph that runs many steps of a model on every replica of a strategy.
+
+Program.run(state, first, count)
+    while step < count
+        batch = fetch(state, step)
+        on each replica: train_step(its part of the batch), exact (see `tfdist.keras_internals`)
+    logs = the model's metrics, merged over the replicas by their state
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import keras_internals, reduction
+from tfdist.data.feed import Batches
+from tfdist.strategies.base import Replica, Strategy
+
+Logs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call of the inner loop did.
+
+    Attributes:
+        steps: how many steps it ran.
+        data_ended: it stopped because there was no further batch.
+        logs: the metrics after the last step, scalars; empty when there was no step.
+    """
+
+    steps: int
+    data_ended: bool
+    logs: Logs
+
+
+class _OwnLogs(Exception):  # noqa: N818 - not an error
+    """Raised while tracing: the model's step returns logs that are not its metrics, so the loop must carry them."""
+
+    def __init__(self, spec: Any):
+        super().__init__()
+        self.spec = spec
+
+
+class StepProgram:
+    """Runs `model.train_step` or `model.test_step`.
+
+    Args:
+        strategy: where the replicas are.
+        model: compiled and built.
+        step_name: `"train_step"` or `"test_step"`.
+        batches: the graph's side of the data.
+        stop_at_nan: end a call at the first step after which the loss is not finite.
+    """
+
+    def __init__(self, strategy: Strategy, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
+        self._strategy = strategy
+        self._model = model
+        self._step_name = step_name
+        self._batches = batches
+        self._stop_at_nan = stop_at_nan and getattr(model, "_loss_tracker", None) is not None
+        self._own_logs: Any = None
+        self._function = self._make_function()
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
+        try:
+            steps, more, logs = self._function(state, tf.constant(first), tf.constant(count))
+        except _OwnLogs as found:
+            self._own_logs = found.spec
+            self._function = self._make_function()
+            steps, more, logs = self._function(state, tf.constant(first), tf.constant(count))
+        return Outcome(int(steps), not bool(more), logs if int(steps) else {})
+
+    def _make_function(self) -> Callable[..., Any]:
+        if self._model.run_eagerly:
+            return self._steps_eagerly
+        return _graph(self._steps)
+
+    def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
+        def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
+            del logs
+            return (done < count) & more & finite
+
+        def body(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> Any:
+            batch = self._batches.fetch(state, first + done)
+            if self._batches.counted:
+                return done + 1, more, *self._step(state, batch)
+            more = batch.has_value()
+            finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
+            return done + tf.cast(more, tf.int32), more, finite, logs
+
+        logs = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
+        start = (tf.constant(0), tf.constant(True), tf.constant(True), logs)
+        done, more, _, logs = tf.while_loop(proceed, body, start)
+        return done, more, logs or self._metrics()
+
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        """The same, operation by operation, for `run_eagerly=True`."""
+        logs: Logs = {}
+        for done in range(int(count)):
+            batch = self._batches.fetch(state, first + done)
+            if not self._batches.counted:
+                if not batch.has_value():
+                    return done, False, logs or self._metrics()
+                batch = batch.get_value()
+            finite, logs = self._step(state, batch)
+            if not bool(finite):
+                return done + 1, True, logs or self._metrics()
+        return count, True, logs or self._metrics()
+
+    def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
+        """One step on all replicas: whether the loss is still finite, and the step's own logs."""
+
+        def on_replica(replica: Replica) -> Logs:
+            data, replica.share = self._batches.part(state, batch, replica.index, replica.count)
+            logs = _exactly(replica, self._model, self._step_function(replica.count), data)
+            return _weighed(logs, replica) if self._own_logs is not None else logs
+
+        with reduction.fused(self._model.optimizer, self._strategy.fused):
+            results = self._strategy.run(on_replica)
+        logs: Logs = {}
+        if self._own_logs is not None:
+            logs = tf.nest.map_structure(lambda *values: tf.add_n(values), *results)
+        elif set(results[0]) != set(self._metrics()):
+            raise _OwnLogs(tf.nest.map_structure(_float_spec, results[0]))
+        finite = tf.constant(True)
+        if self._stop_at_nan:
+            with self._strategy.scope():
+                finite = tf.math.is_finite(tf.convert_to_tensor(self._model._loss_tracker.total))
+        return finite, logs
+
+    def _step_function(self, replicas: int) -> Callable[[Any], Logs]:
+        step = getattr(self._model, self._step_name)
+        # Keras' "auto" would compile on a CPU too, where small models then run slower; only an explicit wish counts.
+        # Replicas meet in the middle of a step, which XLA cannot compile into one program.
+        if keras_internals.wants_xla(self._model) and replicas == 1:
+            return tf.function(step, jit_compile=True)
+        return step
+
+    def _metrics(self) -> Logs:
+        with self._strategy.scope():
+            return self._model.get_metrics_result()
+
+
+class PredictProgram:
+    """Runs `model.predict_step`, one batch a call."""
+
+    def __init__(self, strategy: Strategy, model: Any, batches: Batches):
+        self._strategy = strategy
+        self._model = model
+        self._batches = batches
+        eager = getattr(model, "run_eagerly", False)
+        self._function = self._predict if eager else _graph(self._predict)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Predicts batch number `first`; the logs are `{"outputs": ...}`, in the order of the batch's examples."""
+        assert count == 1
+        batch = self._batches.fetch(state, tf.constant(first))
+        if not self._batches.counted:
+            if not batch.has_value():
+                return Outcome(0, True, {})
+            batch = batch.get_value()
+        return Outcome(1, False, {"outputs": self._function(state, batch)})
+
+    def _predict(self, state: Any, batch: Any) -> Any:
+        def on_replica(replica: Replica) -> Any:
+            data, _ = self._batches.part(state, batch, replica.index, replica.count)
+            return self._model.predict_step(data)
+
+        results = self._strategy.run(on_replica)
+        if len(results) == 1:
+            return results[0]
+        return keras_internals.tree.map_structure(lambda *parts: keras_internals.join(parts), *results)
+
+
+def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
+    return tf.function(functools.partial(function), autograph=False, reduce_retracing=True)
+
+
+def _exactly(replica: Replica, model: Any, step: Callable[[Any], Logs], data: Any) -> Logs:
+    """`step(data)` on one replica, such that all replicas together do what one would do on the global batch."""
+    if replica.count == 1:
+        return step(data)
+    updates = keras_internals.VariableUpdates(model.metrics_variables)
+    with keras_internals.on_replica(replica):
+        with updates:
+            logs = step(data)
+        updates.merge(replica, replica.write)
+    return logs
+
+
+def _weighed(logs: Logs, replica: Replica) -> Logs:
+    def weigh(value: Any) -> tf.Tensor:
+        value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
+        return tf.math.multiply_no_nan(value, tf.cast(replica.share, tf.float32))
+
+    return tf.nest.map_structure(weigh, logs)
+
+
+def _float_spec(value: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(keras.ops.convert_to_tensor(value).shape, tf.float32)

@@ -1,0 +1,256 @@
+"""Gradients: weighed, packed into few buffers, reduced; and the optimizer's step in one kernel a variable.
+
+The reduced gradient is the sum over the replicas of share * local gradient, where a replica's share is its part of the
+examples of the global batch (docs/contract.md). It is computed before the optimizer sees anything, so that clipping,
+accumulation, loss scaling and moving averages act on the gradient of the global batch, as they do on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+AllReduce = Callable[[list[Any]], list[Any]]
+
+# Copying a tensor into a buffer and out again costs more than it saves once the tensor is large.
+PACK_BELOW_BYTES = 1 << 16
+
+
+def weigh(gradients: Sequence[Any], share: tf.Tensor) -> list[Any]:
+    """`share * gradient` of each; exactly zero on a replica without examples, whatever it computed there."""
+
+    def weigh_one(gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            values = weigh_one(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return tf.math.multiply_no_nan(gradient, tf.cast(share, gradient.dtype))
+
+    return [None if gradient is None else weigh_one(gradient) for gradient in gradients]
+
+
+def reduce_gradients(gradients: Sequence[Any], share: tf.Tensor, all_reduce: AllReduce) -> list[Any]:
+    """The gradients of the global batch, on every replica; `None` stays `None`, sparse stays sparse."""
+    weighed = weigh(gradients, share)
+    reduced = iter(packed(all_reduce)([g for g in weighed if g is not None]))
+    return [None if gradient is None else next(reduced) for gradient in weighed]
+
+
+def packed(all_reduce: AllReduce, below_bytes: int = PACK_BELOW_BYTES) -> AllReduce:
+    """An all-reduce that sends the small dense tensors of a type as one buffer."""
+
+    def reduce(tensors: list[Any]) -> list[Any]:
+        groups: dict[Any, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if _is_small(tensor, below_bytes):
+                groups.setdefault(tensor.dtype, []).append(index)
+        groups = {dtype: members for dtype, members in groups.items() if len(members) > 1}
+        grouped = {index for members in groups.values() for index in members}
+        alone = [index for index in range(len(tensors)) if index not in grouped]
+        buffers = [
+            tf.concat([tf.reshape(tensors[i], [-1]) for i in members], 0) for members in groups.values()
+        ]
+
+        reduced = all_reduce([tensors[i] for i in alone] + buffers)
+        results: list[Any] = [None] * len(tensors)
+        for index, tensor in zip(alone, reduced[: len(alone)], strict=True):
+            results[index] = tensor
+        for members, buffer in zip(groups.values(), reduced[len(alone) :], strict=True):
+            sizes = [tensors[i].shape.num_elements() for i in members]
+            for index, piece in zip(members, tf.split(buffer, sizes), strict=True):
+                results[index] = tf.reshape(piece, tensors[index].shape)
+        return results
+
+    return reduce
+
+
+def _is_small(tensor: Any, below_bytes: int) -> bool:
+    if isinstance(tensor, tf.IndexedSlices) or not tensor.shape.is_fully_defined():
+        return False
+    return tensor.shape.num_elements() * tensor.dtype.size < below_bytes
+
+
+def add(tensors: Sequence[Any]) -> Any:
+    """The sum of dense tensors, or of `tf.IndexedSlices`, which stay sparse."""
+    if not any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        return tf.add_n(list(tensors))
+    if not all(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        return tf.add_n([tf.convert_to_tensor(tensor) for tensor in tensors])
+    values = tf.concat([tensor.values for tensor in tensors], 0)
+    indices = tf.concat([tensor.indices for tensor in tensors], 0)
+    return tf.IndexedSlices(values, indices, tensors[0].dense_shape)
+
+
+@contextlib.contextmanager
+def fused(optimizer: Any, enabled: bool = True) -> Iterator[None]:
+    """While a step is traced in this context, `optimizer` updates each variable with one TensorFlow kernel.
+
+    Only for the Keras optimizers whose update a kernel computes with the same formula (`KERNELS`); the others, and
+    sparse gradients, keep Keras' own update. The results agree to rounding.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kernel = KERNELS.get(type(inner)) if enabled else None
+    if kernel is None or (
+        kernel is _rmsprop and not inner.momentum
+    ):  # that kernel has no form without momentum
+        yield
+        return
+    # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
+    object.__setattr__(inner, "update_step", _update_step(inner, kernel))
+    try:
+        yield
+    finally:
+        object.__delattr__(inner, "update_step")
+
+
+class _Scalars:
+    """An optimizer's scalars as tensors of one dtype: made once a graph, used for all variables."""
+
+    def __init__(self, optimizer: Any, learning_rate: Any, dtype: tf.DType):
+        self.optimizer = optimizer
+        self.dtype = dtype
+        self.learning_rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)
+        self._step: tf.Tensor | None = None
+        self._powers: dict[float, tf.Tensor] = {}
+
+    def constant(self, value: float) -> tf.Tensor:
+        """`value` as a tensor."""
+        return tf.constant(value, self.dtype)
+
+    def power(self, base: float) -> tf.Tensor:
+        """`base` to the number of this step, counted from one."""
+        if self._step is None:
+            self._step = tf.cast(self.optimizer.iterations + 1, self.dtype)
+        if base not in self._powers:
+            self._powers[base] = tf.pow(self.constant(base), self._step)
+        return self._powers[base]
+
+
+def _update_step(optimizer: Any, kernel: Callable[..., None]) -> Callable[..., None]:
+    original = optimizer.update_step
+    memo: dict[Any, _Scalars] = {}
+
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            original(gradient, variable, learning_rate)
+            return
+        dtype = variable.dtype.base_dtype
+        key = (tf.compat.v1.get_default_graph(), variable.device, dtype)
+        if key not in memo or tf.executing_eagerly():
+            memo[key] = _Scalars(optimizer, learning_rate, dtype)
+        index = optimizer._get_variable_index(variable)
+        kernel(optimizer, memo[key], variable.handle, index, tf.cast(gradient, dtype))
+
+    return update_step
+
+
+def _handle(slots: Sequence[Any], index: int) -> tf.Tensor:
+    return slots[index].value.handle
+
+
+def _sgd(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    if optimizer.momentum == 0:
+        tf.raw_ops.ResourceApplyGradientDescent(var=variable, alpha=scalars.learning_rate, delta=gradient)
+        return
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable,
+        accum=_handle(optimizer.momentums, index),
+        lr=scalars.learning_rate,
+        grad=gradient,
+        momentum=scalars.constant(optimizer.momentum),
+        use_nesterov=optimizer.nesterov,
+    )
+
+
+def _adam(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    arguments = {
+        "var": variable,
+        "m": _handle(optimizer._momentums, index),
+        "v": _handle(optimizer._velocities, index),
+        "beta1_power": scalars.power(optimizer.beta_1),
+        "beta2_power": scalars.power(optimizer.beta_2),
+        "lr": scalars.learning_rate,
+        "beta1": scalars.constant(optimizer.beta_1),
+        "beta2": scalars.constant(optimizer.beta_2),
+        "epsilon": scalars.constant(optimizer.epsilon),
+        "grad": gradient,
+    }
+    if optimizer.amsgrad:
+        tf.raw_ops.ResourceApplyAdamWithAmsgrad(vhat=_handle(optimizer._velocity_hats, index), **arguments)
+    else:
+        tf.raw_ops.ResourceApplyAdam(**arguments)
+
+
+def _adamax(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    tf.raw_ops.ResourceApplyAdaMax(
+        var=variable,
+        m=_handle(optimizer._m, index),
+        v=_handle(optimizer._u, index),
+        beta1_power=scalars.power(optimizer.beta_1),
+        lr=scalars.learning_rate,
+        beta1=scalars.constant(optimizer.beta_1),
+        beta2=scalars.constant(optimizer.beta_2),
+        epsilon=scalars.constant(optimizer.epsilon),
+        grad=gradient,
+    )
+
+
+def _rmsprop(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    arguments = {
+        "var": variable,
+        "ms": _handle(optimizer._velocities, index),
+        "mom": _handle(optimizer._momentums, index),
+        "lr": scalars.learning_rate,
+        "rho": scalars.constant(optimizer.rho),
+        "momentum": scalars.constant(optimizer.momentum),
+        "epsilon": scalars.constant(optimizer.epsilon),
+        "grad": gradient,
+    }
+    if optimizer.centered:
+        tf.raw_ops.ResourceApplyCenteredRMSProp(mg=_handle(optimizer._average_gradients, index), **arguments)
+    else:
+        tf.raw_ops.ResourceApplyRMSProp(**arguments)
+
+
+def _adadelta(
+    optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor
+) -> None:
+    tf.raw_ops.ResourceApplyAdadelta(
+        var=variable,
+        accum=_handle(optimizer._accumulated_grads, index),
+        accum_update=_handle(optimizer._accumulated_delta_vars, index),
+        lr=scalars.learning_rate,
+        rho=scalars.constant(optimizer.rho),
+        epsilon=scalars.constant(optimizer.epsilon),
+        grad=gradient,
+    )
+
+
+def _ftrl(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    l2 = scalars.constant(optimizer.l2_regularization_strength)
+    tf.raw_ops.ResourceApplyFtrlV2(
+        var=variable,
+        accum=_handle(optimizer._accumulators, index),
+        linear=_handle(optimizer._linears, index),
+        grad=gradient,
+        lr=scalars.learning_rate,
+        l1=scalars.constant(optimizer.l1_regularization_strength),
+        l2=l2 + scalars.constant(optimizer.beta) / (2.0 * scalars.learning_rate),
+        l2_shrinkage=scalars.constant(optimizer.l2_shrinkage_regularization_strength),
+        lr_power=scalars.constant(optimizer.learning_rate_power),
+    )
+
+
+# Adagrad, Nadam and Lion are left out: their kernels place epsilon or the schedule elsewhere than Keras does.
+KERNELS: dict[type, Callable[..., None]] = {
+    keras.optimizers.SGD: _sgd,
+    keras.optimizers.Adam: _adam,
+    keras.optimizers.AdamW: _adam,
+    keras.optimizers.Adamax: _adamax,
+    keras.optimizers.RMSprop: _rmsprop,
+    keras.optimizers.Adadelta: _adadelta,
+    keras.optimizers.Ftrl: _ftrl,
+}

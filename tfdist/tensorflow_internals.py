@@ -1,0 +1,74 @@
+"""The private parts of TensorFlow that tfdist reaches into, all of them, and why. Seen in TensorFlow 2.21.0.
+
+`tests/test_tensorflow_internals.py` fails when one of them changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, values
+from tensorflow.python.eager import context
+
+SEEN_IN = "2.21.0"
+
+
+class _Thread(threading.local):
+    updates_locally = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def replica_local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """In a replica context: an update writes this replica's copy of a variable, without meeting the other replicas.
+
+    Keras' optimizers, and TensorFlow's aggregating variables, ask for a meeting (a merge call) at every update, which
+    cannot be inside `tf.cond`, where gradient accumulation and loss scaling put it. Once the gradients are reduced, every
+    replica computes the same values and no meeting is needed.
+    """
+    _teach_variables()
+    _teach_strategy(strategy.extended)
+    _thread.updates_locally = True
+    try:
+        yield
+    finally:
+        _thread.updates_locally = False
+
+
+def _teach_strategy(extended: Any) -> None:
+    if "_use_merge_call" not in vars(extended):
+        original = extended._use_merge_call
+        extended._use_merge_call = lambda: not _thread.updates_locally and original()
+
+
+@functools.cache
+def _teach_variables() -> None:
+    original = values.apply_aggregation_replica_context
+
+    @functools.wraps(original)
+    def aggregate(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if _thread.updates_locally else original(value, *args, **kwargs)
+
+    values.apply_aggregation_replica_context = aggregate
+
+
+@contextlib.contextmanager
+def without_strategy() -> Iterator[None]:
+    """In a cross-replica context: code runs as if there were no strategy, for variables that have one copy."""
+    distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def runtime_started() -> bool:
+    """Whether TensorFlow has fixed its devices and threads for the life of this process."""
+    return context.context()._initialized
