@@ -423,10 +423,11 @@ _VALIDATION: dict[str, Any] = {
 def _draw(record: RunRecord, path: Path) -> None:
     # No pyplot: it would keep the figure, and choose a window system.
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     names = ["loss", *_second_panel(record)]
-    figure = Figure(figsize=(5.2 * len(names), 4), dpi=120, layout="constrained")
-    figure.suptitle(_title(record))
+    figure = Figure(figsize=(5.4 * len(names), 4.2), dpi=120, layout=ConstrainedLayoutEngine(wspace=0.06))
+    figure.suptitle(_title(record), fontweight="bold")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         _draw_panel(axes, record.epochs, name)
     figure.savefig(path)
@@ -464,7 +465,8 @@ def _draw_panel(axes: Axes, epochs: Sequence[EpochRecord], name: str) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+        # Above the axes it covers no point, wherever the points are.
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, fontsize=9, columnspacing=1.2)
     else:
         axes.text(0.5, 0.5, "no finite values", ha="center", transform=axes.transAxes)
 
