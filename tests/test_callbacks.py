@@ -1,5 +1,6 @@
 """Each callback under stock `model.fit`, and its protocol with a loop that runs many steps in one call."""
 
+import contextlib
 import csv
 import doctest
 import time
@@ -7,8 +8,11 @@ import warnings
 
 import keras
 import numpy as np
+import psutil
 import pytest
+import tensorflow as tf
 
+import tfdist
 from tfdist.callbacks import (
     ChiefOnly,
     LearningRateWarmup,
@@ -38,33 +42,29 @@ def fit(callbacks, model=None, *, batch_size=8, **options):
     return model.fit(X, Y, batch_size=batch_size, callbacks=callbacks, verbose=0, **options)
 
 
-def unsized_batches():
-    """Ten batches of eight, in a form that does not tell its length."""
-
-    def batches():
-        while True:
-            yield X[:8], Y[:8]
-
-    return batches()
-
-
 @pytest.mark.parametrize("module", [clock, steps, memory])
 def test_the_synopses_run(module):
     assert doctest.testmod(module).failed == 0
 
 
-class Sleep(keras.callbacks.Callback):
-    """Makes training and evaluation take known times."""
+class Passing(keras.callbacks.Callback):
+    """A clock on which each training and each evaluation batch takes a known time, and nothing else any."""
 
-    def __init__(self, train=0.0, evaluation=0.0):
+    def __init__(self, train, evaluation):
         super().__init__()
         self.train, self.evaluation = train, evaluation
+        self.seconds = 0.0
+
+    def time(self, callback):
+        """`callback`, reading this clock."""
+        callback.clock = clock.TrainingClock(now=lambda: self.seconds)
+        return callback
 
     def on_train_batch_end(self, batch, logs=None):
-        time.sleep(self.train)
+        self.seconds += self.train
 
     def on_test_batch_end(self, batch, logs=None):
-        time.sleep(self.evaluation)
+        self.seconds += self.evaluation
 
 
 class TestThroughput:
@@ -93,14 +93,22 @@ class TestThroughput:
         assert history["examples_per_second"][0] * throughput.train_seconds == pytest.approx(70)
 
     def test_evaluation_is_no_training_time(self):
+        passing = Passing(train=0.25, evaluation=2.0)
+        throughput = passing.time(Throughput(8))
+        history = fit([throughput, passing], validation_data=(X, Y), epochs=2).history
+        assert throughput.train_seconds == pytest.approx(9 * 0.25)
+        assert throughput.evaluation_seconds == pytest.approx(9 * 2.0)
+        assert history["step_seconds"] == pytest.approx([0.25] * 2)
+        assert history["examples_per_second"] == pytest.approx([8 / 0.25] * 2)
+
+    def test_the_real_clock_runs(self):
         throughput = Throughput(8)
-        fit([throughput, Sleep(train=0.01, evaluation=0.05)], validation_data=(X, Y), epochs=2)
-        assert 9 * 0.05 <= throughput.evaluation_seconds < 0.9
-        assert 9 * 0.01 <= throughput.train_seconds < 0.4
+        began = time.perf_counter()
+        fit([throughput], validation_data=(X, Y))
+        assert throughput.evaluation_seconds > 0
+        assert 0 < throughput.train_seconds < time.perf_counter() - began
 
     def test_steps_are_counted_where_fit_does_not_know_them(self):
-        import tensorflow as tf
-
         data = tf.data.Dataset.from_tensor_slices((X[:40], Y[:40])).batch(8).filter(lambda x, y: True)
         throughput = Throughput(8)
         with warnings.catch_warnings():
@@ -148,13 +156,11 @@ class TestTimeToTarget:
         assert timer.epoch == len(history["loss"]) < 50
 
     def test_seconds_are_training_seconds_of_all_epochs_up_to_it(self):
-        timer = TimeToTarget(0.0, monitor="val_loss")  # any loss is at least 0: reached at once
-        late = TimeToTarget(0.5, monitor="val_loss", mode="min", stop=False)
-        sleep = Sleep(train=0.01, evaluation=0.05)
-        fit([timer, late, sleep], validation_data=(X, Y), epochs=50)
-        assert timer.epoch == 1
-        assert 9 * 0.01 <= timer.seconds < 9 * 0.05
-        assert late.seconds is None  # stopped before
+        passing = Passing(train=0.25, evaluation=2.0)
+        timer = passing.time(TimeToTarget(0.5, monitor="val_loss", mode="min"))
+        fit([timer, passing], validation_data=(X, Y), epochs=50)
+        assert timer.epoch > 1
+        assert timer.seconds == pytest.approx(timer.epoch * 9 * 0.25)
 
     def test_without_stop_training_goes_on_and_the_first_time_is_kept(self):
         timer = TimeToTarget(1e9, monitor="loss", mode="min", stop=False)
@@ -190,7 +196,8 @@ class TestMemoryUsage:
         class Allocate(keras.callbacks.Callback):
             def on_epoch_begin(self, epoch, logs=None):
                 if epoch == 1:
-                    np.ones(50_000_000 // 8 + memory.peak_resident_bytes() // 8)
+                    below_peak = memory.peak_resident_bytes() - psutil.Process().memory_info().rss
+                    np.ones((50_000_000 + below_peak) // 8)
 
         first, second, third = fit([Allocate(), MemoryUsage()], epochs=3).history["peak_memory_bytes"]
         assert second >= first + 40_000_000
@@ -208,9 +215,7 @@ class TestMemoryUsage:
 
         peaks = {"GPU:0": 5, "GPU:1": 7}
         monkeypatch.setattr(memory.tf.config, "list_logical_devices", lambda kind: list(map(Gpu, peaks)))
-        monkeypatch.setattr(
-            memory.tf.config.experimental, "get_memory_info", lambda name: {"peak": peaks[name]}
-        )
+        monkeypatch.setattr(memory.tf.config.experimental, "get_memory_info", lambda name: {"peak": peaks[name]})
         assert fit([MemoryUsage()]).history["peak_gpu_memory_bytes"] == [7]
 
 
@@ -230,9 +235,7 @@ class FakeProfiler:
 
     def step_marker(self, number):
         self.events.append(number)
-        from contextlib import nullcontext
-
-        return nullcontext()
+        return contextlib.nullcontext()
 
 
 class TestProfile:
@@ -318,7 +321,7 @@ class Rates(keras.callbacks.Callback):
         self.rates = []
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.rates.append(float(self.model.optimizer.learning_rate))
+        self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
 
 
 def expected_rate(step, *, base=0.01, factor=4, warmup_steps=18):
@@ -425,6 +428,15 @@ class TestLearningRateWarmup:
         fit([self.warmup(), rates], model, epochs=1)
         assert rates.rates == pytest.approx([expected_rate(step) for step in range(9)])
 
+    def test_a_rate_that_is_mirrored_on_several_devices_is_warmed_up(self):
+        devices = [device.name for device in tf.config.list_logical_devices("CPU")]
+        with tf.distribute.MirroredStrategy(devices[:2]).scope():
+            model = self.model()
+        rates = Rates()
+        history = fit([self.warmup(), rates], model, epochs=1).history
+        assert rates.rates == pytest.approx([expected_rate(step) for step in range(9)])
+        assert history["learning_rate"] == pytest.approx([expected_rate(8)])
+
     @pytest.mark.parametrize("wrap", [lambda o: o, keras.optimizers.LossScaleOptimizer])
     def test_a_schedule_is_refused_by_name(self, wrap):
         schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
@@ -432,8 +444,6 @@ class TestLearningRateWarmup:
             fit([self.warmup()], compiled_model(wrap(keras.optimizers.SGD(schedule))))
 
     def test_data_of_unknown_length_needs_the_steps_of_an_epoch(self):
-        import tensorflow as tf
-
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).filter(lambda x, y: True)
         with pytest.raises(UsageError, match="does not know how many steps"):
             self.model().fit(data, callbacks=[self.warmup()], verbose=0)
@@ -508,3 +518,45 @@ class TestChiefOnly:
         history = fit([ChiefOnly(Throughput(8)), logger]).history
         assert "examples_per_second" in history
         assert "examples_per_second" in (tmp_path / "log.csv").read_text()
+
+
+class TestInTfdistsLoop:
+    """One training with all of them, on 70 examples in batches of 8: 9 steps an epoch."""
+
+    def test_all_of_them_together(self, monkeypatch, tmp_path):
+        fake = FakeProfiler(monkeypatch)
+        passing = Passing(train=0.25, evaluation=2.0)
+        throughput, timer = passing.time(Throughput()), passing.time(TimeToTarget(1e9, "val_loss", "min", stop=False))
+        strategy = tfdist.strategy("single")
+        with strategy.scope():
+            model = compiled_model(keras.optimizers.SGD(0.01))
+        strategy.prepare(model)
+        callbacks = [
+            throughput,
+            timer,
+            MemoryUsage(),
+            LearningRateWarmup(4, warmup_epochs=1),
+            Profile(20, 22, "unused"),
+            passing,
+            ChiefOnly(keras.callbacks.CSVLogger(tmp_path / "log.csv")),
+        ]
+        history = fit(callbacks, model, epochs=3, validation_data=(X, Y)).history
+        assert history["step_seconds"] == pytest.approx([0.25] * 3)
+        assert history["examples_per_second"] == pytest.approx([70 / (9 * 0.25)] * 3)  # the short batch as it is
+        assert history["learning_rate"] == pytest.approx([0.01 + 0.03 * 8 / 9, 0.04, 0.04])
+        assert (timer.epoch, timer.seconds) == (1, pytest.approx(9 * 0.25))
+        assert fake.events == ["start", 20, 21, "stop"]
+        with open(tmp_path / "log.csv", encoding="utf-8") as file:
+            assert [float(row["loss"]) for row in csv.DictReader(file)] == pytest.approx(history["loss"])
+
+    @pytest.mark.parametrize("name", ["single", "custom", "mirrored"])
+    def test_the_warmup_is_stock_keras(self, name):
+        def weights(model):
+            fit([LearningRateWarmup(4, warmup_epochs=1.5)], model, epochs=2, shuffle=False, batch_size=7)
+            return np.concatenate([np.ravel(keras.ops.convert_to_numpy(v)) for v in model.weights])
+
+        strategy = tfdist.strategy(name)
+        with strategy.scope():
+            model = compiled_model(keras.optimizers.SGD(0.01))
+        strategy.prepare(model)
+        np.testing.assert_allclose(weights(model), weights(compiled_model(keras.optimizers.SGD(0.01))), rtol=1e-5)

@@ -23,7 +23,7 @@ from tfdist.callbacks import Profile
 from tfdist.errors import RunFolderError, UsageError
 
 FIRST, LAST = 3, 7
-INPUT_SECONDS = 0.02  # what the slow pipeline takes for a batch
+INPUT_SECONDS = 0.05  # what the slow pipeline takes for a batch
 
 
 def traced_fit(log_dir, *, jit_compile, slow_input=False):
@@ -76,13 +76,13 @@ class TestSummarize:
     def test_each_traced_step_is_seen(self, plain_trace):
         summary = profiler.summarize(plain_trace)
         assert summary.steps == LAST - FIRST
-        assert 0 < summary.step_seconds < 1
+        assert summary.step_seconds > 0
 
     def test_a_slow_pipeline_shows_as_waiting_and_a_fast_one_does_not(self, plain_trace, slow_trace):
         slow = profiler.summarize(slow_trace)
         assert slow.input_share > 0.5
         assert slow.step_seconds > 0.7 * INPUT_SECONDS
-        assert profiler.summarize(plain_trace).input_share < 0.4
+        assert profiler.summarize(plain_trace).input_share < 0.7 * slow.input_share
 
     def test_our_own_measure_of_waiting_agrees_with_xprofs(self, slow_trace):
         # The one used where a `while` loop in the graph hides the steps from xprof.
@@ -270,10 +270,7 @@ class TestTensorBoard:
         assert any("BatchV2" in row["c"][0]["v"] for row in stages["rows"])
 
     def test_memory_profile_has_an_allocators_timeline(self, tensorboard, plain):
-        [host] = [
-            host["hostname"]
-            for host in json.loads(tensorboard.get("hosts", run=plain, tag="memory_profile")[1])
-        ]
+        [host] = [host["hostname"] for host in json.loads(tensorboard.get("hosts", run=plain, tag="memory_profile")[1])]
         profile = tensorboard.tool(plain, "memory_profile", host=host)
         allocators = profile["memoryProfilePerAllocator"]
         assert any(int(a["profileSummary"]["peakBytesUsageLifetime"]) > 0 for a in allocators.values())

@@ -189,9 +189,7 @@ def _unreadable(files: Sequence[str], reason: str) -> RunFolderError:
 def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a Google chart's table, by column."""
     columns = [column["id"] for column in table["cols"]]
-    return [
-        dict(zip(columns, (cell.get("v") for cell in row["c"]), strict=True)) for row in table.get("rows", [])
-    ]
+    return [dict(zip(columns, (cell.get("v") for cell in row["c"]), strict=True)) for row in table.get("rows", [])]
 
 
 def _op_costs(tables: Sequence[Mapping[str, Any]]) -> list[OpCost]:

@@ -77,7 +77,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self._optimizer_was_used = _steps_taken(model.optimizer) > 0
         self._base = self.base_learning_rate
         if self._base is None:
-            self._base = float(model.optimizer.learning_rate)
+            self._base = _rate(model.optimizer)
 
     def batches_until_hook(self, batch: int) -> int | None:
         """Each step while warming up, none after."""
@@ -108,7 +108,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds `learning_rate` to `logs`, as Keras' own schedulers do."""
         if logs is not None:
-            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+            logs["learning_rate"] = _rate(self.model.optimizer)
 
     def _join(self, epoch: int) -> None:
         """Checks a training that starts at a later epoch; past the warm-up, a restored rate is kept."""
@@ -120,7 +120,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         elif self._optimizer_was_used and self.base_learning_rate is None:
             raise UsageError(
                 f"LearningRateWarmup starts at epoch {epoch} with an optimizer that has already taken steps: "
-                f"its rate `{float(self.model.optimizer.learning_rate):g}` may not be the base rate",
+                f"its rate `{_rate(self.model.optimizer):g}` may not be the base rate",
                 "pass `LearningRateWarmup(..., base_learning_rate=...)`",
             )
 
@@ -149,5 +149,9 @@ def _refuse_schedule(optimizer: Any) -> None:
         )
 
 
+def _rate(optimizer: Any) -> float:
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
 def _steps_taken(optimizer: Any) -> int:
-    return int(optimizer.iterations)
+    return int(keras.ops.convert_to_numpy(optimizer.iterations))
