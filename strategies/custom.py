@@ -21,6 +21,8 @@ from tfdist.tensorflow_internals import without_strategy
 class Tower(base.Replica):
     """A replica that shares the variables with the others and meets them to add and to update."""
 
+    alone = False
+
     def __init__(self, index: int, count: int, home: str):
         super().__init__(index, count)
         self._home = home

@@ -19,6 +19,8 @@ from tfdist.tensorflow_internals import replica_local_updates
 class MirroredReplica(base.Replica):
     """A replica inside `tf.distribute.Strategy.run`, with its own copy of the variables."""
 
+    alone = False
+
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         if not tensors:
             return []

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import backend, tree
 from keras.src.backend.common import global_state
 from keras.src.backend.config import max_epochs as max_epochs
 from keras.src.backend.config import max_steps_per_epoch as max_steps_per_epoch
+from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import concat as join
 from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged as to_numpy
@@ -89,6 +91,7 @@ def install() -> None:
     _patch(loss_module, "scale_loss_for_distribution", _as_it_is)
     _patch(loss_module, "unscale_loss_for_distribution", _as_it_is)
     _patch(keras.metrics.Mean, "update_state", _mean_update_state)
+    _patch(tensorflow_nn, "_compute_moments_sync", _compute_moments_sync)
     _patch(BaseOptimizer, "apply", _optimizer_apply)
     _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
     all_reduce = TFOptimizer._all_reduce_sum_gradients
@@ -169,6 +172,39 @@ def _mean_update_state(
         )  # a mean over no examples may be NaN
         sample_weight = replica.share if sample_weight is None else sample_weight
     return original(metric, values, sample_weight)
+
+
+def _compute_moments_sync(
+    replica: Replica, original: Callable[..., Any], x: tf.Tensor, axes: Any, keepdims: bool
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over the global batch, in one reduction."""
+    del original
+    count = tf.reduce_sum(tf.ones_like(x), axes, keepdims=True)
+    total, squares, count = _global_sums(
+        replica, [tf.reduce_sum(x, axes, keepdims=True), tf.reduce_sum(tf.square(x), axes, keepdims=True), count]
+    )
+    mean = tf.math.divide_no_nan(total, count)
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+
+
+def _global_sums(replica: Replica, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums over the replicas, in the middle of a step.
+
+    What flows back must be the gradient of the sum of share * loss over all replicas. A replica's gradients are
+    multiplied by its own share later, so that share is taken out here.
+    """
+
+    @tf.custom_gradient
+    def sums(*local: tf.Tensor) -> Any:
+        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            weighed = [tf.math.multiply_no_nan(u, tf.cast(replica.share, u.dtype)) for u in upstream]
+            reduced = replica.all_reduce(weighed)
+            return [tf.math.divide_no_nan(r, tf.cast(replica.share, r.dtype)) for r in reduced]
+
+        return replica.all_reduce(list(local)), backward
+
+    return sums(*tensors)
 
 
 def _optimizer_apply(
@@ -262,7 +298,11 @@ def _none_if_optional(spec: Any) -> Any:
 def sliceable(adapter: ArrayDataAdapter) -> Any:
     """The arrays of an adapter as TensorFlow tensors of Keras' types, in the structure `(x, y, sample_weight)`."""
     arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
-    return tree.lists_to_tuples(arrays)
+
+    def to_tensor(array: Any) -> Any:
+        return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
+
+    return tree.map_structure(to_tensor, tree.lists_to_tuples(arrays))
 
 
 def gather(arrays: Any, indices: tf.Tensor) -> Any:

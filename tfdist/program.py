@@ -119,7 +119,7 @@ class StepProgram:
 
         def on_replica(replica: Replica) -> Logs:
             data, replica.share = self._batches.part(state, batch, replica.index, replica.count)
-            logs = _exactly(replica, self._model, self._step_function(replica.count), data)
+            logs = _exactly(replica, self._model, self._step_function(replica), data)
             return _weighed(logs, replica) if self._own_logs is not None else logs
 
         with reduction.fused(self._model.optimizer, self._strategy.fused):
@@ -135,11 +135,11 @@ class StepProgram:
                 finite = tf.math.is_finite(tf.convert_to_tensor(self._model._loss_tracker.total))
         return finite, logs
 
-    def _step_function(self, replicas: int) -> Callable[[Any], Logs]:
+    def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
         step = getattr(self._model, self._step_name)
         # Keras' "auto" would compile on a CPU too, where small models then run slower; only an explicit wish counts.
         # Replicas meet in the middle of a step, which XLA cannot compile into one program.
-        if keras_internals.wants_xla(self._model) and replicas == 1:
+        if keras_internals.wants_xla(self._model) and replica.alone:
             return tf.function(step, jit_compile=True)
         return step
 
@@ -186,7 +186,7 @@ def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _exactly(replica: Replica, model: Any, step: Callable[[Any], Logs], data: Any) -> Logs:
     """`step(data)` on one replica, such that all replicas together do what one would do on the global batch."""
-    if replica.count == 1:
+    if replica.alone:
         return step(data)
     updates = keras_internals.VariableUpdates(model.metrics_variables)
     with keras_internals.on_replica(replica):

@@ -1,0 +1,32 @@
+"""Three logical CPU devices for every test, made before anything starts TensorFlow."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pytest
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
+)
+# Tests run one process a core; more threads would only wait for each other.
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--strategies",
+        default="single,mirrored,custom",
+        help="strategies that the contract suite holds to its promises; `stock_mirrored` is Keras' own fit",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _clean_keras():
+    yield
+    import keras
+
+    keras.config.set_dtype_policy("float32")
+    keras.backend.clear_session()

@@ -1,0 +1,53 @@
+"""Who is held to the contract: each strategy at each number of replicas. A strategy joins by adding its name."""
+
+import contextlib
+import os
+
+import tensorflow as tf
+
+import tfdist
+
+REPLICAS = {"single": (1,), "mirrored": (1, 2, 3), "custom": (1, 2, 3), "stock_mirrored": (2,)}
+
+
+def chosen(config):
+    """The (name, replicas) pairs that the command line asks for."""
+    names = config.getoption("--strategies").split(",")
+    return [(name, count) for name in names for count in REPLICAS[name]]
+
+
+def start(name, replicas, **options):
+    """A strategy to train with."""
+    if name == "stock_mirrored":
+        return StockMirrored(replicas)
+    return tfdist.strategy(name, devices=replicas, seed=options.pop("seed", 7), **options)
+
+
+class StockMirrored:
+    """Keras' own `fit` under TensorFlow's `MirroredStrategy`, to see what it promises less."""
+
+    def __init__(self, replicas):
+        self._strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
+
+    def scope(self):
+        return self._strategy.scope()
+
+    def fit(self, model, *args, **kwargs):
+        return model.fit(*args, **kwargs)
+
+    def evaluate(self, model, *args, **kwargs):
+        return model.evaluate(*args, **kwargs)
+
+    def predict(self, model, *args, **kwargs):
+        return model.predict(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def working_folder(path):
+    """Relative paths are below `path` meanwhile."""
+    before = os.getcwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
