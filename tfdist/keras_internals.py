@@ -22,31 +22,35 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend, tree
+from keras.src.backend import config
 from keras.src.backend.common import global_state
-from keras.src.backend.config import max_epochs as max_epochs
-from keras.src.backend.config import max_steps_per_epoch as max_steps_per_epoch
 from keras.src.backend.tensorflow import nn as tensorflow_nn
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.backend.tensorflow.trainer import concat as join
-from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged as to_numpy
-from keras.src.backend.tensorflow.trainer import potentially_ragged_concat as concatenate
-from keras.src.callbacks.progbar_logger import ProgbarLogger as ProgbarLogger
+from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers.data_adapters import (
-    array_slicing,
-    data_adapter_utils,
-    get_data_adapter,
-    is_tf_dataset,
-)
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.utils.python_utils import pythonify_logs as pythonify_logs
+from keras.src.utils import python_utils
 
 SEEN_IN = "3.15.1"
 
+__all__ = ["ArrayDataAdapter", "ProgbarLogger", "tree"]
+
+# What the loop uses as Keras' own `fit` does.
+concatenate = tensorflow_trainer.potentially_ragged_concat
+get_data_adapter = data_adapters.get_data_adapter
+is_default = keras.src.utils.is_default
+is_tf_dataset = data_adapters.is_tf_dataset
+join = tensorflow_trainer.concat
+max_epochs = config.max_epochs
+max_steps_per_epoch = config.max_steps_per_epoch
+pythonify_logs = python_utils.pythonify_logs
+to_numpy = tensorflow_trainer.convert_to_np_if_not_ragged
 train_validation_split = array_slicing.train_validation_split
 unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
-is_default = keras.src.utils.is_default
 
 
 class Replica(Protocol):
@@ -167,9 +171,7 @@ def _mean_update_state(
     """A scalar given to a `Mean` is a mean over the local batch: it counts with the replica's share."""
     values = backend.convert_to_tensor(values)
     if len(values.shape) == 0:
-        values = tf.where(
-            replica.share > 0, values, tf.zeros_like(values)
-        )  # a mean over no examples may be NaN
+        values = tf.where(replica.share > 0, values, tf.zeros_like(values))  # a mean over no examples may be NaN
         sample_weight = replica.share if sample_weight is None else sample_weight
     return original(metric, values, sample_weight)
 
@@ -270,9 +272,7 @@ class VariableUpdates(keras.StatelessScope):
         others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
         if floats:
             weighed = [
-                tf.math.multiply_no_nan(
-                    tf.cast(value, v._value.dtype), tf.cast(replica.share, v._value.dtype)
-                )
+                tf.math.multiply_no_nan(tf.cast(value, v._value.dtype), tf.cast(replica.share, v._value.dtype))
                 for v, value in floats
             ]
             floats = list(zip([v for v, _ in floats], replica.all_reduce(weighed), strict=True))

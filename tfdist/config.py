@@ -1,0 +1,140 @@
+"""What the user asked of a training run: one frozen value, checked before anything slow is imported.
+
+Synopsis:
+
+    >>> TrainConfig(strategy="mirrored", model="cnn", dataset="digits", devices=2).batch_size
+    32
+    >>> parse_devices("2"), parse_devices("GPU:0,GPU:1"), parse_range("10:20")
+    (2, ('GPU:0', 'GPU:1'), (10, 20))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist import data, models, strategies
+from tfdist.errors import UnknownNameError, UsageError
+
+# Keras' optimizers by the names that `keras.optimizers.get` knows; a test compares them with Keras.
+OPTIMIZERS = (
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "ftrl",
+    "lamb",
+    "lion",
+    "muon",
+    "nadam",
+    "rmsprop",
+    "sgd",
+)
+DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The options of `tfdist train`.
+
+    Attributes:
+        strategy: a name from `tfdist.strategies.names()`.
+        model: a name from `tfdist.models.names()`, or `module:function`.
+        dataset: a name from `tfdist.data.names()`, or `module:function`.
+        epochs: passes over the training examples.
+        batch_size: examples in a global batch, over all replicas.
+        learning_rate: `None` is the optimizer's default.
+        optimizer: one of `OPTIMIZERS`.
+        dtype_policy: one of `DTYPE_POLICIES`.
+        gradient_accumulation: batches whose gradients are averaged before an update.
+        devices: how many devices, or their names; `None` is the strategy's default.
+        seed: of the initial weights, the order of the examples and the random layers.
+        limit: only so many training examples; `None` is all.
+        data_dir: where prepared datasets lie.
+        run_dir: the run's folder; `None` makes one below `runs/`.
+        resume: go on with the run in `run_dir`.
+        target_accuracy: validation accuracy at which to stop, 0 to 1.
+        tensorboard: write TensorBoard logs.
+        profile: the first step to trace and the step to stop before.
+        quiet: show nothing but errors.
+        verbose: show TensorFlow's messages too.
+
+    Raises:
+        UsageError: a value that cannot work.
+    """
+
+    strategy: str
+    model: str
+    dataset: str
+    epochs: int = 5
+    batch_size: int = 32
+    learning_rate: float | None = None
+    optimizer: str = "adam"
+    dtype_policy: str = "float32"
+    gradient_accumulation: int = 1
+    devices: int | tuple[str, ...] | None = None
+    seed: int = 0
+    limit: int | None = None
+    data_dir: Path | None = None
+    run_dir: Path | None = None
+    resume: bool = False
+    target_accuracy: float | None = None
+    tensorboard: bool = False
+    profile: tuple[int, int] | None = None
+    quiet: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        _known("strategy", self.strategy, strategies.names())
+        if ":" not in self.model:
+            _known("model", self.model, models.names())
+        if ":" not in self.dataset:
+            _known("dataset", self.dataset, data.names())
+        _known("optimizer", self.optimizer, OPTIMIZERS)
+        _known("dtype policy", self.dtype_policy, DTYPE_POLICIES)
+        for name in ("epochs", "batch_size", "gradient_accumulation", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"`{_option(name)}` is {value}", "use 1 or more")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"`--seed` is {self.seed}", "use a number from 0 to 4294967295")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise UsageError(f"`--learning-rate` is {self.learning_rate}", "use a number above 0")
+        if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
+            raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
+        if self.resume and self.run_dir is None:
+            raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
+        if self.quiet and self.verbose:
+            raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
+
+
+def parse_devices(text: str) -> int | tuple[str, ...]:
+    """`2` as a number of devices, `GPU:0,GPU:1` as their names."""
+    if text.strip().lstrip("-").isdigit():
+        count = int(text)
+        if count < 1:
+            raise UsageError(f"`--devices` is {count}", "use 1 or more, or names such as `GPU:0,GPU:1`")
+        return count
+    return tuple(name.strip() for name in text.split(","))
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """`FIRST:LAST` as two numbers of steps."""
+    first, separator, last = text.partition(":")
+    if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise UsageError(
+            f"`--profile` is `{text}`, which is not FIRST:LAST with FIRST below LAST",
+            "write for example `--profile 10:20` for the ten steps from 10 on",
+        )
+    return int(first), int(last)
+
+
+def _known(kind: str, name: str, names: list[str] | tuple[str, ...]) -> None:
+    if name not in names:
+        raise UnknownNameError(kind, name, names)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,33 @@
+"""What a command shows and what goes to its log.
+
+TensorFlow's C++ code writes to file descriptor 2 whatever its log level, so the descriptor itself is pointed at the run's
+log, and messages for the user go to a copy of the terminal's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+
+@contextlib.contextmanager
+def stderr_to(log: Path | None) -> Iterator[TextIO]:
+    """Sends everything that is written to standard error to `log`; yields the terminal's. `None` changes nothing."""
+    if log is None:
+        yield sys.stderr
+        return
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 2)
+    os.close(file)
+    try:
+        yield terminal
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal.fileno(), 2)
+        terminal.close()

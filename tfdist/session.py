@@ -1,0 +1,268 @@
+"""One training run from its config to its record: what `tfdist train` does once the options are known.
+
+Importing this module imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tfdist import callbacks, data, files, models, profiler, record
+from tfdist.callbacks import memory
+from tfdist.config import TrainConfig
+from tfdist.errors import RunFolderError, UsageError
+from tfdist.record import RunFolder, RunRecord
+
+
+class Session:
+    """A run that can be closed at any moment with a record that says how far it came.
+
+    Args:
+        config: what to train.
+        folder: where its files go.
+        command: the command line, for the record.
+        started: when the process began.
+        show: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        command: list[str],
+        started: datetime,
+        show: Callable[..., None],
+    ):
+        self.config = config
+        self.folder = folder
+        self.record: RunRecord | None = None
+        self._command = command
+        self._started = started
+        self._show = show
+        self._profile: callbacks.Profile | None = None
+
+    def run(self) -> RunRecord:
+        """Trains, evaluates, saves; returns the record as it is on the disk."""
+        config = self.config
+        earlier = record.load(self.folder.path) if config.resume and self.folder.run_json.exists() else None
+        if earlier is not None:
+            _refuse_other_run(config, earlier)
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(config.dtype_policy)
+        strategy = self._strategy()
+        source = data.load(config.dataset, data_dir=config.data_dir)
+        if config.limit is not None:
+            source = source.limit(config.limit)
+        with strategy.scope():
+            model = models.build(config.model, source.spec)
+            if not model.compiled:
+                model.compile(
+                    _optimizer(config),
+                    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                    metrics=["accuracy"],
+                )
+        self.record = self._begin_record(strategy, model, source, earlier)
+        self.folder.write(self.record)
+
+        x, y = source.arrays("train")
+        strategy.fit(
+            model,
+            x,
+            y,
+            batch_size=config.batch_size,
+            epochs=config.epochs,
+            validation_data=source.arrays("validation") if source.spec.examples["validation"] else None,
+            callbacks=self._callbacks(strategy),
+            verbose=0 if config.quiet else "auto",
+        )
+        if source.spec.examples["test"]:
+            scores = strategy.evaluate(
+                model, *source.arrays("test"), batch_size=config.batch_size, return_dict=True, verbose=0
+            )
+            self.record.test_metrics = scores
+        with _whole_run_folder(self.folder):
+            files.write_whole(self.folder.model, model.save)
+        if model.stop_training:
+            self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
+        else:
+            self.close("completed", None)
+        if self._profile is not None and self._profile.traced:
+            self._show_profile()
+        return self.record
+
+    def close(self, status: record.Status, reason: str | None) -> None:
+        """Ends what is open and writes the record with how the run ended."""
+        if self._profile is not None:
+            self._profile.close()
+        if self.record is None:
+            return
+        self.record.status, self.record.reason = status, reason
+        self.record.peak_memory_bytes = memory.peak_resident_bytes()
+        self.record.peak_gpu_memory_bytes = memory.peak_gpu_bytes()
+        self.record.files = self._files()
+        self.folder.write(self.record)
+        self.folder.write_history(self.record)
+        self.folder.draw_curves(self.record)
+
+    def _strategy(self) -> Any:
+        config = self.config
+        strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed)
+        if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
+            count = len(strategy.devices)
+            what = "1 CPU device" if count == 1 else f"{count} logical CPU devices"
+            self._show(f"No GPU found: `{config.strategy}` uses {what}; `--devices N` sets another number.")
+        return strategy
+
+    def _begin_record(self, strategy: Any, model: Any, source: Any, earlier: RunRecord | None) -> RunRecord:
+        config = self.config
+        world = strategy.world
+        return RunRecord(
+            command=self._command,
+            started=self._started if earlier is None else earlier.started,
+            machine=record.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
+            threads=record.Threads(
+                intra_op=tf.config.threading.get_intra_op_parallelism_threads(),
+                inter_op=tf.config.threading.get_inter_op_parallelism_threads(),
+            ),
+            strategy=record.StrategyRecord(
+                name=config.strategy, options=strategy.options(), replicas=strategy.num_replicas
+            ),
+            world=record.WorldRecord(
+                rank=world.rank,
+                world_size=world.world_size,
+                local_rank=world.local_rank,
+                local_world_size=world.local_world_size,
+                source=world.source,
+            ),
+            model=record.ModelRecord(name=config.model, parameters=model.count_params()),
+            dataset=record.DatasetRecord(name=config.dataset, examples=dict(source.spec.examples)),
+            global_batch_size=config.batch_size,
+            per_replica_batch_size=-(-config.batch_size // strategy.num_replicas),
+            seed=config.seed,
+            optimizer=model.optimizer.name,
+            learning_rate=float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
+            dtype_policy=config.dtype_policy,
+            epochs=[] if earlier is None else list(earlier.epochs),
+            startup_seconds=None if earlier is None else earlier.startup_seconds,
+        )
+
+    def _callbacks(self, strategy: Any) -> list[Any]:
+        config = self.config
+        keep = callbacks.Checkpoint(self.folder.checkpoints, resume=config.resume)
+        throughput = callbacks.Throughput()
+        found: list[Any] = [keep, throughput, callbacks.StopAtNonFiniteLoss(keep)]
+        timer = None
+        if config.target_accuracy is not None:
+            timer = callbacks.TimeToTarget(config.target_accuracy)
+            found.append(timer)
+        if config.tensorboard:
+            found.append(keras.callbacks.TensorBoard(str(self.folder.tensorboard)))
+        if config.profile is not None:
+            self._profile = callbacks.Profile(*config.profile, self.folder.tensorboard)
+            found.append(self._profile)
+        return [*found, _Recorder(self, throughput, timer)]
+
+    def _files(self) -> dict[str, str]:
+        paths = {
+            "history": self.folder.history,
+            "curves": self.folder.curves,
+            "log": self.folder.log,
+            "tensorboard": self.folder.tensorboard,
+            "checkpoints": self.folder.checkpoints,
+            "model": self.folder.model,
+        }
+        written = {"history", "curves"} if self.record is not None and self.record.epochs else {"history"}
+        return {name: path.name for name, path in paths.items() if name in written or path.exists()}
+
+    def _show_profile(self) -> None:
+        from rich.console import Console
+
+        if not self.config.quiet:
+            Console().print(profiler.as_table(profiler.summarize(self.folder.tensorboard)))
+
+
+class _Recorder(keras.callbacks.Callback):
+    """Brings the record up to date after each epoch."""
+
+    def __init__(self, session: Session, throughput: Any, timer: Any):
+        super().__init__()
+        self._session = session
+        self._throughput = throughput
+        self._timer = timer
+
+    def batches_until_hook(self, batch: int) -> int | None:
+        return None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        first = self.model._initial_epoch or 0
+        found = self._session.record
+        assert found is not None
+        found.epochs = [epoch for epoch in found.epochs if epoch.epoch <= first]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        found = self._session.record
+        if found is not None and found.startup_seconds is None:
+            found.startup_seconds = (datetime.now(UTC) - found.started).total_seconds()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        found = self._session.record
+        assert found is not None
+        found.epochs.append(
+            record.EpochRecord.from_logs(
+                epoch + 1, logs or {}, self._throughput.train_seconds, self._throughput.evaluation_seconds
+            )
+        )
+        found.peak_memory_bytes = memory.peak_resident_bytes()
+        if self._timer is not None:
+            found.time_to_target = record.TargetRecord(
+                monitor=self._timer.monitor,
+                target=self._timer.target,
+                seconds=self._timer.seconds,
+                epoch=self._timer.epoch,
+            )
+        self._session.folder.write(found)
+        self._session.folder.write_history(found)
+
+
+def _optimizer(config: TrainConfig) -> Any:
+    options: dict[str, Any] = {}
+    if config.learning_rate is not None:
+        options["learning_rate"] = config.learning_rate
+    if config.gradient_accumulation > 1:
+        options["gradient_accumulation_steps"] = config.gradient_accumulation
+    return keras.optimizers.get({"class_name": config.optimizer, "config": options})
+
+
+def _refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
+    """A run is the same run only on the same examples in the same order."""
+    pairs = {
+        "--dataset": (earlier.dataset.name, config.dataset),
+        "--model": (earlier.model.name, config.model),
+        "--batch-size": (earlier.global_batch_size, config.batch_size),
+        "--seed": (earlier.seed, config.seed),
+    }
+    for option, (before, now) in pairs.items():
+        if before != now:
+            raise UsageError(
+                f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
+                f"`{option} {now}`",
+                f"use `{option} {before}`, or begin another run in another `--run-dir`",
+            )
+
+
+@contextlib.contextmanager
+def _whole_run_folder(folder: RunFolder) -> Any:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"The run folder `{folder.path}` cannot be written: {error.strerror}",
+            "make room, or choose another `--run-dir`",
+        ) from error

@@ -1,0 +1,183 @@
+"""`python -m tfdist.train`: trains a model on a dataset with a strategy, and leaves a run folder.
+
+This module alone knows every room. Nothing slow is imported until the options have been checked:
+
+    parse → TrainConfig → RunFolder → (TensorFlow) strategy → data → model → fit → evaluate → record → table
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+import psutil
+
+from tfdist import config as configs
+from tfdist import console, data, environment, models, strategies
+from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+
+if TYPE_CHECKING:
+    from tfdist.config import TrainConfig
+    from tfdist.record import RunFolder, RunRecord
+    from tfdist.session import Session
+
+EXIT_UNEXPECTED = 1
+
+
+def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
+    return ", ".join(found) + (", or your own as module:function" if own else "")
+
+
+@click.command(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # `--batch_size` is `--batch-size`; names of models and modules stay as they are.
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    }
+)
+@click.option("--strategy", required=True, metavar="NAME", help=_names(strategies.names()))
+@click.option("--model", required=True, metavar="NAME", help=_names(models.names(), own=True))
+@click.option("--dataset", required=True, metavar="NAME", help=_names(data.names(), own=True))
+@click.option("--epochs", type=int, default=5, show_default=True, help="passes over the training examples")
+@click.option("--batch-size", type=int, default=32, show_default=True, help="examples in a global batch")
+@click.option("--learning-rate", type=float, help="the optimizer's default if not given")
+@click.option("--optimizer", default="adam", show_default=True, metavar="NAME", help=_names(configs.OPTIMIZERS))
+@click.option(
+    "--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES)
+)
+@click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
+@click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
+@click.option("--seed", type=int, default=0, show_default=True, help="of weights, order and random layers")
+@click.option("--limit", type=int, metavar="N", help="only the first N training examples")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="where prepared datasets lie")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="the run's folder; below runs/ if not given")
+@click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
+@click.option("--target-accuracy", type=float, metavar="SHARE", help="stop at this validation accuracy")
+@click.option("--tensorboard", is_flag=True, help="write TensorBoard logs")
+@click.option("--profile", metavar="FIRST:LAST", help="trace these training steps, LAST excluded")
+@click.option("--quiet", is_flag=True, help="show nothing but errors")
+@click.option("--verbose", is_flag=True, help="show TensorFlow's messages too")
+def command(devices: str | None, profile: str | None, **options: Any) -> None:
+    """Train a model on a dataset with a strategy."""
+    try:
+        config = configs.TrainConfig(
+            **options,
+            devices=None if devices is None else configs.parse_devices(devices),
+            profile=None if profile is None else configs.parse_range(profile),
+        )
+        environment.require_tensorflow_backend()
+        code = run(config)
+    except TfdistError as error:
+        click.echo(f"error: {error}", err=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def run(config: TrainConfig) -> int:
+    """Trains as `config` says and returns the exit code.
+
+    Raises:
+        TfdistError: before training began; later ones are shown, recorded and returned as their exit code.
+    """
+    from tfdist.record import RunFolder
+
+    folder = RunFolder(config.run_dir or _new_run_dir(config), resume=config.resume)
+    with console.stderr_to(None if config.verbose else folder.log) as terminal:
+        show = (lambda *lines: None) if config.quiet else click.echo
+        return _reported(config, folder, show, terminal)
+
+
+def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], terminal: TextIO) -> int:
+    """Runs the session and says, on the terminal and in the record, how it ended."""
+    session: Session | None = None
+    try:
+        from tfdist.session import Session
+
+        session = Session(config, folder, _command(), _process_start(), show)
+        record = session.run()
+    except TfdistError as error:
+        _close(session, "failed", error.sentence)
+        click.echo(f"error: {error}", file=terminal)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _close(session, "interrupted", "Ctrl-C")
+        click.echo(f"Interrupted; go on with `--resume --run-dir {folder.path}`", file=terminal)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        _close(session, "failed", f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        if not config.verbose:
+            traceback.print_exc(file=terminal)
+        click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=terminal)
+        return EXIT_UNEXPECTED
+    if not config.quiet:
+        _print_table(record, folder)
+    return 0
+
+
+def _close(session: Session | None, status: Any, reason: str) -> None:
+    if session is not None:
+        session.close(status, reason)
+
+
+def _print_table(record: RunRecord, folder: RunFolder) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _summary(record, folder):
+        table.add_row(name, value)
+    Console(soft_wrap=True).print(table)
+
+
+def _summary(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
+    test = record.test_metrics or {}
+    rows = [(f"test {name}", f"{value:.4f}") for name, value in sorted(test.items()) if value is not None]
+    # The first epoch includes the building of the graph; it counts only where there is no other.
+    epochs = record.epochs[1:] or record.epochs
+    seconds = sum(epoch.train_seconds or 0 for epoch in epochs)
+    examples = sum((epoch.examples_per_second or 0) * (epoch.train_seconds or 0) for epoch in epochs)
+    if seconds and examples:
+        rows.append(("examples/s", f"{examples / seconds:,.0f}"))
+    total = sum(epoch.train_seconds or 0 for epoch in record.epochs)
+    rows.append(("training time", f"{total:.1f} s in {len(record.epochs)} epochs"))
+    if record.time_to_target is not None:
+        reached = record.time_to_target.seconds
+        goal = f"{record.time_to_target.monitor} {record.time_to_target.target:g}"
+        rows.append((f"time to {goal}", "not reached" if reached is None else f"{reached:.1f} s"))
+    if record.peak_memory_bytes:
+        rows.append(("peak memory", f"{record.peak_memory_bytes / 2**20:,.0f} MiB"))
+    return [*rows, ("files", str(folder.path))]
+
+
+def _new_run_dir(config: TrainConfig) -> Path:
+    names = [name.replace(":", ".") for name in (config.model, config.dataset, config.strategy)]
+    base = Path("runs") / "-".join([*names, datetime.now(UTC).strftime("%Y%m%d-%H%M%S")])
+    path, number = base, 1
+    while path.exists():
+        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return path
+
+
+def _command() -> list[str]:
+    return ["tfdist", "train", *sys.argv[1 + (sys.argv[1:2] == ["train"]) :]]
+
+
+def _process_start() -> datetime:
+    return datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+
+
+def main() -> None:
+    """The command; a misused option ends with exit code 2."""
+    command(prog_name="python -m tfdist.train")
+
+
+if __name__ == "__main__":
+    main()
