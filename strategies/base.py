@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfdist import reduction
 from tfdist.errors import UsageError
-from tfdist.strategies import devices
+from tfdist.strategies import devices as device_choice
 from tfdist.world import World
 
 Step = Callable[["Replica"], Any]
@@ -78,6 +78,8 @@ class Strategy:
             use or, without a GPU, as many logical CPU devices as the strategy says.
         seed: the order of the examples follows from it and the epoch; `None` draws one from Python's `random`, which
             `keras.utils.set_random_seed` makes repeatable.
+        threads: how many CPU threads compute one operation; `None` leaves it to TensorFlow, which takes all cores. Small
+            steps are faster with one. TensorFlow fixes it for the life of the process when it first computes.
         fused: update each variable with one kernel where the optimizer allows.
         steps_per_call: how many steps one call of the inner loop runs at most; `None` chooses by the clock.
     """
@@ -90,6 +92,7 @@ class Strategy:
         *,
         devices: int | str | Sequence[str] | None = None,
         seed: int | None = None,
+        threads: int | None = None,
         fused: bool = True,
         steps_per_call: int | None = None,
     ):
@@ -99,6 +102,9 @@ class Strategy:
         self.seed = random.getrandbits(31) if seed is None else seed
         self.fused = fused
         self.steps_per_call = steps_per_call
+        self.threads = threads
+        if threads is not None:
+            device_choice.set_threads(threads)
         self.devices = self.choose_devices(devices)
         self.set_up()
 
@@ -107,7 +113,7 @@ class Strategy:
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         """The names of the devices that the replicas of this process run on."""
-        return devices.choose(wanted, self.default_cpus)
+        return device_choice.choose(wanted, self.default_cpus)
 
     @property
     def num_replicas(self) -> int:
@@ -127,7 +133,7 @@ class Strategy:
 
     def options(self) -> dict[str, Any]:
         """What was chosen, for the run's record."""
-        return {"devices": self.devices, "fused": self.fused, "seed": self.seed}
+        return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
 
     def fit(self, model: Any, x: Any = None, y: Any = None, **arguments: Any) -> Any:
         """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""

@@ -31,6 +31,25 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
     return _first("CPU", count, len(tf.config.list_logical_devices("CPU")))
 
 
+def set_threads(threads: int) -> None:
+    """Lets each operation compute with `threads` threads, and as many operations at a time as there are cores left.
+
+    Raises:
+        UsageError: fewer than one, or TensorFlow has already started with another number.
+    """
+    if threads < 1:
+        raise UsageError(f"`threads` is {threads}", "use 1 or more, or leave it out")
+    if tf.config.threading.get_intra_op_parallelism_threads() == threads:
+        return
+    if tensorflow_internals.runtime_started():
+        raise UsageError(
+            f"`threads` is {threads}, and TensorFlow has already started with "
+            f"{tf.config.threading.get_intra_op_parallelism_threads() or 'all cores'}",
+            "create the strategy before anything else uses TensorFlow",
+        )
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+
+
 def _first(kind: str, count: int, available: int) -> list[str]:
     if count < 1:
         raise UsageError(f"`devices` is {count}", "use 1 or more devices")
