@@ -72,14 +72,10 @@ def joined(ranks: list[list[list[int]]]) -> list[list[int]]:
     return [flat(parts) for parts in zip(*ranks, strict=True)]
 
 
-def run_python(
-    code: str, *arguments: str, cwd: Path = ROOT, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=variables, text=True, capture_output=True, timeout=60, check=False
-    )
+    return subprocess.run(command, cwd=cwd, env=variables, text=True, capture_output=True, timeout=60, check=False)
 
 
 # Sources
@@ -237,9 +233,7 @@ def test_a_batch_size_below_one_is_refused():
 def test_a_label_outside_the_classes_is_named_with_its_index(label):
     y = np.array([0, 1, label, 2, label])
     data = Source.from_arrays("mine", classes=3, train=(np.zeros((5, 2)), y))
-    with pytest.raises(
-        DataError, match=rf"Label 2 of dataset `mine` is `{label}`, outside its 3 classes \(2 of 5"
-    ):
+    with pytest.raises(DataError, match=rf"Label 2 of dataset `mine` is `{label}`, outside its 3 classes \(2 of 5"):
         data.arrays("train")
 
 
@@ -253,9 +247,7 @@ def test_unsigned_bytes_are_labels_too():
 
 
 def test_a_split_without_examples_is_refused():
-    with pytest.raises(
-        DataError, match="`numbered` has no examples in its split `validation`, so no batches"
-    ):
+    with pytest.raises(DataError, match="`numbered` has no examples in its split `validation`, so no batches"):
         numbered(5).pipeline("validation", 2)
 
 
@@ -300,9 +292,7 @@ def test_a_spec_that_no_dataset_can_have_is_refused(change, message):
 
 
 def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(
-        UsageError, match="`synthetic` does not know the option `size`: it takes `shape`, `classes`"
-    ):
+    with pytest.raises(UsageError, match="`synthetic` does not know the option `size`: it takes `shape`, `classes`"):
         tfdist.data.load("synthetic", size=3)
     with pytest.raises(UsageError, match="`digits` does not know the option `size`: it takes no options"):
         tfdist.data.load("digits", size=3)
@@ -383,9 +373,7 @@ def test_prepared_files_are_read_without_a_lock_a_network_or_a_trace(name, monke
 def test_validation_is_the_last_5000_stored_training_examples_and_pixels_are_bytes_over_255():
     import tensorflow_datasets as tfds
 
-    stored = tfds.load(
-        "fashion_mnist", split="train", data_dir=PREPARED, as_supervised=True, batch_size=60000
-    )
+    stored = tfds.load("fashion_mnist", split="train", data_dir=PREPARED, as_supervised=True, batch_size=60000)
     images, labels = next(stored.as_numpy_iterator())
     data = tfdist.data.load("fashion_mnist", PREPARED)
     np.testing.assert_array_equal(data.limit(100).arrays("train")[1], labels[:100])
@@ -469,9 +457,7 @@ def no_network(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_without_network_and_files_one_error_names_the_folder_and_what_to_do(
-    name, tmp_path, no_network, capfd
-):
+def test_without_network_and_files_one_error_names_the_folder_and_what_to_do(name, tmp_path, no_network, capfd):
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
         tfdist.data.load(name, tmp_path)

@@ -52,9 +52,7 @@ def test_every_model_takes_every_image_and_gives_one_logit_a_class(name, shape):
 def test_only_images_too_small_for_unpadded_convolutions_are_padded(name, smallest):
     def paddings(side: int) -> set[str]:
         return {
-            layer.padding
-            for layer in tfdist.models.build(name, spec_of(side, 40, 1)).layers
-            if "conv" in layer.name
+            layer.padding for layer in tfdist.models.build(name, spec_of(side, 40, 1)).layers if "conv" in layer.name
         }
 
     assert paddings(smallest) == {"valid"} and paddings(smallest - 1) == {"same"}
@@ -98,16 +96,12 @@ def test_options_reach_the_model():
 
 
 def test_an_unknown_model_lists_the_known_ones():
-    with pytest.raises(
-        UnknownNameError, match=r"the names are `cnn`, `lenet`, `mlp`\n\nhint: did you mean `lenet`\?"
-    ):
+    with pytest.raises(UnknownNameError, match=r"the names are `cnn`, `lenet`, `mlp`\n\nhint: did you mean `lenet`\?"):
         tfdist.models.build("le_net", spec_of(8, 8, 1))
 
 
 def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(
-        UsageError, match="`mlp` does not know the option `width`: it takes `units`, `dropout`"
-    ):
+    with pytest.raises(UsageError, match="`mlp` does not know the option `width`: it takes `units`, `dropout`"):
         tfdist.models.build("mlp", spec_of(8, 8, 1), width=3)
     with pytest.raises(UsageError, match="`cnn` does not know the option `width`: it takes no options"):
         tfdist.models.build("cnn", spec_of(8, 8, 1), width=3)

@@ -30,6 +30,7 @@ OPTIMIZERS = (
     "muon",
     "nadam",
     "rmsprop",
+    "schedulefreeadamw",
     "sgd",
 )
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")

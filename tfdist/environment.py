@@ -22,6 +22,4 @@ def require_tensorflow_backend() -> None:
     import keras
 
     if keras.backend.backend() != "tensorflow":
-        raise UsageError(
-            f"Keras was imported with the backend `{keras.backend.backend()}`, not TensorFlow", hint
-        )
+        raise UsageError(f"Keras was imported with the backend `{keras.backend.backend()}`, not TensorFlow", hint)

@@ -337,6 +337,11 @@ def number_of_examples(arrays: Any) -> int:
     return int(first.shape[0])
 
 
+def traces_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
+    """Whether a `TensorBoard` callback profiles some of the batches."""
+    return bool(tensorboard._should_trace)
+
+
 def wants_xla(model: Any) -> bool:
     """Whether `jit_compile=True` was passed to `compile`, and not left to Keras' "auto"."""
     return model._compile_config.config.get("jit_compile") is True

@@ -309,11 +309,7 @@ def _epoch_runner(
     def run_epoch(done: int) -> Logs:
         first, logs = done, {}
         left = passes.begin_epoch()
-        limits = [
-            limit
-            for limit in (passes.num_batches, None if left is None else done + left)
-            if limit is not None
-        ]
+        limits = [limit for limit in (passes.num_batches, None if left is None else done + left) if limit is not None]
         total = min(limits) if limits else None
         data_ended = left == 0
         while not data_ended and (total is None or done < total):

@@ -71,9 +71,7 @@ def now() -> float:
 
 def stops_at_nan(callbacks: Sequence[Any]) -> bool:
     """Whether a callback stops training when the loss is not finite: the inner loop then stops at that very step."""
-    return any(
-        isinstance(c, keras.callbacks.TerminateOnNaN) or getattr(c, "stops_at_nan", False) for c in callbacks
-    )
+    return any(isinstance(c, keras.callbacks.TerminateOnNaN) or getattr(c, "stops_at_nan", False) for c in callbacks)
 
 
 def _need(callback: Any, kind: str, steps_per_execution: int) -> Need | None:
@@ -98,6 +96,6 @@ def _calls_can_wait(callback: Any) -> bool:
         return (
             callback.update_freq == "epoch"
             and not callback.write_steps_per_second
-            and not callback.profile_batch
+            and not keras_internals.traces_batches(callback)
         )
     return False

@@ -80,9 +80,7 @@ def resolve(reference: str, kind: str) -> Callable[..., Any]:
     return function
 
 
-def call(
-    function: Callable[..., Any], *arguments: Any, kind: str, name: str, options: Mapping[str, Any]
-) -> Any:
+def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, options: Mapping[str, Any]) -> Any:
     """Calls `function(*arguments, **options)`, after a check that it takes these options.
 
     Raises:

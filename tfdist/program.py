@@ -65,22 +65,39 @@ class StepProgram:
         self._batches = batches
         self._stop_at_nan = stop_at_nan and getattr(model, "_loss_tracker", None) is not None
         self._own_logs: Any = None
-        self._function = self._make_function()
+        self._one_step, self._many_steps = self._make_functions()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
+        arguments = state, tf.constant(first), tf.constant(count)
         try:
-            steps, more, logs = self._function(state, tf.constant(first), tf.constant(count))
+            steps, more, logs = self._function(count)(*arguments)
         except _OwnLogs as found:
             self._own_logs = found.spec
-            self._function = self._make_function()
-            steps, more, logs = self._function(state, tf.constant(first), tf.constant(count))
+            self._one_step, self._many_steps = self._make_functions()
+            steps, more, logs = self._function(count)(*arguments)
         return Outcome(int(steps), not bool(more), logs if int(steps) else {})
 
-    def _make_function(self) -> Callable[..., Any]:
+    def _function(self, count: int) -> Callable[..., Any]:
+        return self._one_step if count == 1 else self._many_steps
+
+    def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if self._model.run_eagerly:
-            return self._steps_eagerly
-        return _graph(self._steps)
+            return self._steps_eagerly, self._steps_eagerly
+        # TensorFlow's profiler loses the markers of steps that run inside a graph's loop, so one step has a graph of its
+        # own, which is only built where single steps are asked for.
+        return _graph(self._single_step), _graph(self._steps)
+
+    def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        del count
+        batch = self._batches.fetch(state, first)
+        if self._batches.counted:
+            _, logs = self._step(state, batch)
+            return tf.constant(1), tf.constant(True), logs or self._metrics()
+        more = batch.has_value()
+        nothing = self._no_logs()
+        logs = tf.cond(more, lambda: self._step(state, batch.get_value())[1], lambda: nothing)
+        return tf.cast(more, tf.int32), more, logs or self._metrics()
 
     def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
         def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
@@ -95,10 +112,12 @@ class StepProgram:
             finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
             return done + tf.cast(more, tf.int32), more, finite, logs
 
-        logs = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
-        start = (tf.constant(0), tf.constant(True), tf.constant(True), logs)
+        start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
         done, more, _, logs = tf.while_loop(proceed, body, start)
         return done, more, logs or self._metrics()
+
+    def _no_logs(self) -> Logs:
+        return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
 
     def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         """The same, operation by operation, for `run_eagerly=True`."""

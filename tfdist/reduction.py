@@ -50,9 +50,7 @@ def packed(all_reduce: AllReduce, below_bytes: int = PACK_BELOW_BYTES) -> AllRed
         groups = {dtype: members for dtype, members in groups.items() if len(members) > 1}
         grouped = {index for members in groups.values() for index in members}
         alone = [index for index in range(len(tensors)) if index not in grouped]
-        buffers = [
-            tf.concat([tf.reshape(tensors[i], [-1]) for i in members], 0) for members in groups.values()
-        ]
+        buffers = [tf.concat([tf.reshape(tensors[i], [-1]) for i in members], 0) for members in groups.values()]
 
         reduced = all_reduce([tensors[i] for i in alone] + buffers)
         results: list[Any] = [None] * len(tensors)
@@ -93,9 +91,7 @@ def fused(optimizer: Any, enabled: bool = True) -> Iterator[None]:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kernel = KERNELS.get(type(inner)) if enabled else None
-    if kernel is None or (
-        kernel is _rmsprop and not inner.momentum
-    ):  # that kernel has no form without momentum
+    if kernel is None or (kernel is _rmsprop and not inner.momentum):  # that kernel has no form without momentum
         yield
         return
     # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
@@ -215,9 +211,7 @@ def _rmsprop(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int,
         tf.raw_ops.ResourceApplyRMSProp(**arguments)
 
 
-def _adadelta(
-    optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor
-) -> None:
+def _adadelta(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
     tf.raw_ops.ResourceApplyAdadelta(
         var=variable,
         accum=_handle(optimizer._accumulated_grads, index),

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import callbacks, data, files, models, profiler, record
+from tfdist import callbacks, cost, data, files, models, profiler, record
 from tfdist.callbacks import memory
 from tfdist.config import TrainConfig
 from tfdist.errors import RunFolderError, UsageError
@@ -54,12 +54,12 @@ class Session:
         earlier = record.load(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
             _refuse_other_run(config, earlier)
-        keras.utils.set_random_seed(config.seed)
-        keras.config.set_dtype_policy(config.dtype_policy)
-        strategy = self._strategy()
         source = data.load(config.dataset, data_dir=config.data_dir)
         if config.limit is not None:
             source = source.limit(config.limit)
+        strategy = self._strategy(source)
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(config.dtype_policy)
         with strategy.scope():
             model = models.build(config.model, source.spec)
             if not model.compiled:
@@ -111,9 +111,12 @@ class Session:
         self.folder.write_history(self.record)
         self.folder.draw_curves(self.record)
 
-    def _strategy(self) -> Any:
+    def _strategy(self, source: Any) -> Any:
         config = self.config
-        strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed)
+        options: dict[str, Any] = {}
+        if config.strategy == "custom" and cost.step_is_small(config.model, source.spec, config.batch_size):
+            options["threads"] = 1
+        strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
             count = len(strategy.devices)
             what = "1 CPU device" if count == 1 else f"{count} logical CPU devices"
@@ -200,11 +203,10 @@ class _Recorder(keras.callbacks.Callback):
     def batches_until_hook(self, batch: int) -> int | None:
         return None
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        first = self.model._initial_epoch or 0
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         found = self._session.record
         assert found is not None
-        found.epochs = [epoch for epoch in found.epochs if epoch.epoch <= first]
+        found.epochs = [earlier for earlier in found.epochs if earlier.epoch <= epoch]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         found = self._session.record
@@ -237,7 +239,9 @@ def _optimizer(config: TrainConfig) -> Any:
         options["learning_rate"] = config.learning_rate
     if config.gradient_accumulation > 1:
         options["gradient_accumulation_steps"] = config.gradient_accumulation
-    return keras.optimizers.get({"class_name": config.optimizer, "config": options})
+    # `keras.optimizers.get` does not know all of them by name.
+    classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
+    return classes[config.optimizer](**options)
 
 
 def _refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:

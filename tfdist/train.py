@@ -70,7 +70,6 @@ def command(devices: str | None, profile: str | None, **options: Any) -> None:
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
         )
-        environment.require_tensorflow_backend()
         code = run(config)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
@@ -98,6 +97,7 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
     """Runs the session and says, on the terminal and in the record, how it ended."""
     session: Session | None = None
     try:
+        environment.require_tensorflow_backend()
         from tfdist.session import Session
 
         session = Session(config, folder, _command(), _process_start(), show)

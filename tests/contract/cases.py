@@ -83,12 +83,27 @@ def dense(optimizer=None, loss=None, hidden=None, **compile_options):
     return build
 
 
+def prebuilt(build):
+    """Stock `fit` builds an optimizer inside its graph, where this one would start anew at every step."""
+
+    def build_all():
+        model = build()
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    return build_all
+
+
 def masked(reduction):
     def build():
         model = keras.Sequential(
             [keras.Input((7,), dtype="int32"), layers.Embedding(11, 4, mask_zero=True), layers.Dense(4)]
         )
-        model.compile(optimizers.SGD(0.02 if reduction == "sum" else 0.5), cross_entropy(reduction=reduction), metrics=["accuracy"])
+        model.compile(
+            optimizers.SGD(0.02 if reduction == "sum" else 0.5),
+            cross_entropy(reduction=reduction),
+            metrics=["accuracy"],
+        )
         return model
 
     return build
@@ -240,6 +255,7 @@ CASES = {
     "lion": Case(dense(lambda: optimizers.Lion(0.005))),
     "lamb": Case(dense(lambda: optimizers.Lamb(0.02))),
     "adafactor": Case(dense(lambda: optimizers.Adafactor(0.05))),
+    "schedule-free adamw": Case(prebuilt(dense(lambda: optimizers.ScheduleFreeAdamW(0.02)))),
     "muon": Case(dense(lambda: optimizers.Muon(0.02))),
     "clipnorm": Case(dense(sgd(clipnorm=0.05))),
     "clipvalue": Case(dense(sgd(clipvalue=0.01))),

@@ -11,11 +11,22 @@ Synopsis:
     model.fit(x, y, batch_size=128, callbacks=[Throughput(global_batch_size=128), MemoryUsage()])
 """
 
+from tfdist.callbacks.checkpoint import Checkpoint
 from tfdist.callbacks.chief_only import ChiefOnly
 from tfdist.callbacks.memory import MemoryUsage
+from tfdist.callbacks.non_finite import StopAtNonFiniteLoss
 from tfdist.callbacks.profile import Profile
 from tfdist.callbacks.throughput import Throughput
 from tfdist.callbacks.time_to_target import TimeToTarget
 from tfdist.callbacks.warmup import LearningRateWarmup
 
-__all__ = ["ChiefOnly", "LearningRateWarmup", "MemoryUsage", "Profile", "Throughput", "TimeToTarget"]
+__all__ = [
+    "Checkpoint",
+    "ChiefOnly",
+    "LearningRateWarmup",
+    "MemoryUsage",
+    "Profile",
+    "StopAtNonFiniteLoss",
+    "Throughput",
+    "TimeToTarget",
+]

@@ -15,9 +15,7 @@ def to_tensors(x: np.ndarray, y: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(x), tf.constant(y)
 
 
-def batches(
-    x: tf.Tensor, y: tf.Tensor, order: np.ndarray, global_batch_size: int, world: World
-) -> tf.data.Dataset:
+def batches(x: tf.Tensor, y: tf.Tensor, order: np.ndarray, global_batch_size: int, world: World) -> tf.data.Dataset:
     """This rank's part of each global batch, one gather a batch.
 
     Args:
@@ -42,9 +40,7 @@ def batches(
         return tf.gather(x, mine), tf.gather(y, mine)
 
     count = -(-examples // global_batch_size)
-    dataset = tf.data.Dataset.range(count).map(
-        gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-    )
+    dataset = tf.data.Dataset.range(count).map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
 
 

@@ -124,9 +124,7 @@ def _missing_downloads(builder: Any, folder: Path) -> list[str]:
     def kept(address: str, checksum: str) -> bool:
         return (folder / "downloads" / resource.get_dl_fname(address, checksum)).exists()
 
-    return [
-        address for address, info in (builder.url_infos or {}).items() if not kept(address, info.checksum)
-    ]
+    return [address for address, info in (builder.url_infos or {}).items() if not kept(address, info.checksum)]
 
 
 def _problem_with(address: str) -> str:

@@ -46,9 +46,7 @@ def load(
 
 
 def _make(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
-    templates = np.random.default_rng([seed, len(SPLITS)]).random(
-        (spec.classes, *spec.input_shape), np.float32
-    )
+    templates = np.random.default_rng([seed, len(SPLITS)]).random((spec.classes, *spec.input_shape), np.float32)
     y = np.random.default_rng([seed, stream, 0]).integers(spec.classes, size=count, dtype=np.int32)
     noise = np.random.default_rng([seed, stream, 1])
     x = np.empty((count, *spec.input_shape), np.float32)

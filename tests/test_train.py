@@ -1,0 +1,275 @@
+"""The command: what it refuses and how, what it leaves behind, and how it ends when it is interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import tfdist
+from tfdist import config as configs
+from tfdist import cost, data, models, record, train
+from tfdist.errors import UnknownNameError, UsageError
+
+QUICK = ["--dataset", "synthetic", "--model", "mlp", "--limit", "640"]
+
+
+def run(*arguments, cwd, timeout=120, **environment):
+    """The finished process of `python -m tfdist.train`."""
+    return subprocess.run(
+        [sys.executable, "-m", "tfdist.train", *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def refuse(tmp_path, *arguments, **environment):
+    """The message of a run that must end with exit code 2, one sentence and a hint."""
+    done = run(*arguments, cwd=tmp_path, **environment)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "hint:" in done.stderr
+    return done.stderr
+
+
+def test_help_names_every_strategy_model_and_dataset_within_a_second(tmp_path):
+    begun = time.monotonic()
+    done = run("--help", cwd=tmp_path)
+    assert time.monotonic() - begun < 3  # a second on an idle machine; the tests share theirs
+    for name in ("mirrored", "cnn", "digits", "--gradient-accumulation", "--target-accuracy"):
+        assert name in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_are_checked_without_importing_tensorflow():
+    code = (
+        "import sys; from tfdist import train; "
+        "from click.testing import CliRunner; "
+        "r = CliRunner().invoke(train.command, ['--strategy', 'no', '--model', 'cnn', '--dataset', 'digits']); "
+        "assert r.exit_code == 2, r; assert 'tensorflow' not in sys.modules and 'keras' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--strategy", "miror"], ["`miror`", "`single`", "did you mean `mirrored`?"]),
+        (["--model", "cnm"], ["`cnm`", "`lenet`", "did you mean `cnn`?"]),
+        (["--dataset", "fashion"], ["`fashion`", "did you mean `fashion_mnist`?"]),
+        (["--optimizer", "adan"], ["`adan`", "`rmsprop`", "did you mean `adam`?"]),
+        (["--dtype-policy", "float16"], ["`float16`", "`mixed_float16`"]),
+        (["--epochs", "0"], ["`--epochs` is 0"]),
+        (["--batch-size", "-3"], ["`--batch-size` is -3"]),
+        (["--learning-rate", "0"], ["`--learning-rate`"]),
+        (["--devices", "0"], ["`--devices` is 0"]),
+        (["--profile", "20:10"], ["20:10", "10:20"]),
+        (["--target-accuracy", "93"], ["93", "0.9"]),
+        (["--resume"], ["--run-dir"]),
+        (["--quiet", "--verbose"], ["`--quiet`", "`--verbose`"]),
+        (["--seed", "-1"], ["`--seed` is -1"]),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_a_hint(options, words):
+    base = {"--strategy": "single", "--model": "mlp", "--dataset": "digits"}
+    given = [part for name, value in base.items() if name not in options for part in (name, value)]
+    result = CliRunner().invoke(train.command, given + options)
+    assert result.exit_code == 2
+    for word in [*words, "hint: "]:
+        assert word in result.output
+
+
+def test_dashes_and_underscores_both_work():
+    parsed = CliRunner().invoke(
+        train.command,
+        ["--strategy", "x", "--model", "mlp", "--dataset", "digits", "--batch_size", "8", "--learning_rate", "1"],
+    )
+    assert "Unknown strategy `x`" in parsed.output
+
+
+def test_the_optimizers_are_those_of_keras():
+    found = {
+        name.lower()
+        for name, value in vars(keras.optimizers).items()
+        if isinstance(value, type) and issubclass(value, keras.optimizers.Optimizer)
+    }
+    assert set(configs.OPTIMIZERS) == found - {"optimizer", "lossscaleoptimizer", "multioptimizer"}
+
+
+def test_a_config_is_checked_when_it_is_made_in_python_too():
+    with pytest.raises(UnknownNameError):
+        configs.TrainConfig(strategy="single", model="mlp", dataset="digits", optimizer="no")
+    with pytest.raises(UsageError):
+        configs.TrainConfig(strategy="single", model="mlp", dataset="digits", limit=0)
+
+
+def test_a_small_step_is_told_from_a_large_one():
+    spec = data.load("synthetic").spec
+    assert cost.step_operations("mlp", spec, 32) == 3 * 32 * 2 * (784 * 128 + 128 * 10)
+    assert cost.step_is_small("mlp", spec, 32)
+    assert not cost.step_is_small("cnn", spec, 128)
+
+
+def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path):
+    done = run("--strategy", "custom", *QUICK, "--epochs", 2, "--run-dir", "r", "--tensorboard", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("No GPU found: `custom` uses 1 CPU device")
+    assert [line.split()[0] for line in lines[-6:]] == ["test", "test", "examples/s", "training", "peak", "files"]
+    folder = tmp_path / "r"
+    expected = {"run.json", "history.csv", "curves.png", "log.txt", "model.keras", "checkpoints", "tensorboard"}
+    assert {path.name for path in folder.iterdir()} == expected
+    found = record.load(folder)
+    assert found.status == "completed"
+    assert [epoch.epoch for epoch in found.epochs] == [1, 2]
+    assert found.startup_seconds > 0 and found.peak_memory_bytes > 0 and found.test_metrics["accuracy"] > 0
+    assert found.command[:3] == ["tfdist", "train", "--strategy"]
+    model = keras.models.load_model(folder / "model.keras")
+    x, y = data.load("synthetic").arrays("test")
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    scores = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert np.isclose(scores["accuracy"], found.test_metrics["accuracy"])
+    assert np.isclose(scores["loss"], found.test_metrics["loss"], atol=1e-4)
+
+
+def test_every_strategy_leaves_the_same_record(tmp_path):
+    """Point 7: the same fields, and on the same examples the same figures."""
+    records = {}
+    for name in ("single", "mirrored", "custom"):
+        options = [*QUICK, "--epochs", 1, "--run-dir", name, "--quiet", "--devices", 1 if name == "single" else 2]
+        done = run("--strategy", name, *options, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        records[name] = json.loads((tmp_path / name / "run.json").read_text())
+    assert len({tuple(found) for found in records.values()}) == 1
+    for found in records.values():
+        assert found["seed"] == 0 and found["global_batch_size"] == 32
+        assert found["dataset"] == records["single"]["dataset"]
+    assert records["mirrored"]["strategy"]["replicas"] == 2
+
+
+def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
+    base = ["--strategy", "single", *QUICK, "--run-dir", "r"]
+    assert run(*base, "--epochs", 1, cwd=tmp_path).returncode == 0
+    whole = ["--strategy", "single", *QUICK, "--run-dir", "whole", "--epochs", 3]
+    assert run(*whole, cwd=tmp_path).returncode == 0
+    assert "already holds a run" in refuse(tmp_path, *base, "--epochs", 3)
+    assert "--batch-size 32" in refuse(tmp_path, *base, "--epochs", 3, "--resume", "--batch-size", 64)
+    assert run(*base, "--epochs", 3, "--resume", cwd=tmp_path).returncode == 0
+    resumed, unbroken = record.load(tmp_path / "r"), record.load(tmp_path / "whole")
+    assert [epoch.metrics for epoch in resumed.epochs] == [epoch.metrics for epoch in unbroken.epochs]
+    assert resumed.test_metrics == unbroken.test_metrics
+
+
+def test_target_accuracy_stops_the_run_and_is_timed(tmp_path):
+    options = [*QUICK, "--epochs", 20, "--target-accuracy", "0.3", "--run-dir", "r"]
+    assert run("--strategy", "custom", *options, cwd=tmp_path).returncode == 0
+    found = record.load(tmp_path / "r")
+    assert found.status == "stopped"
+    assert found.time_to_target.epoch == len(found.epochs) < 20
+    assert found.time_to_target.seconds > 0
+
+
+def test_a_model_and_a_dataset_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import keras, numpy as np\n"
+        "from tfdist.data import Source\n"
+        "def model(spec):\n"
+        "    return keras.Sequential([keras.Input(spec.input_shape), keras.layers.Dense(spec.classes)])\n"
+        "def dataset(data_dir):\n"
+        "    x = np.random.default_rng(0).random((64, 4), 'float32')\n"
+        "    return Source.from_arrays('mine', classes=2, train=(x, (x[:, 0] > 0.5).astype('int32')))\n"
+    )
+    options = ["--model", "mine:model", "--dataset", "mine:dataset", "--run-dir", "r", "--epochs", 1]
+    done = run("--strategy", "custom", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert record.load(tmp_path / "r").model.name == "mine:model"
+
+
+@pytest.mark.parametrize("options", [["--devices", "CPU:7"], ["--devices", "GPU:0"]])
+def test_an_unknown_device_is_named_with_the_known_ones(tmp_path, options):
+    assert "`CPU:0`" in refuse(tmp_path, "--strategy", "custom", *QUICK, "--run-dir", "r", *options)
+
+
+def test_a_batch_smaller_than_the_replicas_is_refused(tmp_path):
+    message = refuse(tmp_path, "--strategy", "mirrored", *QUICK, "--batch-size", 1, "--devices", 2)
+    assert "A batch of 1 does not give each of the 2 replicas an example" in message
+
+
+def test_another_backend_is_refused(tmp_path):
+    message = refuse(tmp_path, "--strategy", "single", *QUICK, KERAS_BACKEND="jax")
+    assert "`KERAS_BACKEND` is `jax`" in message
+
+
+def test_keras_imported_with_another_backend_is_refused(monkeypatch):
+    # No other backend is installed where the tests run; only the answer to "which one?" is replaced.
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(UsageError, match="Keras was imported with the backend `torch`"):
+        tfdist.strategy("single")
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file/r" in refuse(tmp_path, "--strategy", "single", *QUICK, "--run-dir", "file/r")
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step(tmp_path):
+    explosive = ["--optimizer", "sgd", "--learning-rate", "1e30"]
+    message = refuse(tmp_path, "--strategy", "single", *QUICK, *explosive, "--run-dir", "r")
+    assert "in epoch 1 at step 2" in message
+    assert record.load(tmp_path / "r").status == "failed"
+
+
+def test_ctrl_c_closes_the_run_within_five_seconds(tmp_path):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tfdist.train",
+            "--strategy",
+            "single",
+            *QUICK[:4],
+            "--epochs",
+            "100000",
+            "--run-dir",
+            "r",
+        ],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _wait_for((tmp_path / "r" / "history.csv").exists)
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        _, errors = process.communicate(timeout=30)
+        assert time.monotonic() - begun < 5
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "--resume" in errors and "Traceback" not in errors
+    found = record.load(tmp_path / "r")
+    assert found.status == "interrupted" and found.epochs
+
+
+def _wait_for(condition, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_names_are_known_without_importing_anything_slow():
+    assert set(models.names()) >= {"mlp", "cnn", "lenet"}

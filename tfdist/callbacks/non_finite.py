@@ -1,0 +1,56 @@
+"""Stops when the loss is no longer a number, and says where.
+
+Synopsis:
+
+    checkpoint = Checkpoint("run/checkpoints", every_steps=100)
+    model.fit(x, y, callbacks=[checkpoint, StopAtNonFiniteLoss(checkpoint)])
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+from tfdist.callbacks.checkpoint import Checkpoint
+from tfdist.errors import NonFiniteLossError
+
+
+class StopAtNonFiniteLoss(keras.callbacks.Callback):
+    """Raises at the first step after which the loss is NaN or infinite.
+
+    Args:
+        checkpoint: named in the error, as what to go back to.
+
+    Raises:
+        NonFiniteLossError: with the epoch and the step, both counted from 1.
+    """
+
+    # tfdist's loop then ends a call at that very step; the hook need not be called at every step for it.
+    stops_at_nan = True
+
+    def __init__(self, checkpoint: Checkpoint | None = None):
+        super().__init__()
+        self.checkpoint = checkpoint
+        self._epoch = 0
+
+    def batches_until_hook(self, batch: int) -> int | None:
+        """Never by itself: see `stops_at_nan`."""
+        return None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the loss."""
+        loss = (logs or {}).get("loss")
+        if loss is None or math.isfinite(loss):
+            return
+        good = self.checkpoint.saved if self.checkpoint is not None else None
+        kept = f"; the last good checkpoint is `{good}`" if good is not None else ""
+        raise NonFiniteLossError(
+            f"The loss became `{float(loss)}` in epoch {self._epoch + 1} at step {batch + 1}{kept}",
+            "lower the learning rate, clip the gradients (`clipnorm`), or look for bad values in the data",
+        )

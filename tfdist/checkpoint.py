@@ -1,0 +1,293 @@
+"""Checkpoints on disk: one file each, written whole or not at all, readable without TensorFlow.
+
+    magic line            which format this is
+    length of the header  8 bytes, little-endian
+    header                JSON: the position, what callbacks know, and where each array lies
+    arrays                raw bytes, little-endian, each at a multiple of 64 bytes
+    SHA-256               32 bytes, of everything before
+
+Nothing is pickled, so that reading a file runs no code of it. A file that is cut or altered fails its checksum; the one
+before it is used then, with a warning.
+
+Synopsis:
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> bias = Entry("model", "dense/bias", np.zeros(3, "float32"))
+    >>> path = write(folder, Header(epoch=1, batch=0, step=40, optimizer="Adam"), [bias])
+    >>> path.name
+    'step-00000040.ckpt'
+    >>> latest(folder).step
+    40
+    >>> read(path).entries[0].value
+    array([0., 0., 0.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes  # noqa: F401 - teaches NumPy the names of bfloat16 and its like
+import numpy as np
+
+from tfdist import files
+from tfdist.errors import CheckpointError
+
+SUFFIX = ".ckpt"
+_MAGIC = b"tfdist checkpoint 1\n"
+_ALIGNMENT = 64
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a checkpoint knows besides its arrays; all of it plain numbers, strings, lists and dicts.
+
+    Attributes:
+        epoch: the epoch that goes on, counted from 0: so many epochs are finished.
+        batch: how many of its batches are done; 0 at the end of the epoch before.
+        step: how many steps the run has taken, over all its epochs.
+        optimizer: the optimizer's class.
+        stopped: a callback had ended the training.
+        best: `{"monitor", "value", "epoch"}` of the best epoch so far.
+        train_seconds: training time so far, evaluation excluded.
+        epoch_logs: the logs of each finished epoch, its number under "epoch".
+        steps_per_epoch: of the fit that wrote it, where known.
+        seed: of the order of the examples, where known.
+        callbacks: the states of callbacks; an array stands there as `{"array": number of the entry}`.
+        path: the file, not stored in it.
+    """
+
+    epoch: int
+    batch: int
+    step: int
+    optimizer: str
+    stopped: bool = False
+    best: dict[str, Any] | None = None
+    train_seconds: float = 0.0
+    epoch_logs: list[dict[str, Any]] = field(default_factory=list)
+    steps_per_epoch: int | None = None
+    seed: int | None = None
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a checkpoint.
+
+    Attributes:
+        group: "model", "optimizer", "metrics", "random" or "callbacks".
+        name: the path of a variable, or what else it is.
+        value: `[*shape]`, or `[replicas, *shape]` where each replica has its own part.
+        by_replica: whether each replica has its own part.
+    """
+
+    group: str
+    name: str
+    value: np.ndarray
+    by_replica: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the variable."""
+        return self.value.shape[1:] if self.by_replica else self.value.shape
+
+    @property
+    def dtype(self) -> str:
+        """The dtype's name, such as "float32"."""
+        return self.value.dtype.name
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint in memory."""
+
+    header: Header
+    entries: list[Entry]
+
+
+class _DamagedError(Exception):
+    """The file is not what was written."""
+
+
+def paths(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, newest first, damaged ones included."""
+    found = [path for path in Path(folder).glob(f"step-*{SUFFIX}") if path.stem.removeprefix("step-").isdigit()]
+    return sorted(found, key=_step, reverse=True)
+
+
+def latest(folder: Path) -> Header | None:
+    """The header of the newest whole checkpoint, `None` where there is no checkpoint.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is whole.
+    """
+    stored = newest(folder)
+    return stored.header if stored else None
+
+
+def newest(folder: Path, wanted: Callable[[Header], bool] = lambda header: True) -> Stored | None:
+    """The newest whole checkpoint whose header is `wanted`, `None` where there is no whole one.
+
+    A damaged file is left out with a warning.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is whole.
+    """
+    candidates = paths(folder)
+    whole = 0
+    for path in candidates:
+        try:
+            stored = read(path)
+        except CheckpointError as error:
+            warnings.warn(f"{error.sentence}; the one before it is used", stacklevel=2)
+            continue
+        whole += 1
+        if wanted(stored.header):
+            return stored
+    if candidates and not whole:
+        raise CheckpointError(
+            f"None of the checkpoints in `{folder}` is whole: {len(candidates)} damaged",
+            "delete them to start from the beginning, or copy a whole one there",
+        )
+    return None
+
+
+def read(path: Path) -> Stored:
+    """The checkpoint in the file `path`, its checksum verified.
+
+    Raises:
+        CheckpointError: it is damaged, or cannot be read.
+    """
+    try:
+        return _parse(Path(path), Path(path).read_bytes())
+    except (OSError, _DamagedError) as problem:
+        raise CheckpointError(
+            f"The checkpoint `{path}` cannot be used: {getattr(problem, 'strerror', None) or problem}",
+            "use another checkpoint of the folder",
+        ) from problem
+
+
+def write(folder: Path, header: Header, entries: Sequence[Entry]) -> Path:
+    """Writes a checkpoint into `folder`, whole or not at all, and returns its path.
+
+    Raises:
+        CheckpointError: the file system refused; the checkpoints that there are stay as they were.
+    """
+    folder = Path(folder)
+    path = folder / f"step-{header.step:08d}{SUFFIX}"
+    pieces = list(_pieces(header, entries))
+    size = sum(len(piece) for piece in pieces) + _DIGEST_BYTES
+    try:
+        files.write_whole(path, lambda temporary: _write(temporary, pieces))
+    except OSError as problem:
+        raise _cannot_write(folder, size, problem) from problem
+    return path
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints of `folder`."""
+    for path in paths(folder)[keep:]:
+        path.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Deletes what a process that was killed while writing has left behind."""
+    for path in Path(folder).glob(f".step-*{SUFFIX}.*{SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _pieces(header: Header, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, but for its checksum."""
+    values = [_little_endian(entry) for entry in entries]
+    offset, table = 0, []
+    for entry, value in zip(entries, values, strict=True):
+        row = {"group": entry.group, "name": entry.name, "dtype": entry.dtype, "shape": list(value.shape)}
+        table.append(row | {"by_replica": entry.by_replica, "offset": offset})
+        offset += _padded(value.nbytes)
+    plain = asdict(replace(header, path=None))
+    del plain["path"]
+    text = json.dumps({"header": plain, "arrays": table}).encode()
+    beginning = len(_MAGIC) + 8 + len(text)
+    text += b" " * (_padded(beginning) - beginning)
+    yield _MAGIC
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for value in values:
+        # Bytes of any dtype, bfloat16 included, which the buffer protocol does not know.
+        yield memoryview(value.reshape(-1).view(np.uint8)) if value.size else b""
+        yield b"\0" * (_padded(value.nbytes) - value.nbytes)
+
+
+def _little_endian(entry: Entry) -> np.ndarray:
+    value = np.ascontiguousarray(entry.value).reshape(entry.value.shape)
+    if value.dtype.hasobject or value.dtype.kind in "SUMm":
+        raise CheckpointError(
+            f"The {entry.group} array `{entry.name}` cannot be stored: its dtype is `{value.dtype}`",
+            "keep numbers there",
+        )
+    return value.astype(value.dtype.newbyteorder("<"), copy=False)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in pieces:
+            digest.update(piece)
+            _write_all(file, piece)
+        _write_all(file, digest.digest())
+
+
+def _write_all(file: BinaryIO, piece: bytes | memoryview) -> None:
+    file.write(piece)
+
+
+def _parse(path: Path, content: bytes) -> Stored:
+    if not content.startswith(_MAGIC):
+        raise _DamagedError("it does not begin as a checkpoint of this version does")
+    view = memoryview(content)
+    if hashlib.sha256(view[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        raise _DamagedError("its checksum is wrong, so it was cut or altered")
+    begin = len(_MAGIC) + 8
+    end = begin + int.from_bytes(content[len(_MAGIC) : begin], "little")
+    parsed = json.loads(content[begin:end])
+    entries = [_entry(row, view[end:]) for row in parsed["arrays"]]
+    return Stored(Header(**parsed["header"], path=path), entries)
+
+
+def _entry(row: dict[str, Any], arrays: memoryview) -> Entry:
+    dtype = np.dtype(row["dtype"])
+    shape = tuple(row["shape"])
+    count = int(np.prod(shape, dtype=np.int64))
+    raw = arrays[row["offset"] : row["offset"] + count * dtype.itemsize]
+    value = np.frombuffer(raw, np.uint8).view(dtype).reshape(shape) if count else np.empty(shape, dtype)
+    return Entry(row["group"], row["name"], value, row["by_replica"])
+
+
+def _cannot_write(folder: Path, size: int, problem: OSError) -> CheckpointError:
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", where {shutil.disk_usage(folder).free:,} are free"
+    kept = paths(folder) if folder.is_dir() else []
+    good = f"; the last checkpoint, `{kept[0].name}`, is as it was" if kept else ""
+    return CheckpointError(
+        f"A checkpoint of {size:,} bytes cannot be written to `{folder}`{free}: {problem.strerror or problem}",
+        f"make room there, or choose another folder{good}",
+    )
