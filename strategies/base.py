@@ -78,8 +78,8 @@ class Strategy:
             use or, without a GPU, as many logical CPU devices as the strategy says.
         seed: the order of the examples follows from it and the epoch; `None` draws one from Python's `random`, which
             `keras.utils.set_random_seed` makes repeatable.
-        threads: how many CPU threads compute one operation; `None` leaves it to TensorFlow, which takes all cores. Small
-            steps are faster with one. TensorFlow fixes it for the life of the process when it first computes.
+        threads: how many CPU threads compute one operation; `None` leaves it to TensorFlow, which takes all cores.
+            Small steps are faster with one. TensorFlow fixes it for the life of the process when it first computes.
         fused: update each variable with one kernel where the optimizer allows.
         steps_per_call: how many steps one call of the inner loop runs at most; `None` chooses by the clock.
     """

@@ -1,7 +1,7 @@
 """What a command shows and what goes to its log.
 
-TensorFlow's C++ code writes to file descriptor 2 whatever its log level, so the descriptor itself is pointed at the run's
-log, and messages for the user go to a copy of the terminal's.
+TensorFlow's C++ code writes to file descriptor 2 whatever its log level, so the descriptor itself is pointed at the
+run's log, and messages for the user go to a copy of the terminal's.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class VariableUpdates(keras.StatelessScope):
         self._metrics = {id(variable) for variable in metrics_variables}
         self._updated: dict[int, Any] = {}
 
-    def add_update(self, update: tuple[Any, Any]) -> None:  # noqa: D102 - Keras' interface
+    def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if id(variable) in self._metrics:
             variable._value.assign(tf.cast(value, variable._value.dtype))
@@ -261,7 +261,7 @@ class VariableUpdates(keras.StatelessScope):
         self._updated[id(variable)] = variable
         super().add_update((variable, value))
 
-    def get_current_value(self, variable: Any) -> Any:  # noqa: D102 - Keras' interface
+    def get_current_value(self, variable: Any) -> Any:
         value = super().get_current_value(variable)
         return variable._value if value is None else value
 

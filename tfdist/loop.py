@@ -71,10 +71,10 @@ def fit(
     feed = _feed(strategy, feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle))
     validation = None
     if validation_data is not None:
-        parts = keras_internals.unpack_x_y_sample_weight(validation_data)
+        val_x, val_y, val_weight = keras_internals.unpack_x_y_sample_weight(validation_data)
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
-        validation = _feed(strategy, feeds.Request(*parts, batch_size=size, steps=validation_steps))
+        validation = _feed(strategy, feeds.Request(val_x, val_y, val_weight, batch_size=size, steps=validation_steps))
     _build(strategy, model, feed)
     passes = Passes(feed, steps)
     callbacks = _callback_list(model, callbacks, verbose, passes, epochs=epochs, add_history=True)
@@ -224,8 +224,8 @@ def _resume_batch(callbacks: Any) -> int | None:
 class Passes:
     """Cuts the passes over the data into epochs.
 
-    Without `steps_per_epoch` an epoch is a pass. With it, an epoch goes on where the one before stopped, and ends early,
-    with Keras' warning, at the end of the data.
+    Without `steps_per_epoch` an epoch is a pass. With it, an epoch goes on where the one before stopped, and ends
+    early, with Keras' warning, at the end of the data.
 
     Attributes:
         feed: the data.

@@ -84,8 +84,8 @@ class StepProgram:
     def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if self._model.run_eagerly:
             return self._steps_eagerly, self._steps_eagerly
-        # TensorFlow's profiler loses the markers of steps that run inside a graph's loop, so one step has a graph of its
-        # own, which is only built where single steps are asked for.
+        # TensorFlow's profiler loses the markers of steps that run inside a graph's loop, so one step has a graph of
+        # its own, which is only built where single steps are asked for.
         return _graph(self._single_step), _graph(self._steps)
 
     def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:

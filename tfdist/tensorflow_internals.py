@@ -30,8 +30,8 @@ def replica_local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """In a replica context: an update writes this replica's copy of a variable, without meeting the other replicas.
 
     Keras' optimizers, and TensorFlow's aggregating variables, ask for a meeting (a merge call) at every update, which
-    cannot be inside `tf.cond`, where gradient accumulation and loss scaling put it. Once the gradients are reduced, every
-    replica computes the same values and no meeting is needed.
+    cannot be inside `tf.cond`, where gradient accumulation and loss scaling put it. Once the gradients are reduced,
+    every replica computes the same values and no meeting is needed.
     """
     _teach_variables()
     _teach_strategy(strategy.extended)

@@ -23,7 +23,8 @@ from tfdist.errors import CheckpointError
 from tfdist.keras_internals import global_state
 
 # What Keras' own callbacks remember from epoch to epoch. They begin anew in `on_train_begin`, and a resumed run shall
-# end where an unbroken one ends. A callback of one's own has `checkpoint_state()` and `restore_checkpoint_state(state)`.
+# end where an unbroken one ends. A callback of one's own has `checkpoint_state()` and
+# `restore_checkpoint_state(state)`.
 REMEMBERED: dict[type, tuple[str, ...]] = {
     keras.callbacks.History: ("epoch", "history"),
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),

@@ -18,7 +18,7 @@ class Case:
 
     model: Callable[[], Any]
     examples: int = 3 * BATCH + 3
-    data: Callable[[int], dict[str, Any]] = field(default=lambda n: classification(n))
+    data: Callable[[int], dict[str, Any]] = field(default_factory=lambda: classification)
     fit: dict[str, Any] = field(default_factory=dict)
     dtype_policy: str = "float32"
     tolerance: float = 5e-5

@@ -1,15 +1,16 @@
 """What Keras' `fit`, `evaluate` and `predict` accept, as global batches that replicas take their parts of.
 
 A feed is the host's side: it knows how many batches a pass over the data has, and starts passes. Its `batches` are the
-graph's side: they fetch a global batch and cut one replica's part out of it. Arrays stay whole in memory and are indexed,
-so that nothing but the order of the examples changes from pass to pass; all else arrives through a `tf.data.Dataset`.
+graph's side: they fetch a global batch and cut one replica's part out of it. Arrays stay whole in memory and are
+indexed, so that nothing but the order of the examples changes from pass to pass; all else arrives through a
+`tf.data.Dataset`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -74,11 +75,11 @@ class Feed:
         batches: the graph's side of the feed.
     """
 
-    num_batches: int | None
-    examples: int | None
-    batch_size: int | None
+    num_batches: Any
+    examples: Any
+    batch_size: Any
     spec: Any
-    batches: Batches
+    batches: Any
 
     def start(self, epoch: int, first_batch: int) -> Any:
         """The state of pass number `epoch`, whose next batch is number `first_batch`."""
@@ -137,7 +138,7 @@ class ArrayBatches(Batches):
 
     batch_size: int
     even: bool  # the batches are all of one size: a static shape makes a faster graph
-    counted: ClassVar[bool] = True
+    counted: bool = True
 
     def fetch(self, state: Any, step: tf.Tensor) -> tf.Tensor:
         _, indices = state
@@ -164,11 +165,11 @@ class DatasetFeed(Feed):
         self.spec = self._dataset.element_spec
 
     @property
-    def num_batches(self) -> int | None:  # type: ignore[override]
+    def num_batches(self) -> int | None:
         return self._adapter.num_batches
 
     @property
-    def batches(self) -> DatasetBatches:  # type: ignore[override]
+    def batches(self) -> DatasetBatches:
         # A `PyDataset` may end before the number of batches that it announced.
         return DatasetBatches(counted=self.num_batches is not None and self._in_order is None)
 

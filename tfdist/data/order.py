@@ -36,6 +36,7 @@ def part(examples: int, index: int, count: int) -> tuple[int, int]:
     """The half-open range of a batch of `examples` that part `index` of `count` takes.
 
     Parts are contiguous and in order, so that joining them gives the batch back; their sizes differ by one at
-    most, and part 0 of a batch with examples is never empty. Works on Python integers and on TensorFlow's integer tensors alike.
+    most, and part 0 of a batch with examples is never empty. Works on Python integers and on TensorFlow's integer
+    tensors alike.
     """
     return (examples * index + count - 1) // count, (examples * (index + 1) + count - 1) // count
