@@ -343,5 +343,5 @@ def traces_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
 
 
 def wants_xla(model: Any) -> bool:
-    """Whether `jit_compile=True` was passed to `compile`, and not left to Keras' "auto"."""
+    """Whether Keras would compile the steps with XLA: as `compile` was told, or as its "auto" chose, never on a CPU."""
     return model._compile_config.config.get("jit_compile") is True

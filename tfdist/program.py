@@ -156,7 +156,6 @@ class StepProgram:
 
     def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
         step = getattr(self._model, self._step_name)
-        # Keras' "auto" would compile on a CPU too, where small models then run slower; only an explicit wish counts.
         # Replicas meet in the middle of a step, which XLA cannot compile into one program.
         if keras_internals.wants_xla(self._model) and replica.alone:
             return tf.function(step, jit_compile=True)

@@ -1,0 +1,64 @@
+"""Fails when Keras changes what `tfdist.keras_internals` reaches into, and says what was seen before."""
+
+import inspect
+
+import keras
+import pytest
+from keras.src.backend.tensorflow import nn
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from tfdist import keras_internals
+
+
+def parameters(function):
+    return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+def test_the_version_of_keras_is_the_one_that_was_read():
+    assert keras.__version__ == keras_internals.SEEN_IN, "read keras_internals.py against the new Keras first"
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (loss_module.reduce_values, ["values", "sample_weight", "reduction"]),
+        (loss_module.apply_mask, ["sample_weight", "mask", "dtype", "reduction"]),
+        (loss_module.scale_loss_for_distribution, ["value"]),
+        (loss_module.unscale_loss_for_distribution, ["value"]),
+        (loss_module.squeeze_or_expand_to_same_rank, ["x1", "x2", "expand_rank_1"]),
+        (nn._compute_moments_sync, ["x", "axes", "keepdims"]),
+        (keras.metrics.Mean.update_state, ["self", "values", "sample_weight"]),
+        (BaseOptimizer.apply, ["self", "grads", "trainable_variables"]),
+        (keras.optimizers.LossScaleOptimizer.apply, ["self", "grads", "trainable_variables"]),
+        (TFOptimizer._all_reduce_sum_gradients, ["self", "grads_and_vars"]),
+        (keras.StatelessScope.add_update, ["self", "update"]),
+        (keras.StatelessScope.get_current_value, ["self", "variable"]),
+        (keras.Model._symbolic_build, ["self", "iterator", "data_batch"]),
+        (keras.Model._should_eval, ["self", "epoch", "validation_freq"]),
+        (keras.Model._flatten_metrics_in_order, ["self", "logs"]),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_a_patched_or_called_function_has_the_parameters_that_were_seen(function, expected):
+    assert parameters(function) == expected
+
+
+def test_the_attributes_that_are_read_exist():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    assert model._compile_config.config["jit_compile"] in (True, False)
+    assert model._loss_tracker.total is not None
+    assert model._initial_epoch is None
+    assert hasattr(model.optimizer, "_trainable_variables") or not model.optimizer.built
+
+
+def test_outside_of_a_replica_keras_is_as_it_was():
+    keras_internals.install()
+    values = keras.ops.convert_to_tensor([1.0, 3.0])
+    assert float(loss_module.reduce_values(values)) == 2.0
+    mean = keras.metrics.Mean()
+    mean.update_state(3.0)
+    mean.update_state(5.0)
+    assert float(mean.result()) == 4.0

@@ -1,0 +1,48 @@
+"""Fails when TensorFlow changes what `tfdist.tensorflow_internals` reaches into."""
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, values
+
+from tfdist import tensorflow_internals
+
+
+def test_the_version_of_tensorflow_is_the_one_that_was_read():
+    assert tf.__version__ == tensorflow_internals.SEEN_IN, "read tensorflow_internals.py against the new one first"
+
+
+def test_the_functions_that_are_replaced_or_called_exist():
+    assert callable(values.apply_aggregation_replica_context)
+    assert callable(distribute_lib._push_per_thread_mode) and callable(distribute_lib._pop_per_thread_mode)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert callable(strategy.extended._use_merge_call)
+
+
+def test_updates_in_a_condition_write_each_copy_without_a_meeting():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+
+    @tf.function
+    def step(wanted):
+        def on_replica():
+            with tensorflow_internals.replica_local_updates(strategy):
+                tf.cond(wanted, lambda: variable.assign_add(2.0), lambda: variable.assign_add(0.0))
+
+        strategy.run(on_replica)
+
+    step(tf.constant(True))
+    assert [float(copy) for copy in strategy.experimental_local_results(variable)] == [3.0, 3.0]
+
+
+def test_there_is_no_strategy_inside_without_strategy():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        assert tf.distribute.has_strategy()
+        with tensorflow_internals.without_strategy():
+            assert not tf.distribute.has_strategy()
+            assert not tf.distribute.in_cross_replica_context()
+        assert tf.distribute.has_strategy()
+
+
+def test_a_runtime_that_has_computed_is_known_to_have_started():
+    tf.constant(1) + tf.constant(1)
+    assert tensorflow_internals.runtime_started()
