@@ -17,6 +17,7 @@ progress shows and Ctrl-C is heard.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -303,8 +304,10 @@ def _epoch_runner(
     end = getattr(callbacks, f"on_{kind}_batch_end")
     stopped = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}[kind]
     program = _program(strategy, model, kind, passes.feed, callbacks.callbacks)
-    at_most = 1 if kind == "predict" or getattr(model, "run_eagerly", False) else strategy.steps_per_call
-    pacer = pace.Pace(callbacks.callbacks, kind, model.steps_per_execution, at_most)
+    chunk = model.steps_per_execution
+    # The outputs of each call go to the host; a loop that is no graph gains nothing from being long.
+    at_most = chunk if kind == "predict" or model.run_eagerly else strategy.steps_per_call
+    pacer = pace.Pace(callbacks.callbacks, kind, chunk, at_most)
 
     def run_epoch(done: int) -> Logs:
         first, logs = done, {}
@@ -324,7 +327,9 @@ def _epoch_runner(
             if outcome.steps:
                 logs = outcome.logs
                 on_step(logs)
-                end(done - 1, logs)
+                # Keras numbers the last call of an epoch as if it were whole.
+                epoch_ended = data_ended or done == total
+                end(math.ceil(done / chunk) * chunk - 1 if epoch_ended else done - 1, logs)
             if getattr(model, stopped):
                 break
         passes.end_epoch(done - first, data_ended)

@@ -37,12 +37,14 @@ class Pace:
     Args:
         callbacks: the callbacks of the fit, evaluate or predict.
         kind: `"train"`, `"test"` or `"predict"`.
-        steps_per_execution: how many batches belong to one call of the hooks, where they are needed.
+        steps_per_execution: how many batches belong to one call of the hooks, where they are needed; the clock does
+            not shorten a call below it.
         at_most: a bound on the steps of a call, `None` for no bound but the clock's.
     """
 
     def __init__(self, callbacks: Sequence[Any], kind: str, steps_per_execution: int, at_most: int | None):
         self._needs = [need for c in callbacks if (need := _need(c, kind, steps_per_execution)) is not None]
+        self._at_least = steps_per_execution
         self._at_most = at_most
         self._step_seconds: float | None = None
 
@@ -59,9 +61,8 @@ class Pace:
             self._step_seconds = seconds / steps if known else 0.0
 
     def _by_the_clock(self) -> int:
-        if not self._step_seconds:
-            return STEPS_OF_FIRST_CALL
-        return int(SECONDS_PER_CALL / self._step_seconds)
+        steps = int(SECONDS_PER_CALL / self._step_seconds) if self._step_seconds else STEPS_OF_FIRST_CALL
+        return max(self._at_least, steps)
 
 
 def now() -> float:

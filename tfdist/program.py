@@ -167,7 +167,7 @@ class StepProgram:
 
 
 class PredictProgram:
-    """Runs `model.predict_step`, one batch a call."""
+    """Runs `model.predict_step`."""
 
     def __init__(self, strategy: Strategy, model: Any, batches: Batches):
         self._strategy = strategy
@@ -177,24 +177,30 @@ class PredictProgram:
         self._function = self._predict if eager else _graph(self._predict)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        """Predicts batch number `first`; the logs are `{"outputs": ...}`, in the order of the batch's examples."""
-        assert count == 1
-        batch = self._batches.fetch(state, tf.constant(first))
-        if not self._batches.counted:
-            if not batch.has_value():
-                return Outcome(0, True, {})
-            batch = batch.get_value()
-        return Outcome(1, False, {"outputs": self._function(state, batch)})
+        """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
+        outputs: list[Any] = []
+        while len(outputs) < count:
+            batch = self._batches.fetch(state, tf.constant(first + len(outputs)))
+            if not self._batches.counted:
+                if not batch.has_value():
+                    break
+                batch = batch.get_value()
+            outputs.append(self._function(state, batch))
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": _joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
             data, _ = self._batches.part(state, batch, replica.index, replica.count)
             return self._model.predict_step(data)
 
-        results = self._strategy.run(on_replica)
-        if len(results) == 1:
-            return results[0]
-        return keras_internals.tree.map_structure(lambda *parts: keras_internals.join(parts), *results)
+        return _joined(self._strategy.run(on_replica))
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The examples of several structures of outputs in one."""
+    if len(parts) == 1:
+        return parts[0]
+    return keras_internals.tree.map_structure(lambda *values: keras_internals.join(values), *parts)
 
 
 def _graph(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,12 +8,14 @@ import tensorflow as tf
 import tfdist
 
 REPLICAS = {"single": (1,), "mirrored": (1, 2, 3), "custom": (1, 2, 3), "stock_mirrored": (2,)}
+# Each way through the code once: alone, copies of the variables, one copy for several replicas.
+FEW = {"single": (1,), "mirrored": (2,), "custom": (2,), "stock_mirrored": (2,)}
 
 
-def chosen(config):
+def chosen(config, replicas=REPLICAS):
     """The (name, replicas) pairs that the command line asks for."""
     names = config.getoption("--strategies").split(",")
-    return [(name, count) for name in names for count in REPLICAS[name]]
+    return [(name, count) for name in names for count in replicas[name]]
 
 
 def start(name, replicas, **options):
