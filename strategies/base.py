@@ -104,7 +104,7 @@ class Strategy:
         self.steps_per_call = steps_per_call
         self.threads = threads
         if threads is not None:
-            device_choice.set_threads(threads)
+            device_choice.set_threads(threads, alone=threads == 1 and devices in (None, 1) and self.default_cpus == 1)
         self.devices = self.choose_devices(devices)
         self.set_up()
 
@@ -135,23 +135,23 @@ class Strategy:
         """What was chosen, for the run's record."""
         return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
 
-    def fit(self, model: Any, x: Any = None, y: Any = None, **arguments: Any) -> Any:
+    def fit(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
         from tfdist import loop
 
-        return loop.fit(self, model, x, y, **arguments)
+        return loop.fit(self, model, *arguments, **named)
 
-    def evaluate(self, model: Any, x: Any = None, y: Any = None, **arguments: Any) -> Any:
+    def evaluate(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.evaluate` with this strategy: every example once, metrics merged by their state."""
         from tfdist import loop
 
-        return loop.evaluate(self, model, x, y, **arguments)
+        return loop.evaluate(self, model, *arguments, **named)
 
-    def predict(self, model: Any, x: Any, **arguments: Any) -> Any:
+    def predict(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.predict` with this strategy: one answer an example, in the order of the input."""
         from tfdist import loop
 
-        return loop.predict(self, model, x, **arguments)
+        return loop.predict(self, model, *arguments, **named)
 
     def prepare(self, model: Any) -> Any:
         """Makes `model.fit`, `model.evaluate` and `model.predict` this strategy's own; returns `model`."""

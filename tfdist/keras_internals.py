@@ -251,11 +251,13 @@ class VariableUpdates(keras.StatelessScope):
     def __init__(self, metrics_variables: Sequence[Any]):
         super().__init__(collect_losses=True)
         self._metrics = {id(variable) for variable in metrics_variables}
+        self.metrics_updated: set[int] = set()
         self._updated: dict[int, Any] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if id(variable) in self._metrics:
+            self.metrics_updated.add(id(variable))
             variable._value.assign(tf.cast(value, variable._value.dtype))
             return
         self._updated[id(variable)] = variable
@@ -280,12 +282,20 @@ class VariableUpdates(keras.StatelessScope):
             write(floats + others)
 
 
-def build(model: Any, spec: Any) -> None:
+def build(model: Any, spec: Any, *, for_prediction: bool = False) -> None:
     """Makes every variable of `model`, its loss, its metrics and its optimizer, from the `spec` of a global batch.
 
     Variables that are made inside a traced loop cannot be lifted out of it, so all must exist before the first trace.
+    A prediction needs the model's alone, and has no targets to build loss and metrics from.
     """
-    model._symbolic_build(data_batch=tree.map_structure(_none_if_optional, spec))
+    spec = tree.map_structure(_none_if_optional, spec)
+    if for_prediction:
+        if not all(layer.built for layer in model._flatten_layers()):
+            x, _, _ = unpack_x_y_sample_weight(spec)
+            inputs = tree.map_structure(lambda s: keras.KerasTensor(s.shape, backend.standardize_dtype(s.dtype)), x)
+            backend.compute_output_spec(model, inputs, training=False)
+        return
+    model._symbolic_build(data_batch=spec)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)

@@ -69,13 +69,15 @@ def fit(
             (x, y, sample_weight), validation_split=validation_split
         )
     steps = _limited(steps_per_epoch)
-    feed = _feed(strategy, feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle))
+    feed = feeds.make(feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle), strategy.seed)
+    _check_batch_size(strategy, feed)
     validation = None
     if validation_data is not None:
         val_x, val_y, val_weight = keras_internals.unpack_x_y_sample_weight(validation_data)
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
-        validation = _feed(strategy, feeds.Request(val_x, val_y, val_weight, batch_size=size, steps=validation_steps))
+        request = feeds.Request(val_x, val_y, val_weight, batch_size=size, steps=validation_steps)
+        validation = feeds.make(request, strategy.seed)
     _build(strategy, model, feed)
     passes = Passes(feed, steps)
     callbacks = _callback_list(model, callbacks, verbose, passes, epochs=epochs, add_history=True)
@@ -120,7 +122,7 @@ def evaluate(
     """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`."""
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps))
+    feed = feeds.make(feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps), strategy.seed)
     _build(strategy, model, feed)
     passes = Passes(feed, steps)
     logs = _evaluate(strategy, model, passes, _callback_list(model, callbacks, verbose, passes, epochs=1))
@@ -139,8 +141,8 @@ def predict(
     """The outputs of `model`, one for each example, in the order of the input; see `keras.Model.predict`."""
     strategy.check(model)
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.Request(x, batch_size=batch_size, steps=steps))
-    _build(strategy, model, feed)
+    feed = feeds.make(feeds.Request(x, batch_size=batch_size, steps=steps), strategy.seed)
+    _build(strategy, model, feed, for_prediction=True)
     passes = Passes(feed, steps)
     callbacks = _callback_list(model, callbacks, verbose, passes, epochs=1)
     outputs: list[Any] = []
@@ -177,26 +179,24 @@ def _check(strategy: Strategy, model: Any, method: str) -> None:
     strategy.check(model)
 
 
-def _limited(steps: int | None) -> int | None:
-    """Keras can cap the steps of an epoch for debugging (`keras.config.set_max_steps_per_epoch`)."""
-    cap = keras_internals.max_steps_per_epoch()
-    return min(steps or cap, cap) if cap else steps
-
-
-def _feed(strategy: Strategy, request: feeds.Request) -> feeds.Feed:
-    feed = feeds.make(request, strategy.seed)
+def _check_batch_size(strategy: Strategy, feed: feeds.Feed) -> None:
     size = feed.batch_size
     if size is not None and size < strategy.num_replicas and (feed.num_batches or 2) > 1:
         raise UsageError(
             f"A batch of {size} does not give each of the {strategy.num_replicas} replicas an example",
             f"use a batch size of {strategy.num_replicas} or more, or fewer devices",
         )
-    return feed
 
 
-def _build(strategy: Strategy, model: Any, feed: feeds.Feed) -> None:
+def _limited(steps: int | None) -> int | None:
+    """Keras can cap the steps of an epoch for debugging (`keras.config.set_max_steps_per_epoch`)."""
+    cap = keras_internals.max_steps_per_epoch()
+    return min(steps or cap, cap) if cap else steps
+
+
+def _build(strategy: Strategy, model: Any, feed: feeds.Feed, *, for_prediction: bool = False) -> None:
     with strategy.scope():
-        keras_internals.build(model, feed.spec)
+        keras_internals.build(model, feed.spec, for_prediction=for_prediction)
 
 
 def _callback_list(

@@ -65,6 +65,7 @@ class StepProgram:
         self._batches = batches
         self._stop_at_nan = stop_at_nan and getattr(model, "_loss_tracker", None) is not None
         self._own_logs: Any = None
+        self._metrics_updated: set[int] = set()
         self._one_step, self._many_steps = self._make_functions()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
@@ -93,11 +94,11 @@ class StepProgram:
         batch = self._batches.fetch(state, first)
         if self._batches.counted:
             _, logs = self._step(state, batch)
-            return tf.constant(1), tf.constant(True), logs or self._metrics()
+            return tf.constant(1), tf.constant(True), self._results(logs)
         more = batch.has_value()
         nothing = self._no_logs()
         logs = tf.cond(more, lambda: self._step(state, batch.get_value())[1], lambda: nothing)
-        return tf.cast(more, tf.int32), more, logs or self._metrics()
+        return tf.cast(more, tf.int32), more, self._results(logs)
 
     def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
         def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
@@ -114,7 +115,7 @@ class StepProgram:
 
         start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
         done, more, _, logs = tf.while_loop(proceed, body, start)
-        return done, more, logs or self._metrics()
+        return done, more, self._results(logs)
 
     def _no_logs(self) -> Logs:
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
@@ -126,19 +127,20 @@ class StepProgram:
             batch = self._batches.fetch(state, first + done)
             if not self._batches.counted:
                 if not batch.has_value():
-                    return done, False, logs or self._metrics()
+                    return done, False, self._results(logs)
                 batch = batch.get_value()
             finite, logs = self._step(state, batch)
             if not bool(finite):
-                return done + 1, True, logs or self._metrics()
-        return count, True, logs or self._metrics()
+                return done + 1, True, self._results(logs)
+        return count, True, self._results(logs)
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
         """One step on all replicas: whether the loss is still finite, and the step's own logs."""
 
         def on_replica(replica: Replica) -> Logs:
             data, replica.share = self._batches.part(state, batch, replica.index, replica.count)
-            logs = _exactly(replica, self._model, self._step_function(replica), data)
+            logs, updated = _exactly(replica, self._model, self._step_function(replica), data)
+            self._metrics_updated |= updated
             return _weighed(logs, replica) if self._own_logs is not None else logs
 
         with reduction.fused(self._model.optimizer, self._strategy.fused):
@@ -160,6 +162,22 @@ class StepProgram:
         if keras_internals.wants_xla(self._model) and replica.alone:
             return tf.function(step, jit_compile=True)
         return step
+
+    def _results(self, own_logs: Logs) -> Logs:
+        """The logs of a call: the metrics, or what the last step returned.
+
+        What a step returned under the name of a metric that it updated was that metric's result on each replica; the
+        result over all of them takes its place.
+        """
+        if not own_logs:
+            return self._metrics()
+        merged: Logs = {}
+        with self._strategy.scope():
+            for metric in self._model.metrics:
+                if any(id(variable) in self._metrics_updated for variable in metric.variables):
+                    result = metric.result()
+                    merged |= result if isinstance(result, dict) else {metric.name: result}
+        return own_logs | {name: value for name, value in merged.items() if name in own_logs}
 
     def _metrics(self) -> Logs:
         with self._strategy.scope():
@@ -208,16 +226,19 @@ def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
     return tf.function(functools.partial(function), autograph=False, reduce_retracing=True)
 
 
-def _exactly(replica: Replica, model: Any, step: Callable[[Any], Logs], data: Any) -> Logs:
-    """`step(data)` on one replica, such that all replicas together do what one would do on the global batch."""
+def _exactly(replica: Replica, model: Any, step: Callable[[Any], Logs], data: Any) -> tuple[Logs, set[int]]:
+    """`step(data)` on one replica, such that all replicas together do what one would do on the global batch.
+
+    Also returns which metrics' variables hold only this replica's part since, by their `id`.
+    """
     if replica.alone:
-        return step(data)
+        return step(data), set()
     updates = keras_internals.VariableUpdates(model.metrics_variables)
     with keras_internals.on_replica(replica):
         with updates:
             logs = step(data)
         updates.merge(replica, replica.write)
-    return logs
+    return logs, updates.metrics_updated
 
 
 def _weighed(logs: Logs, replica: Replica) -> Logs:

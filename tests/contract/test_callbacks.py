@@ -36,7 +36,7 @@ class Case:
 
     callbacks: Callable[[Path], list]
     results: Callable[[Path, list], Any] = lambda folder, used: None
-    model: Callable[[], Any] = dense()
+    model: Callable[[], Any] = field(default_factory=dense)
     data: dict[str, Any] = field(default_factory=lambda: TRAINING)
     fit: dict[str, Any] = field(default_factory=dict)
 
@@ -202,7 +202,7 @@ def test_gives_what_it_gives_under_stock_fit(name, contestant):
         assert found["iterations"] == 3
 
 
-class Interrupted(Exception):
+class InterruptionError(Exception):
     pass
 
 
@@ -216,7 +216,7 @@ class Interrupts(callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         if (self.epoch, batch) == self.at:
-            raise Interrupted
+            raise InterruptionError
 
 
 def interrupted_and_resumed(contestant):
@@ -227,7 +227,7 @@ def interrupted_and_resumed(contestant):
             with strategy.scope():
                 model = dense(lambda: optimizers.Adam(0.02))()
             used = [callbacks.BackupAndRestore(folder)] + [Interrupts(2, 1)] * interrupt
-            with contextlib.suppress(Interrupted):
+            with contextlib.suppress(InterruptionError):
                 history = strategy.fit(model, **TRAINING, **fit, callbacks=used)
     return {"epochs": history.epoch, "history": history.history, "weights": model.get_weights()}
 

@@ -1,0 +1,395 @@
+"""Point 1, the call: what `fit`, `evaluate` and `predict` take, for any model, gives what stock Keras gives."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+import tensorflow as tf
+from keras import layers
+
+from tests.contract import contestants
+from tests.contract.comparison import STOCK, assert_same, start
+
+REPLICAS = contestants.FEW
+EXAMPLES, BATCH = 19, 8  # the last batch has three
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(EXAMPLES, 4)).astype("float32")
+Y = _rng.normal(size=(EXAMPLES, 1)).astype("float32")
+WEIGHT = _rng.uniform(0, 2, EXAMPLES).astype("float32")
+LABELS = _rng.integers(0, 3, EXAMPLES)
+UNSEEN = (X[:11] + 1, Y[:11])
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is passed to `fit`, made anew for each fit, and the model that is trained with it.
+
+    Attributes:
+        evaluate: what to pass to `evaluate` afterwards, if it is to be called.
+        predict: what to pass to `predict` afterwards, if it is to be called.
+    """
+
+    fit: Callable[[], dict[str, Any]]
+    model: Callable[[], Any] | None = None
+    evaluate: Callable[[], dict[str, Any]] | None = None
+    predict: Callable[[], dict[str, Any]] | None = None
+
+
+def compiled(model, optimizer="sgd", loss="mse", **options):
+    # XLA would only make stock Keras slower to start.
+    model.compile(optimizer, loss, **{"jit_compile": False} | options)
+    return model
+
+
+def linear(**options):
+    return lambda: compiled(keras.Sequential([keras.Input((4,)), layers.Dense(1)]), **options)
+
+
+def classifier():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="softmax")])
+    return compiled(model, loss="sparse_categorical_crossentropy")
+
+
+def call(name, contestant):
+    case = CASES[name]
+    strategy = start(contestant)
+    with strategy.scope():
+        model = (case.model or linear())()
+    if contestant != STOCK:
+        strategy.prepare(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # data that ends early
+        result = model.fit(**{"epochs": 2, "shuffle": False, "verbose": 0} | case.fit())
+        assert isinstance(result, keras.callbacks.History)
+        found = {"history": result.history, "epochs": result.epoch, "steps": result.params["steps"]}
+        if case.evaluate:
+            for as_dict in (False, True):
+                found[f"evaluate {as_dict}"] = model.evaluate(**case.evaluate(), verbose=0, return_dict=as_dict)
+        if case.predict:
+            found["predict"] = model.predict(**case.predict(), verbose=0)
+    return found | {"weights": model.get_weights()}
+
+
+def arrays(**options):
+    return lambda: {"x": X, "y": Y, "batch_size": BATCH} | options
+
+
+# Data
+
+
+def two_inputs(kind):
+    left, right = keras.Input((2,), name="left"), keras.Input((2,), name="right")
+    inputs = {"left": left, "right": right} if kind is dict else [left, right]
+    return compiled(keras.Model(inputs, layers.Dense(1)(layers.Concatenate()([left, right]))))
+
+
+def halves(kind):
+    return {"left": X[:, :2], "right": X[:, 2:]} if kind is dict else [X[:, :2], X[:, 2:]]
+
+
+def sparse():
+    return scipy.sparse.csr_matrix(np.where(X > 0, X, 0))
+
+
+def tf_sparse():
+    return tf.sparse.from_dense(np.where(X > 0, X, 0))
+
+
+def sparse_linear():
+    return compiled(keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(1)]))
+
+
+def ragged():
+    return tf.RaggedTensor.from_row_lengths(np.arange(2.0 * EXAMPLES, dtype="float32") / 20, [1, 3] * 9 + [2])
+
+
+class SumsOfRows(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(tf.reduce_sum(x, axis=1)[:, None])
+
+
+def dataset(*parts):
+    return tf.data.Dataset.from_tensor_slices(parts or (X, Y)).batch(BATCH)
+
+
+def unknown(data):
+    return data.filter(lambda *parts: True)
+
+
+def with_pandas():
+    pandas = pytest.importorskip("pandas")
+    return {"x": pandas.DataFrame(X), "y": pandas.Series(Y[:, 0]), "batch_size": BATCH}
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.begun = self.ended = 0
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, batch):
+        part = slice(batch * BATCH, (batch + 1) * BATCH)
+        return X[part], Y[part]
+
+    def on_epoch_begin(self):
+        self.begun += 1
+
+    def on_epoch_end(self):
+        self.ended += 1
+
+
+def endless():
+    while True:
+        yield from ((x.numpy(), y.numpy()) for x, y in dataset())
+
+
+def once():
+    yield from ((x.numpy(), y.numpy(), x.numpy()[:, 0] ** 2) for x, y in dataset())
+
+
+DATA = {
+    "numpy": Call(
+        lambda: {"x": X.astype("float64"), "y": Y.astype("float64"), "batch_size": BATCH},
+        evaluate=arrays(),
+        predict=lambda: {"x": X, "batch_size": BATCH},
+    ),
+    "the default batch size": Call(lambda: {"x": X, "y": Y}),
+    "tensors": Call(lambda: {"x": tf.constant(X), "y": tf.constant(Y), "batch_size": BATCH}),
+    "pandas": Call(with_pandas),
+    "scipy sparse": Call(
+        lambda: {"x": sparse(), "y": Y, "batch_size": BATCH}, sparse_linear, predict=lambda: {"x": sparse()}
+    ),
+    "sparse tensor": Call(lambda: {"x": tf_sparse(), "y": Y, "batch_size": BATCH}, sparse_linear),
+    "sparse dataset": Call(lambda: {"x": dataset(tf_sparse(), Y)}, sparse_linear),
+    "ragged": Call(
+        lambda: {"x": ragged(), "y": Y, "batch_size": BATCH},
+        lambda: compiled(SumsOfRows()),
+        predict=lambda: {"x": ragged(), "batch_size": BATCH},
+    ),
+    "ragged dataset": Call(lambda: {"x": dataset(ragged(), Y)}, lambda: compiled(SumsOfRows())),
+    "dict of inputs": Call(
+        lambda: {"x": halves(dict), "y": Y, "batch_size": BATCH},
+        lambda: two_inputs(dict),
+        predict=lambda: {"x": halves(dict)},
+    ),
+    "list of inputs": Call(
+        lambda: {"x": halves(list), "y": Y, "batch_size": BATCH},
+        lambda: two_inputs(list),
+        predict=lambda: {"x": halves(list), "batch_size": BATCH},
+    ),
+    "dataset": Call(
+        lambda: {"x": dataset()}, evaluate=lambda: {"x": dataset()}, predict=lambda: {"x": dataset(X).map(lambda x: x)}
+    ),
+    "dataset of unknown length": Call(
+        lambda: {"x": unknown(dataset()), "epochs": 1},
+        evaluate=lambda: {"x": unknown(dataset())},
+        predict=lambda: {"x": unknown(dataset())},
+    ),
+    "dataset with weights": Call(lambda: {"x": dataset(X, Y, WEIGHT)}),
+    "repeated dataset": Call(lambda: {"x": dataset().repeat(), "steps_per_epoch": 4}),
+    "dataset that ends early": Call(lambda: {"x": dataset(), "steps_per_epoch": 2, "epochs": 4}),
+    "endless evaluation and prediction": Call(
+        arrays(),
+        evaluate=lambda: {"x": dataset().repeat(), "steps": 4},
+        predict=lambda: {"x": dataset().repeat(), "steps": 4},
+    ),
+    "PyDataset": Call(lambda: {"x": Batches()}, evaluate=lambda: {"x": Batches()}, predict=lambda: {"x": Batches()}),
+    "PyDataset with workers": Call(lambda: {"x": Batches(workers=2)}),
+    "PyDataset with class weights": Call(lambda: {"x": Batches(), "class_weight": {0: 1.0, 1: 2.0}, "epochs": 1}),
+    "generator": Call(
+        lambda: {"x": endless(), "steps_per_epoch": 4},
+        evaluate=lambda: {"x": once()},
+        predict=lambda: {"x": once()},
+    ),
+    "generator that ends": Call(lambda: {"x": once(), "epochs": 1}),
+}
+
+ARGUMENTS = {
+    "validation_split": Call(arrays(validation_split=0.3)),
+    "validation_split with weights": Call(arrays(validation_split=0.3, sample_weight=WEIGHT)),
+    "validation_data": Call(arrays(validation_data=UNSEEN)),
+    "validation_data with weights": Call(arrays(validation_data=(*UNSEEN, WEIGHT[:11]))),
+    "validation_data as a dataset": Call(arrays(validation_data=dataset(*UNSEEN))),
+    "validation_data as a PyDataset": Call(arrays(validation_data=Batches())),
+    "validation_freq": Call(arrays(validation_data=UNSEEN, validation_freq=2, epochs=4)),
+    "validation_freq as a list": Call(arrays(validation_data=UNSEEN, validation_freq=[1, 3], epochs=4)),
+    "validation_steps": Call(arrays(validation_data=dataset(*UNSEEN).repeat(), validation_steps=3)),
+    "validation_steps of arrays": Call(arrays(validation_data=UNSEEN, validation_steps=1)),
+    "validation_batch_size": Call(arrays(validation_data=UNSEEN, validation_batch_size=3)),
+    "sample_weight": Call(
+        arrays(sample_weight=WEIGHT), linear(weighted_metrics=["mae"]), evaluate=arrays(sample_weight=WEIGHT)
+    ),
+    "class_weight": Call(arrays(y=LABELS, class_weight={0: 1.0, 1: 0.0, 2: 3.0}), classifier),
+    "class_weight with a dataset": Call(
+        lambda: {"x": dataset(X, LABELS), "class_weight": {0: 1.0, 1: 0.0, 2: 3.0}}, classifier
+    ),
+    "steps_per_epoch goes on in the next epoch": Call(arrays(batch_size=4, steps_per_epoch=2, epochs=5)),
+    "steps_per_epoch of more than the data": Call(arrays(steps_per_epoch=5)),
+    "initial_epoch": Call(arrays(initial_epoch=2, epochs=4)),
+    "no epoch": Call(arrays(epochs=0)),
+    "evaluate with steps": Call(
+        arrays(), evaluate=arrays(steps=2), predict=lambda: {"x": X, "batch_size": 2, "steps": 3}
+    ),
+}
+
+
+# Models
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.dense(x)
+
+
+class OwnLogs(Subclassed):
+    """Its steps return more than its metrics."""
+
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            predictions = self(x, training=True)
+            loss = self.compute_loss(x, y, predictions, weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        logs = self.compute_metrics(x, y, predictions, weight)
+        return logs | {"mean_prediction": tf.reduce_mean(predictions), "mean_input": tf.reduce_mean(x, axis=0)[0]}
+
+    def test_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        predictions = self(x, training=False)
+        return {"mean_error": tf.reduce_mean(tf.abs(y - predictions))}
+
+
+class OwnMetrics(Subclassed):
+    """A metric's result under another name, beside the others."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        return results | {"mean_target": tf.reduce_mean(y)}
+
+
+class OwnPredictStep(Subclassed):
+    def predict_step(self, data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return {"prediction": self(x), "input": x}
+
+
+def nested():
+    inner = keras.Sequential([layers.Dense(3, activation="tanh"), layers.Dense(2)])
+    inputs = keras.Input((4,))
+    return compiled(keras.Model(inputs, layers.Dense(1)(keras.Sequential([inner, layers.Dense(2)])(inputs))))
+
+
+def two_outputs():
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [layers.Dense(1, name="first")(inputs), layers.Dense(1, name="second")(inputs)])
+    return compiled(model, loss=["mse", "mae"], metrics=[["mae", "mse"], ["mse"]], loss_weights=[1.0, 0.5])
+
+
+def whole(model, y=Y):
+    """Trained, evaluated and asked to predict."""
+    return Call(arrays(y=y), model, evaluate=arrays(y=y), predict=lambda: {"x": X, "batch_size": BATCH})
+
+
+MODELS = {
+    "sequential, unbuilt": whole(lambda: compiled(keras.Sequential([layers.Dense(3), layers.Dense(1)]))),
+    "subclassed, unbuilt": whole(lambda: compiled(Subclassed(), metrics=["mae"])),
+    "nested": whole(nested),
+    "several outputs, metrics as lists": whole(two_outputs, [Y, Y * 2]),
+    "names of losses, optimizers and metrics": whole(linear(optimizer="adam", loss="huber", metrics=["mae", "mse"])),
+    "weighted metrics": whole(linear(weighted_metrics=["mae"])),
+    "logs that are not metrics": whole(lambda: compiled(OwnLogs(), metrics=["mae"])),
+    "own compute_metrics": whole(lambda: compiled(OwnMetrics(), metrics=["mae"])),
+    "own predict_step": whole(lambda: compiled(OwnPredictStep())),
+    "without metrics": whole(linear()),
+}
+
+CASES = DATA | ARGUMENTS | MODELS
+
+
+@functools.cache
+def reference(name):
+    return call(name, STOCK)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gives_what_stock_keras_gives(name, contestant):
+    expected = reference(name)
+    assert_same(call(name, contestant), expected)
+
+
+def linear_of(contestant, **options):
+    strategy = start(contestant)
+    with strategy.scope():
+        model = linear(**options)()
+    return strategy.prepare(model)
+
+
+def test_arguments_may_be_positional(contestant):
+    model = linear_of(contestant)
+    assert model.fit(X, Y, BATCH, 2, 0).epoch == [0, 1]
+    assert model.predict(X, BATCH, 0).shape == Y.shape
+    assert model.evaluate(X, Y, BATCH, 0) > 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_py_dataset_hears_each_epoch_once(contestant, workers):
+    data = Batches(workers=workers)
+    linear_of(contestant).fit(data, epochs=2, verbose=0)
+    assert (data.begun, data.ended) == (2, 2)
+
+
+def test_predict_keeps_the_order_whatever_the_batch_size(contestant):
+    strategy = start(contestant)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.Identity()])
+    numbers = np.arange(23, dtype="float32")[:, None]
+    for batch_size in (1, 2, 5, 23, 32):
+        np.testing.assert_array_equal(strategy.predict(model, numbers, batch_size=batch_size, verbose=0), numbers)
+
+
+def test_inputs_stay_as_they_were(contestant):
+    given = {"x": X.copy(), "y": LABELS.copy(), "sample_weight": WEIGHT.copy()}
+    strategy = start(contestant)
+    with strategy.scope():
+        model = classifier()
+    strategy.fit(model, **given, batch_size=BATCH, verbose=0)
+    for name, before in {"x": X, "y": LABELS, "sample_weight": WEIGHT}.items():
+        np.testing.assert_array_equal(given[name], before)
+        assert given[name].dtype == before.dtype
+
+
+def test_a_weights_change_between_fits_counts(contestant):
+    """Graphs are kept with the model; what it holds is not."""
+    model = linear_of(contestant)
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    model.set_weights([np.zeros_like(weight) for weight in model.get_weights()])
+    assert_same(model.evaluate(X, Y, batch_size=BATCH, verbose=0), float(np.mean(Y**2)))
+    model.optimizer.learning_rate = 0.0
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert not any(np.any(weight) for weight in model.get_weights())
+
+
+def test_predicts_before_anything_else(contestant):
+    """Without targets there is nothing to build loss and metrics from."""
+    strategy = start(contestant)
+    with strategy.scope():
+        unbuilt = compiled(Subclassed(), metrics=["accuracy"])
+    predictions = strategy.predict(unbuilt, X, batch_size=BATCH, verbose=0)
+    assert_same(predictions, X @ unbuilt.dense.kernel.numpy())
