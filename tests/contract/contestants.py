@@ -10,12 +10,26 @@ import tfdist
 REPLICAS = {"single": (1,), "mirrored": (1, 2, 3), "custom": (1, 2, 3), "stock_mirrored": (2,)}
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
 FEW = {"single": (1,), "mirrored": (2,), "custom": (2,), "stock_mirrored": (2,)}
+# What arrives at a step does not depend on where the variables are: whole batches, and parts of batches.
+WHOLE_AND_PARTS = {"single": (1,), "custom": (2,)}
+# Whole batches, halves and thirds.
+EACH_COUNT = {"single": (1,), "mirrored": (2, 3), "custom": (2, 3), "stock_mirrored": (2,)}
+
+
+def among(replicas):
+    """Marks a test that only some contestants need to pass, since it would tell nothing new of the others."""
+
+    def mark(test):
+        test.replicas = replicas
+        return test
+
+    return mark
 
 
 def chosen(config, replicas=REPLICAS):
     """The (name, replicas) pairs that the command line asks for."""
     names = config.getoption("--strategies").split(",")
-    return [(name, count) for name in names for count in replicas[name]]
+    return [(name, count) for name in names for count in replicas.get(name, ())]
 
 
 def start(name, replicas, **options):

@@ -328,8 +328,15 @@ def reference(name):
     return call(name, STOCK)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gives_what_stock_keras_gives(name, contestant):
+@contestants.among(contestants.WHOLE_AND_PARTS)
+@pytest.mark.parametrize("name", DATA | ARGUMENTS)
+def test_data_and_arguments_give_what_they_give_in_stock_keras(name, contestant):
+    expected = reference(name)
+    assert_same(call(name, contestant), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_gives_what_it_gives_in_stock_keras(name, contestant):
     expected = reference(name)
     assert_same(call(name, contestant), expected)
 
@@ -348,6 +355,7 @@ def test_arguments_may_be_positional(contestant):
     assert model.evaluate(X, Y, BATCH, 0) > 0
 
 
+@contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_py_dataset_hears_each_epoch_once(contestant, workers):
     data = Batches(workers=workers)
@@ -364,6 +372,7 @@ def test_predict_keeps_the_order_whatever_the_batch_size(contestant):
         np.testing.assert_array_equal(strategy.predict(model, numbers, batch_size=batch_size, verbose=0), numbers)
 
 
+@contestants.among(contestants.WHOLE_AND_PARTS)
 def test_inputs_stay_as_they_were(contestant):
     given = {"x": X.copy(), "y": LABELS.copy(), "sample_weight": WEIGHT.copy()}
     strategy = start(contestant)

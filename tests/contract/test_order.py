@@ -1,0 +1,159 @@
+"""Points 3 and 4: every example once, in an order that follows from the seed and the epoch alone; seen by counting."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.contract import contestants
+from tests.contract.comparison import assert_same, start
+from tfdist.data import order
+
+REPLICAS = contestants.EACH_COUNT
+BATCH, SEED = 4, 7
+
+
+class Seen(keras.metrics.Metric):
+    """How often each example was seen; an example's target is its number. States of replicas are added."""
+
+    def __init__(self, examples):
+        super().__init__(name="seen")
+        self.counts = self.add_weight(shape=(examples,), initializer="zeros", name="counts")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        numbers = tf.cast(tf.reshape(y_true, [-1]), tf.int32)
+        self.counts.assign_add(tf.reduce_sum(tf.one_hot(numbers, self.counts.shape[0]), axis=0))
+
+    def result(self):
+        return self.counts + 0.0
+
+
+class Batches(keras.callbacks.Callback):
+    """The examples of each global batch, an array of numbers a batch, a list an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append([])
+        self._before = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        counts = np.asarray(logs["seen"])
+        self.epochs[-1].append(np.repeat(np.arange(len(counts)), (counts - self._before).astype(int)))
+        self._before = counts
+
+
+class Observed:
+    """A model whose fits tell which examples were in which batch."""
+
+    def __init__(self, contestant, examples, **options):
+        self.examples = examples
+        self.x, self.y = np.ones((examples, 2), "float32"), np.arange(examples, dtype="float32")
+        self.strategy = start(contestant, **options)
+        with self.strategy.scope():
+            self.model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+            self.model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Seen(examples)])
+
+    def epochs(self, *data, **options):
+        batches = Batches()
+        fit = {"epochs": 2, "verbose": 0, "callbacks": [batches]} | options
+        self.strategy.fit(self.model, *(data or (self.x, self.y)), **fit)
+        return batches.epochs
+
+    def expected(self, indices):
+        return [np.sort(indices[first : first + BATCH]) for first in range(0, self.examples, BATCH)]
+
+
+@pytest.mark.parametrize("examples", [2 * BATCH, 2 * BATCH + 1, 3 * BATCH - 1, 1])
+def test_every_example_is_seen_once_an_epoch(contestant, examples):
+    """A remainder of one leaves all replicas but one without an example."""
+    observed = Observed(contestant, examples)
+    for epoch in observed.epochs(batch_size=BATCH):
+        np.testing.assert_array_equal(np.sort(np.concatenate(epoch)), np.arange(examples))
+    scores = observed.strategy.evaluate(
+        observed.model, observed.x, observed.y, batch_size=BATCH, verbose=0, return_dict=True
+    )
+    np.testing.assert_array_equal(scores["seen"], np.ones(examples))
+
+
+def test_a_global_batch_holds_the_same_examples_for_any_number_of_replicas(contestant):
+    observed = Observed(contestant, 3 * BATCH + 1, seed=SEED)
+    size = observed.examples
+    orders = {
+        True: lambda epoch: order.epoch_order(size, SEED, epoch),
+        "batch": lambda epoch: order.order_within_batches(size, BATCH, SEED, epoch),
+        False: lambda epoch: order.as_stored(size),
+    }
+    for shuffle, indices in orders.items():
+        found = observed.epochs(batch_size=BATCH, shuffle=shuffle)
+        assert_same(found, [observed.expected(indices(epoch)) for epoch in range(2)], tolerance=0)
+
+
+class Stored(keras.utils.PyDataset):
+    def __init__(self, x, y, **options):
+        super().__init__(**options)
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return math.ceil(len(self.x) / BATCH)
+
+    def __getitem__(self, batch):
+        part = slice(batch * BATCH, (batch + 1) * BATCH)
+        return self.x[part], self.y[part]
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+def test_batches_of_datasets_come_in_the_order_of_the_seed_or_as_they_are(contestant):
+    observed = Observed(contestant, 5 * BATCH + 1, seed=SEED)
+    stored = observed.expected(order.as_stored(observed.examples))
+    for workers in (0, 2):
+        data = Stored(observed.x, observed.y, workers=workers)
+        shuffled = [[stored[k] for k in order.epoch_order(len(stored), SEED, epoch)] for epoch in range(2)]
+        assert_same(observed.epochs(data, shuffle=True), shuffled, tolerance=0)
+        assert_same(observed.epochs(data, shuffle=False), [stored] * 2, tolerance=0)
+    data = tf.data.Dataset.from_tensor_slices((observed.x, observed.y)).batch(BATCH)
+    assert_same(observed.epochs(data), [stored] * 2, tolerance=0)
+
+
+@contestants.among(contestants.FEW)
+def test_the_order_of_an_epoch_follows_from_seed_and_number(contestant):
+    one, other = (Observed(contestant, 5 * BATCH + 3, seed=seed) for seed in (1, 2))
+    first = one.epochs(batch_size=BATCH, epochs=4)
+    assert_same(one.epochs(batch_size=BATCH, epochs=4), first, tolerance=0)
+    assert_same(one.epochs(batch_size=BATCH, epochs=4, initial_epoch=3), first[3:], tolerance=0)
+    assert not np.array_equal(np.concatenate(first[0]), np.concatenate(first[1]))
+    elsewhere = other.epochs(batch_size=BATCH, epochs=1)
+    assert not np.array_equal(np.concatenate(first[0]), np.concatenate(elsewhere[0]))
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+def test_steps_of_an_epoch_go_on_where_the_epoch_before_stopped(contestant):
+    observed = Observed(contestant, 4 * BATCH, seed=SEED)
+    whole = observed.epochs(batch_size=BATCH, epochs=2)
+    halves = observed.epochs(batch_size=BATCH, epochs=4, steps_per_epoch=2)
+    assert_same([*halves[0], *halves[1]], whole[0], tolerance=0)
+    assert_same([*halves[2], *halves[3]], whole[1], tolerance=0)
+
+
+def test_the_same_seed_gives_the_same_history_with_random_layers_too(contestant):
+    def history(seed):
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(27, 4)).astype("float32"), rng.integers(0, 3, 27)
+        strategy = start(contestant, seed=seed)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(8), layers.Dropout(0.5), layers.Dense(3)])
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        return strategy.fit(model, x, y, batch_size=BATCH, epochs=2, verbose=0).history
+
+    assert history(SEED) == history(SEED)
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+def test_without_a_seed_the_order_follows_keras_random_seed(contestant):
+    first, second = (Observed(contestant, 9, seed=None) for _ in range(2))
+    assert_same(first.epochs(batch_size=BATCH), second.epochs(batch_size=BATCH), tolerance=0)
