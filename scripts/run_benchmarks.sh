@@ -5,8 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-"$python" -c "import torch" 2>/dev/null || "$python" -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
-[ $# -gt 0 ] || set -- $(cd benchmarks && ls [a-z]*.py | sed 's/\.py$//')
+"$python" -c "import torch, sympy" 2>/dev/null || "$python" -m pip install --quiet --disable-pip-version-check ".[bench]"
+[ $# -gt 0 ] || set -- mlp_epoch cnn_epoch mirrored_two memory startup floor accuracy
 for name in "$@"; do
   "$python" -m "benchmarks.$name"
+  echo
 done

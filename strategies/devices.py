@@ -31,8 +31,8 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
     return _first("CPU", count, len(tf.config.list_logical_devices("CPU")))
 
 
-def set_threads(threads: int) -> None:
-    """Lets each operation compute with `threads` threads, and as many operations at a time as there are cores left.
+def set_threads(threads: int, alone: bool) -> None:
+    """Lets each operation compute with `threads` threads; where one thread does all, `alone`, also one after the other.
 
     Raises:
         UsageError: fewer than one, or TensorFlow has already started with another number.
@@ -48,6 +48,8 @@ def set_threads(threads: int) -> None:
             "create the strategy before anything else uses TensorFlow",
         )
     tf.config.threading.set_intra_op_parallelism_threads(threads)
+    if alone:
+        tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
 def _first(kind: str, count: int, available: int) -> list[str]:

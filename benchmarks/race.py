@@ -1,0 +1,335 @@
+"""A race: contestants train the same work, each in a process of its own, one epoch each in turn: A B C A B C …
+
+    parent                                   worker, one a contestant, alive for the whole race
+      ├─ starts them, one after the other      contestant(job, turns): loads, builds, tunes itself
+      │                            <- ready    turns.begin()  waits
+      ├─ "go"  ->                              one epoch, timed by the worker; all others wait
+      │            <- {"seconds", "steps", …}  turns.end(loss, iterations)
+      └─ closes the pipe                       ends
+
+Processes, because thread counts, devices and XLA's settings belong to a process, and because peers must not warm each
+other's caches. In turn, because a machine's speed drifts. The parent imports neither TensorFlow nor PyTorch.
+
+A contestant is a training script as people write it, a function of a `Job`, whose epochs lie between `turns.begin()`
+and `turns.end(...)`; `Turns.callback()` does that for `model.fit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks import data
+
+# Losses after the same epochs on the same examples differ by the order and the initial weights only.
+LOSS_BAND = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work, the same for all contestants.
+
+    Attributes:
+        model: a model of `tfdist.models`.
+        batch_size: examples a step, over all devices.
+        examples: training examples.
+        epochs: how many turns there will be.
+        data: the folder that `benchmarks.data` wrote.
+        devices: logical CPU devices, where a contestant uses several.
+        seed: of weights, dropout and order.
+    """
+
+    model: str
+    batch_size: int
+    examples: int
+    epochs: int
+    data: str
+    devices: int = 2
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in an epoch."""
+        return math.ceil(self.examples / self.batch_size)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio to reach: the time of `peer` over that of `ours`."""
+
+    peer: str
+    ours: str
+    target: float | None = None
+
+
+@dataclass
+class Track:
+    """What a contestant did: one entry a measured turn."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    steps: int = 0
+    peak_mib: float = 0.0
+
+
+class Turns:
+    """The worker's side of the pipes."""
+
+    def __init__(self, job: Job, commands: IO[str], answers: IO[str]):
+        self.job = job
+        self.note = ""
+        self._commands = commands
+        self._answers = answers
+        self._iterations = 0
+        self._started = 0.0
+
+    def begin(self, iterations: Any = 0) -> None:
+        """Waits for the turn. `iterations` is the optimizer's number of steps so far."""
+        self._iterations = int(iterations)
+        self.answer({"ready": True})
+        if not self._commands.readline():
+            sys.exit(0)
+        self._started = time.perf_counter()
+
+    def end(self, loss: Any, iterations: Any) -> None:
+        """Ends the turn: the epoch's training loss (reading it waits for the work) and the optimizer's steps so far."""
+        loss = float(loss)
+        seconds = time.perf_counter() - self._started
+        steps = int(iterations) - self._iterations
+        self.answer({"seconds": seconds, "loss": loss, "steps": steps, "note": self.note, "peak_mib": peak_mib()})
+
+    def callback(self) -> Any:
+        """A Keras callback whose epochs are the turns."""
+        import keras
+
+        turns = self
+
+        class Turn(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                turns.begin(self.model.optimizer.iterations.numpy())
+
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                loss = float(logs["loss"])  # before anything else is asked of the model
+                turns.end(loss, _LazyIterations(self.model))
+
+        return Turn()
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Sends one line to the parent."""
+        print(json.dumps(message), file=self._answers, flush=True)
+
+
+class _LazyIterations:
+    """The optimizer's steps, read when asked for: after the clock has stopped."""
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def __int__(self) -> int:
+        return int(self._model.optimizer.iterations.numpy())
+
+
+def peak_mib() -> float:
+    """The peak resident memory of this process so far, in MiB."""
+    with contextlib.suppress(OSError):
+        # Of this program alone; `ru_maxrss` of a child begins with what its parent held when it forked.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class Worker:
+    """The parent's side: a process that runs the contestant `module:function`, ready for its first turn."""
+
+    def __init__(self, name: str, function: str, job: Job):
+        self.name = name
+        self._log = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.race", function, json.dumps(dataclasses.asdict(job))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        )
+        assert self._hear() == {"ready": True}
+
+    def turn(self) -> dict[str, Any]:
+        """Lets it run one epoch; returns its answer once it is ready for the next one, or has ended."""
+        assert self._process.stdin
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        answer = self._hear()
+        self._hear()
+        return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            tail = "".join(self._log.readlines()[-25:])
+            raise RuntimeError(f"`{self.name}` ended with code {self._process.wait()}:\n{tail}")
+        return json.loads(line)
+
+
+def run(job: Job, contestants: Mapping[str, str], *, warmup: int, repeats: int) -> dict[str, Track]:
+    """Races `contestants` (name: `module:function`): `warmup` turns each, then `repeats` rounds that count.
+
+    Raises:
+        RuntimeError: a contestant failed, or did not do the work of `job`.
+    """
+    job = dataclasses.replace(job, epochs=warmup + repeats)
+    tracks = {name: Track() for name in contestants}
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for name, function in contestants.items():
+            workers.append(Worker(name, function, job))
+            stack.callback(workers[-1].close)
+        for number in range(job.epochs):
+            for worker in workers:
+                answer = worker.turn()
+                _check_work(worker.name, answer, job)
+                if number >= warmup:
+                    _note(tracks[worker.name], answer)
+    return tracks
+
+
+def _check_work(name: str, answer: Mapping[str, Any], job: Job) -> None:
+    if answer["steps"] != job.steps:
+        raise RuntimeError(f"`{name}` ran {answer['steps']} optimizer steps in an epoch of {job.steps}")
+    if not math.isfinite(answer["loss"]):
+        raise RuntimeError(f"`{name}` ended an epoch with loss {answer['loss']}")
+
+
+def _note(track: Track, answer: Mapping[str, Any]) -> None:
+    track.seconds.append(answer["seconds"])
+    track.losses.append(answer["loss"])
+    track.notes.append(answer["note"])
+    track.steps, track.peak_mib = answer["steps"], answer["peak_mib"]
+
+
+def report(title: str, tracks: Mapping[str, Track], goals: Sequence[Goal]) -> None:
+    """Prints the times and the ratios."""
+    print(f"\n{title}\n")
+    print(f"{'contestant':<24}{'median s':>9}{'min':>8}{'max':>8}{'ms/step':>9}{'steps':>7}{'loss':>8}  setting")
+    middle = statistics.median(track.losses[-1] for track in tracks.values())
+    for name, track in tracks.items():
+        seconds, loss = statistics.median(track.seconds), track.losses[-1]
+        outside = abs(loss - middle) > LOSS_BAND * middle + 0.01
+        print(
+            f"{name:<24}{seconds:>9.3f}{min(track.seconds):>8.3f}{max(track.seconds):>8.3f}"
+            f"{1000 * seconds / track.steps:>9.3f}{track.steps:>7}{loss:>8.4f}"
+            f"{'!' if outside else ' '} {track.notes[-1]}"
+        )
+        if outside:
+            print(f"  ! the loss is more than {LOSS_BAND:.0%} away from the others': is it the same work?")
+    goals = [goal for goal in goals if goal.peer in tracks and goal.ours in tracks]
+    if goals:
+        print(f"\n{'ratio':<44}{'of medians':>11}{'by round: min':>15}{'max':>7}{'target':>8}")
+    for goal in goals:
+        _report_goal(goal, tracks)
+    sys.stdout.flush()
+
+
+def _report_goal(goal: Goal, tracks: Mapping[str, Track]) -> None:
+    peer, ours = tracks[goal.peer].seconds, tracks[goal.ours].seconds
+    ratio = statistics.median(peer) / statistics.median(ours)
+    rounds = [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]
+    target = "" if goal.target is None else f"{goal.target:>8.2f}  {verdict(ratio >= goal.target)}"
+    print(f"{goal.peer + ' / ' + goal.ours:<44}{ratio:>11.2f}{min(rounds):>15.2f}{max(rounds):>7.2f}{target}")
+
+
+def verdict(reached: bool) -> str:
+    """How a target was met, in a word."""
+    return "reached" if reached else "MISSED"
+
+
+def parser(description: str | None, *, repeats: int = 5, warmup: int = 2) -> argparse.ArgumentParser:
+    """The options that all programs share."""
+    result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    result.add_argument("--repeats", type=_at_least(1), default=repeats, help="measured turns of each contestant")
+    result.add_argument("--warmup", type=_at_least(0), default=warmup, help="turns of each that do not count")
+    result.add_argument(
+        "--data-dir",
+        default=os.environ.get("TFDS_DATA_DIR"),
+        help="prepared TensorFlow Datasets (default: $TFDS_DATA_DIR); synthetic data without them",
+    )
+    result.add_argument("--only", nargs="+", metavar="NAME", help="race these contestants alone")
+    return result
+
+
+def _at_least(least: int) -> Any:
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"`{text}` is below {least}")
+        return int(text)
+
+    return integer
+
+
+def chosen(contestants: Mapping[str, str], only: Sequence[str] | None) -> dict[str, str]:
+    """The contestants that `--only` names; all of them without it."""
+    unknown = set(only or ()) - set(contestants)
+    if unknown:
+        sys.exit(
+            f"Unknown contestant {', '.join(f'`{name}`' for name in sorted(unknown))}; there are: {list(contestants)}"
+        )
+    return {name: function for name, function in contestants.items() if not only or name in only}
+
+
+@contextlib.contextmanager
+def examples(data_dir: str | None) -> Iterator[tuple[str, bool]]:
+    """A folder with the arrays, for as long as the context lasts, and whether they are the real ones."""
+    with tempfile.TemporaryDirectory(prefix="tfdist-benchmark-") as folder:
+        yield folder, data.prepare(Path(folder), data_dir)
+
+
+def main() -> None:
+    """The worker: `python -m benchmarks.race MODULE:FUNCTION JOB`."""
+    # What the contestant prints must not come between the lines of the protocol.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    module, function = sys.argv[1].split(":")
+    job = Job(**json.loads(sys.argv[2]))
+    turns = Turns(job, sys.stdin, answers)
+    try:
+        getattr(importlib.import_module(module), function)(job, turns)
+        turns.answer({"ended": True})
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
