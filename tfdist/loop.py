@@ -26,7 +26,7 @@ import keras
 
 from tfdist import keras_internals, pace
 from tfdist.data import feed as feeds
-from tfdist.errors import UsageError
+from tfdist.errors import DataError, UsageError
 from tfdist.keras_internals import tree
 from tfdist.program import Logs, Outcome, PredictProgram, StepProgram
 from tfdist.strategies.base import Strategy
@@ -94,6 +94,9 @@ def fit(
             model.reset_metrics()
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(run_epoch(resume_batch or 0))
+        if not epoch_logs:  # resumed behind the last step of the epoch
+            with strategy.scope():
+                epoch_logs = model.get_metrics_result()
         resume_batch = None
         if validation is not None and model._should_eval(epoch, validation_freq):
             results = _evaluate(strategy, model, Passes(validation, validation_steps), callbacks)
@@ -246,6 +249,7 @@ class Passes:
         self.state: Any = None
         self.position = 0
         self._pass = 0
+        self._empty = True
 
     def begin_at(self, epoch: int, resume_batch: int | None) -> None:
         """Goes to epoch number `epoch`, or to where a run that is resumed has run `resume_batch` steps of it."""
@@ -273,7 +277,14 @@ class Passes:
         return None if self.feed.num_batches is None else self.feed.num_batches - self.position
 
     def end_epoch(self, steps: int, data_ended: bool) -> None:
-        """Notes that the epoch took `steps` steps, and whether there are no further batches in the pass."""
+        """Notes that the epoch took `steps` steps, and whether there are no further batches in the pass.
+
+        Raises:
+            DataError: there was not one batch, which for data of unknown length only shows now.
+        """
+        self._empty = self._empty and self.position == 0
+        if self._empty and data_ended:
+            raise DataError(*feeds.NO_BATCHES)
         if self._steps is None or data_ended:
             self.close()
             self._pass, self.position = self._pass + 1, 0
@@ -305,8 +316,11 @@ def _epoch_runner(
     stopped = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}[kind]
     program = _program(strategy, model, kind, passes.feed, callbacks.callbacks)
     chunk = model.steps_per_execution
+    # The inner loop watches Keras' own loss for NaN; another `train_step`'s is seen in its logs, after a call.
+    own_loss = type(model).train_step is not keras.Model.train_step
+    unwatched = kind == "train" and own_loss and pace.stops_at_nan(callbacks.callbacks)
     # The outputs of each call go to the host; a loop that is no graph gains nothing from being long.
-    at_most = chunk if kind == "predict" or model.run_eagerly else strategy.steps_per_call
+    at_most = chunk if kind == "predict" or model.run_eagerly or unwatched else strategy.steps_per_call
     pacer = pace.Pace(callbacks.callbacks, kind, chunk, at_most)
 
     def run_epoch(done: int) -> Logs:

@@ -20,6 +20,8 @@ from tfdist.data import order
 from tfdist.errors import DataError
 from tfdist.keras_internals import tree
 
+NO_BATCHES = "The dataset has no batches", "pass at least one example"
+
 
 @dataclass(frozen=True)
 class Request:
@@ -58,7 +60,7 @@ def make(request: Request, seed: int) -> Feed:
         class_weight=request.class_weight,
     )
     if adapter.num_batches == 0:
-        raise DataError("The dataset has no batches", "pass at least one example")
+        raise DataError(*NO_BATCHES)
     if isinstance(adapter, keras_internals.ArrayDataAdapter):
         return ArrayFeed(adapter, shuffle, seed)
     return DatasetFeed(adapter, x if isinstance(x, _InOrder) else None)

@@ -1,0 +1,258 @@
+"""What cannot work is refused before the first step, in one sentence and a hint; and how long a call lasts."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tfdist import pace
+from tfdist.errors import DataError, UnknownNameError, UsageError
+
+X, Y = np.ones((10, 2), "float32"), np.ones((10, 1), "float32")
+EACH = pytest.mark.parametrize("name", ["single", "mirrored", "custom"])
+
+
+def strategy_of(name, **options):
+    return tfdist.strategy(name, devices=1 if name == "single" else 2, seed=0, **options)
+
+
+def model_of(strategy, optimizer="sgd", **options):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile(optimizer, "mse", jit_compile=False, **options)
+    return model
+
+
+@contextlib.contextmanager
+def refuses(error, *words):
+    """The block raises `error` with these words and a hint."""
+    with pytest.raises(error) as raised:
+        yield
+    for word in (*words, "\n\nhint: "):
+        assert word in str(raised.value)
+
+
+@EACH
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_an_uncompiled_model_is_refused(name, method):
+    strategy = strategy_of(name)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)], name="bare")
+    with refuses(UsageError, "`bare` is not compiled", f"`{method}`"):
+        getattr(strategy, method)(model, X, Y)
+
+
+@pytest.mark.parametrize("name", ["mirrored", "custom"])
+def test_a_training_batch_smaller_than_the_replicas_is_refused(name):
+    strategy = strategy_of(name)
+    model = model_of(strategy)
+    with refuses(UsageError, "A batch of 1 ", "2 replicas"):
+        strategy.fit(model, X, Y, batch_size=1)
+    # A single example is a remainder, not a choice; and nothing is trained by an evaluation.
+    strategy.fit(model, X[:1], Y[:1], batch_size=1, verbose=0)
+    strategy.evaluate(model, X, Y, batch_size=1, verbose=0)
+
+
+def empty_datasets():
+    examples = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    return {
+        "arrays": (X[:0], Y[:0]),
+        "dataset": (examples.take(0),),
+        "dataset of unknown length": (examples.filter(lambda x, y: False),),
+    }
+
+
+class Empty(keras.utils.PyDataset):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, batch):
+        raise AssertionError
+
+
+@EACH
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_data_without_batches_is_refused(name, method):
+    strategy = strategy_of(name)
+    model = model_of(strategy)
+    for data in [*empty_datasets().values(), (Empty(),)]:
+        with refuses(DataError, "no batches"):
+            getattr(strategy, method)(model, *data[: 1 if method == "predict" else 2], verbose=0)
+
+
+@EACH
+def test_validation_data_without_batches_is_refused(name):
+    strategy = strategy_of(name)
+    for data in empty_datasets().values():
+        with refuses(DataError, "no batches"):
+            strategy.fit(model_of(strategy), X, Y, validation_data=data[0] if len(data) == 1 else data, verbose=0)
+
+
+def test_a_model_made_outside_of_the_scope_is_refused():
+    strategy = strategy_of("mirrored")
+    outside = model_of(strategy_of("single"))
+    for method in (strategy.prepare, lambda model: strategy.fit(model, X, Y), lambda model: strategy.predict(model, X)):
+        with refuses(UsageError, "was made outside the scope of the strategy `mirrored`", "with strategy.scope"):
+            method(outside)
+    with refuses(UsageError, "was made outside the scope"):
+        strategy_of("mirrored").prepare(model_of(strategy))
+
+
+def test_an_optimizer_made_outside_of_the_scope_is_refused():
+    strategy = strategy_of("mirrored")
+    for optimizer in (keras.optimizers.Adam(), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
+        with refuses(UsageError, "outside the scope of the strategy `mirrored`"):
+            strategy.fit(model_of(strategy, optimizer), X, Y)
+
+
+def test_a_layer_made_outside_of_the_scope_is_refused():
+    strategy = strategy_of("mirrored")
+    layer = layers.Dense(1)
+    layer.build((None, 2))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layer])
+        model.compile("sgd", "mse")
+    with refuses(UsageError, "variable `dense/kernel` was made outside the scope"):
+        strategy.fit(model, X, Y)
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"x": tf.data.Dataset.from_tensors((X, Y)), "y": Y}, ValueError),
+        ({"x": X, "y": Y[:3]}, ValueError),
+        ({"x": Empty(), "y": Y}, ValueError),
+        ({"x": X, "y": Y, "sample_weight": Y[:, 0], "class_weight": {0: 1.0, 1: 2.0}}, ValueError),
+        ({"x": X, "y": Y, "validation_split": 0.99}, ValueError),
+        ({"x": tf.data.Dataset.from_tensors((X, Y)), "validation_split": 0.5}, ValueError),
+        ({"x": X, "y": Y, "validation_data": (X, Y), "validation_freq": "often"}, ValueError),
+        ({"x": "examples"}, ValueError),
+        ({"x": X, "y": Y, "batchsize": 3}, TypeError),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else value.__name__,
+)
+def test_what_keras_refuses_is_refused_alike(name, arguments, error):
+    with pytest.raises(error) as by_keras:
+        model_of(strategy_of("single")).fit(**arguments, verbose=0)
+    strategy = strategy_of(name)
+    with pytest.raises(error) as by_us:
+        strategy.fit(model_of(strategy), **arguments, verbose=0)
+    # Keras' `TypeError` names the method with its class.
+    words = ("batchsize",) if error is TypeError else (str(by_keras.value)[:60],)
+    assert all(word in str(by_us.value) for word in words)
+
+
+@EACH
+@pytest.mark.parametrize("steps", [0, -1])
+def test_no_steps_a_call_are_refused(name, steps):
+    with refuses(UsageError, f"`steps_per_call` is {steps}"):
+        tfdist.strategy(name, steps_per_call=steps)
+
+
+def test_an_unknown_strategy_is_refused_with_the_names_there_are():
+    with refuses(UnknownNameError, "`miror`", "`custom`", "`mirrored`", "`single`", "did you mean `mirrored`"):
+        tfdist.strategy("miror")
+
+
+@EACH
+def test_an_unknown_option_is_refused_with_the_options_there_are(name):
+    with refuses(UsageError, f"`{name}`", "`device`", "`devices`"):
+        tfdist.strategy(name, device=1)
+
+
+@EACH
+def test_unknown_devices_are_refused(name):
+    with refuses(UnknownNameError, "device `CPU:9`", "`CPU:0`"):
+        tfdist.strategy(name, devices="CPU:9")
+    with refuses(UsageError, "`devices` is 0"):
+        tfdist.strategy(name, devices=0)
+    if name != "single":
+        with refuses(UsageError, "64 CPU devices were asked for"):
+            tfdist.strategy(name, devices=64)
+
+
+def test_single_refuses_several_devices():
+    with refuses(UsageError, "`single` uses one device, and 2"):
+        tfdist.strategy("single", devices=2)
+
+
+class TestPace:
+    """A call lasts until a callback must be called, and about half a second at most."""
+
+    def steps_of(self, *callbacks, kind="train", steps_per_execution=1, at_most=None, seconds=None):
+        chosen = pace.Pace(callbacks, kind, steps_per_execution, at_most)
+        if seconds is not None:
+            chosen.ran(1, 100.0)  # builds the graph
+            chosen.ran(1, seconds)
+        return chosen.steps(0)
+
+    def test_the_clock_alone_decides_where_no_callback_needs_to_know(self):
+        assert self.steps_of() == pace.STEPS_OF_FIRST_CALL
+        assert self.steps_of(seconds=0.001) == 500
+        assert self.steps_of(seconds=10.0) == 1
+        assert self.steps_of(at_most=50, seconds=0.001) == 50
+
+    def test_batch_hooks_are_called_after_each_execution(self):
+        needs = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+        assert self.steps_of(needs, seconds=0.001) == 1
+        assert self.steps_of(needs, steps_per_execution=3, seconds=0.001) == 3
+        assert self.steps_of(needs, steps_per_execution=3, seconds=10.0) == 3
+        assert self.steps_of(needs, kind="test", seconds=0.001) == 500
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda folder: keras.callbacks.History(),
+            lambda folder: keras.callbacks.ProgbarLogger(),
+            lambda folder: keras.callbacks.EarlyStopping(),
+            lambda folder: keras.callbacks.ModelCheckpoint(folder / "x.keras"),
+            keras.callbacks.BackupAndRestore,
+            keras.callbacks.TensorBoard,
+            lambda folder: keras.callbacks.CSVLogger(folder / "log.csv"),
+            lambda folder: keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+        ],
+    )
+    def test_keras_callbacks_that_act_at_the_end_of_epochs_leave_the_inner_loop_long(self, make, tmp_path):
+        callback = make(tmp_path)
+        callback.set_model(keras.Sequential([keras.Input((1,)), layers.Dense(1)]))
+        assert self.steps_of(callback, seconds=0.001) == 500
+
+    def test_a_callback_says_itself_when_it_must_be_called(self):
+        class EveryTen(keras.callbacks.Callback):
+            def batches_until_hook(self, batch):
+                return 10 - batch % 10
+
+            def on_train_batch_end(self, batch, logs=None):
+                pass
+
+        assert self.steps_of(EveryTen(), seconds=0.001) == 10
+
+
+def test_terminate_on_nan_hears_of_the_loss_of_a_step_of_ones_own():
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, _ = data
+            self.optimizer.iterations.assign_add(1)
+            return {"loss": tf.reduce_mean(x), "other": 1.0}
+
+    x = X.copy()
+    x[6:] = np.nan
+    strategy = strategy_of("single")
+    with strategy.scope():
+        model = Own()
+        model.compile("sgd", jit_compile=False)
+    strategy.fit(model, x, Y, batch_size=2, shuffle=False, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert int(model.optimizer.iterations.numpy()) == 4
