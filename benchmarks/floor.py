@@ -1,7 +1,7 @@
 """The floor of this machine: what the parts of one `mlp` step cost alone, and where a `custom` step spends the rest.
 
-Each part runs many times in a `tf.while_loop` of one `tf.function`, on one thread, with the shapes of the step; the time
-of an empty loop is subtracted. The measured step is that of `benchmarks.mlp_epoch`, raced here in turn with the parts.
+Each part runs many times in a `tf.while_loop` of one `tf.function`, on one thread, with the shapes of the step; the
+time of an empty loop is subtracted. The measured step is that of `benchmarks.mlp_epoch`, in turn with the parts.
 Example: `python -m benchmarks.floor`
 """
 

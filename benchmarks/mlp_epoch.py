@@ -15,6 +15,7 @@ CONTESTANTS = {
     "fit_tuned": "benchmarks.contestants:fit_tuned",
     "function_loop": "benchmarks.contestants:function_loop",
     "torch_loop": "benchmarks.contestants:torch_loop",
+    "torch_loop_all_threads": "benchmarks.contestants:torch_loop_all_threads",
     "fit_tuned_1_thread": "benchmarks.contestants:fit_tuned_1_thread",
     "function_loop_1_thread": "benchmarks.contestants:function_loop_1_thread",
 }
@@ -24,6 +25,7 @@ GOALS = [
     Goal("fit_tuned", "custom", 2.3),
     Goal("function_loop", "custom", 1.6),
     Goal("torch_loop", "custom", 1.3),
+    Goal("torch_loop_all_threads", "custom", 1.3),
     Goal("fit_tuned_1_thread", "custom"),
     Goal("function_loop_1_thread", "custom"),
 ]

@@ -161,7 +161,7 @@ class Worker:
 
     def __init__(self, name: str, function: str, job: Job):
         self.name = name
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.race", function, json.dumps(dataclasses.asdict(job))],
             stdin=subprocess.PIPE,

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Runs the benchmark programs named (all of them without a name), one after the other.
+# Runs the benchmark programs named (all of them without a name), one after the other, on the packages of the extra
+# `bench`, which it installs where they are missing.
 # Usage: scripts/run_benchmarks.sh PYTHON [NAME ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-"$python" -c "import torch, sympy" 2>/dev/null || "$python" -m pip install --quiet --disable-pip-version-check ".[bench]"
+"$python" -c "import torch" 2>/dev/null || "$python" -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
 [ $# -gt 0 ] || set -- mlp_epoch cnn_epoch mirrored_two memory startup floor accuracy
 for name in "$@"; do
+  printf '\n== %s ==\n' "$name"
   "$python" -m "benchmarks.$name"
-  echo
 done
