@@ -89,8 +89,9 @@ def mirrored_fit(job: Job, turns: Turns) -> None:
 
 def mirrored_fit_tuned(job: Job, turns: Turns) -> None:
     """The same with tf.data, no XLA and 50 steps a call."""
+    strategy = _mirrored(job)  # splits the CPU, which must come before TensorFlow runs anything
     dataset = _dataset(job)
-    with _mirrored(job).scope():
+    with strategy.scope():
         model = new_model(job)
         compile_model(model, jit_compile=False, steps_per_execution=50)
         _build(model, job)

@@ -228,7 +228,7 @@ def _pieces(header: Header, entries: Sequence[Entry]) -> Iterator[bytes | memory
     yield text
     for value in values:
         # Bytes of any dtype, bfloat16 included, which the buffer protocol does not know.
-        yield memoryview(value.reshape(-1).view(np.uint8)) if value.size else b""
+        yield value.reshape(-1).view(np.uint8).data if value.size else b""
         yield b"\0" * (_padded(value.nbytes) - value.nbytes)
 
 

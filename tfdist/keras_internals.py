@@ -295,6 +295,8 @@ def build(model: Any, spec: Any, *, for_prediction: bool = False) -> None:
             inputs = tree.map_structure(lambda s: keras.KerasTensor(s.shape, backend.standardize_dtype(s.dtype)), x)
             backend.compute_output_spec(model, inputs, training=False)
         return
+    if type(model).call is keras.Model.call:  # its step calls only parts of it, and they must be built
+        return
     model._symbolic_build(data_batch=spec)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:

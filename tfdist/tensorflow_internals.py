@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context
+from tensorflow.python.ops import resource_variable_ops
 
 SEEN_IN = "2.21.0"
 
@@ -62,9 +63,22 @@ def _teach_variables() -> None:
 @contextlib.contextmanager
 def without_strategy() -> Iterator[None]:
     """In a cross-replica context: code runs as if there were no strategy, for variables that have one copy."""
+
+    def plain(next_creator: Any, **arguments: Any) -> tf.Variable:
+        del next_creator  # the strategy's
+        return resource_variable_ops.default_variable_creator_v2(None, **arguments)
+
+    # An optimizer that nobody built makes its variables now; Keras makes them outside of the graph.
+    creators = tf.variable_creator_scope(plain)
     distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
     try:
-        yield
+        with tf.init_scope():
+            creators.__enter__()
+        try:
+            yield
+        finally:
+            with tf.init_scope():
+                creators.__exit__(None, None, None)
     finally:
         distribute_lib._pop_per_thread_mode()
 

@@ -402,3 +402,45 @@ def test_predicts_before_anything_else(contestant):
         unbuilt = compiled(Subclassed(), metrics=["accuracy"])
     predictions = strategy.predict(unbuilt, X, batch_size=BATCH, verbose=0)
     assert_same(predictions, X @ unbuilt.dense.kernel.numpy())
+
+
+class Pair(keras.Model):
+    """Two models and two optimizers, trained against each other; as a whole it is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (keras.Sequential([keras.Input((4,)), layers.Dense(1)]) for _ in range(2))
+        self.error = keras.metrics.Mean(name="error")
+
+    def compile(self, up_optimizer, down_optimizer):
+        super().compile(jit_compile=False)
+        self.up_optimizer, self.down_optimizer = up_optimizer, down_optimizer
+
+    @property
+    def metrics(self):
+        return [self.error]
+
+    def train_step(self, data):
+        x, y = data
+        for model, other, optimizer in (
+            (self.up, self.down, self.up_optimizer),
+            (self.down, self.up, self.down_optimizer),
+        ):
+            with tf.GradientTape() as tape:
+                error = tf.reduce_mean(tf.square(y - model(x) - 0.1 * other(x)))
+            gradients = tape.gradient(error, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            self.error.update_state(error)
+        return {"error": self.error.result()}
+
+
+def test_a_model_that_is_never_called_trains_with_optimizers_of_its_own(contestant):
+    def train(contestant):
+        strategy = start(contestant)
+        with strategy.scope():
+            model = Pair()
+            model.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
+        history = strategy.fit(model, X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+        return {"history": history, "weights": model.get_weights()}
+
+    assert_same(train(contestant), train(STOCK))

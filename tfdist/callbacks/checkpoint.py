@@ -67,6 +67,10 @@ class Checkpoint(ClockedCallback):
             they are another model's; later: a file cannot be written.
     """
 
+    best: dict[str, Any] | None
+    epoch_logs: list[dict[str, Any]]
+    _epoch_began: float | None
+
     def __init__(
         self,
         folder: str | Path,
@@ -221,10 +225,10 @@ class Checkpoint(ClockedCallback):
         self._stored, self.resume_batch = None, None
 
     def _begin(self) -> None:
-        self.best: dict[str, Any] | None = None
-        self.epoch_logs: list[dict[str, Any]] = []
+        self.best = None
+        self.epoch_logs = []
         self._seconds_before = 0.0
-        self._epoch_began: float | None = None
+        self._epoch_began = None
         self._epoch = 0
         self._batch = 0
         self._step_of_epoch = 0  # the steps of the run before the current epoch
@@ -277,15 +281,15 @@ class Checkpoint(ClockedCallback):
                 f"The checkpoint `{header.path}` is of another model: it has {theirs}, where the model has {ours}",
                 hint,
             )
-        for name, theirs, ours in (
+        for name, written, now in (
             ("steps in an epoch", header.steps_per_epoch, self.params.get("steps")),
             ("as the seed of the order of examples", header.seed, self.params.get("seed")),
         ):
             # Within an epoch the same batches must follow.
-            if header.batch and theirs is not None and ours is not None and theirs != ours:
+            if header.batch and written is not None and now is not None and written != now:
                 raise CheckpointError(
-                    f"The checkpoint `{header.path}` was written within an epoch, with {theirs} {name}, and this run "
-                    f"has {ours}",
+                    f"The checkpoint `{header.path}` was written within an epoch, with {written} {name}, and this run "
+                    f"has {now}",
                     "resume with the same data, batch size and seed",
                 )
 

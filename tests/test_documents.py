@@ -1,0 +1,55 @@
+"""The README's script and the examples run as they are printed; the modules' own synopses are true."""
+
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WITH_SYNOPSIS = [
+    "tfdist.config",
+    "tfdist.data.order",
+    "tfdist.errors",
+    "tfdist.models",
+    "tfdist.plugins",
+    "tfdist.record",
+    "tfdist.strategies",
+    "tfdist.world",
+]
+
+
+def run(script, cwd):
+    return subprocess.run(
+        [sys.executable, str(script)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_script_in_the_readme_runs(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "script.py").write_text(block)
+    done = run(tmp_path / "script.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 3/3" in done.stdout
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_runs(example, tmp_path):
+    done = run(example, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.8
+
+
+@pytest.mark.parametrize("name", WITH_SYNOPSIS)
+def test_a_synopsis_is_true(name):
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried and not failed
+
+
+@pytest.mark.parametrize("document", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
+def test_a_document_links_to_files_that_exist(document):
+    links = re.findall(r"\]\((?!http)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
