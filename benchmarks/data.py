@@ -37,7 +37,9 @@ def load(folder: str, split: str = "train", examples: int | None = None) -> Arra
     """x float32 `[N, 28, 28, 1]` in [0, 1] and y int32 `[N]`: the first `examples` of them, or all."""
     x = np.load(Path(folder, f"x_{split}.npy"))
     y = np.load(Path(folder, f"y_{split}.npy"))
-    return (x, y) if examples is None else (x[:examples].copy(), y[:examples].copy())
+    if examples is None or examples == len(y):
+        return x, y  # not copied: a contestant's peak memory shall be its own
+    return x[:examples].copy(), y[:examples].copy()
 
 
 def _read(data_dir: str | None) -> tuple[dict[str, Arrays], str | None]:
