@@ -101,18 +101,21 @@ def mirrored_fit_tuned(job: Job, turns: Turns) -> None:
 
 
 def custom(job: Job, turns: Turns) -> None:
-    """tfdist `custom`, with the number of threads that `tfdist train` would choose."""
+    """tfdist `custom`, with the number of threads that `tfdist train` chooses."""
+    _tfdist(job, turns, "custom", threads=_chosen_threads(job))
+
+
+def single(job: Job, turns: Turns) -> None:
+    """tfdist `single`, with the number of threads that `tfdist train` chooses."""
+    _tfdist(job, turns, "single", threads=_chosen_threads(job))
+
+
+def _chosen_threads(job: Job) -> int | None:
     from tfdist import cost
     from tfdist.data.spec import DataSpec
 
     spec = DataSpec("fashion_mnist", "classification", (28, 28, 1), 10, {"train": job.examples})
-    options = {"threads": 1} if cost.step_is_small(job.model, spec, job.batch_size) else {}
-    _tfdist(job, turns, "custom", **options)
-
-
-def single(job: Job, turns: Turns) -> None:
-    """tfdist `single` with its defaults."""
-    _tfdist(job, turns, "single")
+    return 1 if cost.step_is_small(job.model, spec, job.batch_size) else None
 
 
 def mirrored(job: Job, turns: Turns) -> None:

@@ -124,6 +124,12 @@ class Strategy:
         """The context in which a model and its optimizer are made and compiled."""
         return contextlib.nullcontext()
 
+    @property
+    def serial(self) -> bool:
+        """Whether one thread computes all, so that handing operations from thread to thread gains nothing."""
+        on_one_cpu = self.num_replicas == 1 and self.devices[0].startswith("CPU")
+        return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1
+
     def run(self, step: Step) -> list[Any]:
         """Calls `step(replica)` for each replica of this process and returns what each of them returned."""
         raise NotImplementedError

@@ -1,5 +1,7 @@
 """Fails when TensorFlow changes what `tfdist.tensorflow_internals` reaches into."""
 
+import threading
+
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 
@@ -46,3 +48,36 @@ def test_there_is_no_strategy_inside_without_strategy():
 def test_a_runtime_that_has_computed_is_known_to_have_started():
     tf.constant(1) + tf.constant(1)
     assert tensorflow_internals.runtime_started()
+
+
+def test_a_serial_call_computes_in_the_thread_of_the_caller():
+    threads = []
+
+    def double(value):
+        threads.append(threading.get_ident())
+        return value * 2
+
+    @tf.function(autograph=False)
+    def until_four(value):
+        def body(v):
+            return [tf.ensure_shape(tf.numpy_function(double, [v], tf.float32), [])]
+
+        return tf.while_loop(lambda v: v < 4.0, body, [value])
+
+    with tensorflow_internals.serial_calls():
+        assert float(until_four(tf.constant(1.0))[0]) == 4.0
+    assert set(threads) == {threading.get_ident()}
+
+
+def test_a_graph_is_flat_when_nothing_in_it_but_a_loop_calls_a_function():
+    inner = tf.function(lambda value: value + 1.0, autograph=False)
+    steps = {
+        "plain": (lambda value: value + 1.0, True),
+        "function": (inner, False),
+        "condition": (lambda value: tf.cond(value > 1.0, lambda: value, lambda: -value), False),
+        "loop": (lambda value: tf.while_loop(lambda v: v < 9.0, lambda v: [v + 1.0], [value])[0], False),
+    }
+    for name, (step, expected) in steps.items():
+        looped = tf.function(lambda v, step=step: tf.while_loop(lambda v: v < 5.0, lambda v: [step(v)], [v]))
+        graph = looped.get_concrete_function(tf.constant(0.0)).graph
+        assert tensorflow_internals.flat(graph) is expected, name

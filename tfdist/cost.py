@@ -1,8 +1,8 @@
 """How much a step of a model computes, told before TensorFlow starts and fixes its threads.
 
 On a CPU, a step of few operations is faster with one thread an operation than with all cores: waking the others takes
-longer than the work. Measured on four cores: `mlp` at batch 32 takes 0.55 ms a step on one thread and 0.78 ms on
-four; `cnn` at batch 128 takes 38 ms on one and 17 ms on four.
+longer than the work. Measured on four cores: `mlp` at batch 32 takes 0.48 ms a step on one thread and 0.78 ms on
+four; `cnn` at batch 128 takes 33 ms on one and 17 ms on four.
 """
 
 from __future__ import annotations

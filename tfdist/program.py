@@ -9,6 +9,7 @@ Program.run(state, first, count)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import keras_internals, reduction
+from tfdist import keras_internals, reduction, tensorflow_internals
 from tfdist.data.feed import Batches
 from tfdist.strategies.base import Replica, Strategy
 
@@ -87,7 +88,7 @@ class StepProgram:
             return self._steps_eagerly, self._steps_eagerly
         # TensorFlow's profiler loses the markers of steps that run inside a graph's loop, so one step has a graph of
         # its own, which is only built where single steps are asked for.
-        return _graph(self._single_step), _graph(self._steps)
+        return _Graph(self._single_step, self._strategy), _Graph(self._steps, self._strategy)
 
     def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         del count
@@ -192,7 +193,7 @@ class PredictProgram:
         self._model = model
         self._batches = batches
         eager = getattr(model, "run_eagerly", False)
-        self._function = self._predict if eager else _graph(self._predict)
+        self._function = self._predict if eager else _Graph(self._predict, strategy)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
@@ -221,9 +222,25 @@ def _joined(parts: list[Any]) -> Any:
     return keras_internals.tree.map_structure(lambda *values: keras_internals.join(values), *parts)
 
 
-def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
-    return tf.function(functools.partial(function), autograph=False, reduce_retracing=True)
+class _Graph:
+    """A `tf.function` of `function` that is called the way that is fastest for its graph."""
+
+    def __init__(self, function: Callable[..., Any], strategy: Strategy):
+        # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
+        self._function = tf.function(functools.partial(function), autograph=False, reduce_retracing=True)
+        self._strategy = strategy
+        self._serial: bool | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._serial is None:
+            self._serial = self._strategy.serial and self._is_flat(arguments)
+        with tensorflow_internals.serial_calls() if self._serial else contextlib.nullcontext():
+            return self._function(*arguments)
+
+    def _is_flat(self, arguments: tuple[Any, ...]) -> bool:
+        # A graph that is traced for the usual executor cannot be run by the serial one; the reverse works.
+        with tensorflow_internals.serial_calls():
+            return tensorflow_internals.flat(self._function.get_concrete_function(*arguments).graph)
 
 
 def _exactly(replica: Replica, model: Any, step: Callable[[Any], Logs], data: Any) -> tuple[Logs, set[int]]:

@@ -114,7 +114,11 @@ class Session:
     def _strategy(self, source: Any) -> Any:
         config = self.config
         options: dict[str, Any] = {}
-        if config.strategy == "custom" and cost.step_is_small(config.model, source.spec, config.batch_size):
+        if (
+            config.strategy in ("single", "custom")
+            and config.devices in (None, 1)
+            and cost.step_is_small(config.model, source.spec, config.batch_size)
+        ):
             options["threads"] = 1
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":

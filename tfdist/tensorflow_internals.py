@@ -83,6 +83,26 @@ def without_strategy() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
+def serial_calls() -> contextlib.AbstractContextManager[None]:
+    """Graphs that are called in this context run their operations one after the other, in the thread of the caller.
+
+    TensorFlow's usual executor hands operations from thread to thread even where there is one to compute with. The
+    serial one refuses graphs that span devices or hold collectives, and waits for ever in one that is not `flat`.
+    """
+    return context.function_executor_type("SINGLE_THREADED_EXECUTOR")
+
+
+def flat(graph: tf.Graph) -> bool:
+    """Whether nothing in `graph` calls a function, but for loops, in which nothing does.
+
+    A nested call blocks the thread that makes it and runs on another one, of which there may be none left.
+    """
+    definition = graph.as_graph_def()
+    inside = [node for function in definition.library.function for node in function.node_def]
+    outside = [node for node in definition.node if node.op not in ("While", "StatelessWhile")]
+    return not any(value.HasField("func") for node in inside + outside for value in node.attr.values())
+
+
 def runtime_started() -> bool:
     """Whether TensorFlow has fixed its devices and threads for the life of this process."""
     return context.context()._initialized
