@@ -1,7 +1,6 @@
 """Fails when TensorFlow changes what `tfdist.tensorflow_internals` reaches into."""
 
-import threading
-
+import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 
@@ -50,23 +49,15 @@ def test_a_runtime_that_has_computed_is_known_to_have_started():
     assert tensorflow_internals.runtime_started()
 
 
-def test_a_serial_call_computes_in_the_thread_of_the_caller():
-    threads = []
-
-    def double(value):
-        threads.append(threading.get_ident())
-        return value * 2
-
-    @tf.function(autograph=False)
+def test_a_serial_call_runs_a_graph_that_was_traced_for_it_and_no_other():
     def until_four(value):
-        def body(v):
-            return [tf.ensure_shape(tf.numpy_function(double, [v], tf.float32), [])]
-
-        return tf.while_loop(lambda v: v < 4.0, body, [value])
+        return tf.while_loop(lambda v: v < 4.0, lambda v: [v * 2.0], [value])[0]
 
     with tensorflow_internals.serial_calls():
-        assert float(until_four(tf.constant(1.0))[0]) == 4.0
-    assert set(threads) == {threading.get_ident()}
+        assert float(tf.function(until_four, autograph=False)(tf.constant(1.0))) == 4.0
+    usual = tf.function(until_four, autograph=False).get_concrete_function(tf.constant(1.0))
+    with tensorflow_internals.serial_calls(), pytest.raises(tf.errors.FailedPreconditionError):
+        usual(tf.constant(1.0))
 
 
 def test_a_graph_is_flat_when_nothing_in_it_but_a_loop_calls_a_function():
