@@ -1,11 +1,12 @@
 """The interface of a strategy: where variables live, and how a step runs on every replica.
 
-A strategy answers four questions and nothing else:
+A strategy answers a few questions and nothing else:
 
-    scope()       where models are made
-    run(step)     how `step(replica)` runs once on each replica of this process, inside a graph
-    Replica       what a replica can do meanwhile: all_reduce, apply gradients, write variables
-    check(model)  whether a model can be trained here
+    scope()            where models are made
+    run(step)          how `step(replica)` runs once on each replica of this process, inside a graph
+    Replica            what a replica can do meanwhile: all_reduce, apply gradients, write variables
+    check(model)       whether a model can be trained here
+    exchange(message)  what the other processes say, where there are any
 
 Everything that can be written once lives elsewhere: the loop over batches in `tfdist.loop`, the weighing and packing of
 gradients and the fused update in `tfdist.reduction`, Keras' side of exactness in `tfdist.keras_internals`.
@@ -40,6 +41,7 @@ class Replica:
     """
 
     alone: ClassVar[bool] = True
+    packing: ClassVar[reduction.Packing] = reduction.Packing()
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index = index
@@ -50,10 +52,14 @@ class Replica:
         """The sums of `tensors` over the replicas, on every replica."""
         return tensors
 
+    def all_gather(self, structure: Any) -> Any:
+        """The examples of `structure` of all replicas of the job, in their order, on every replica."""
+        return structure
+
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Reduces `gradients`, weighed by the shares, and has `apply(reduced)` update each copy of `variables` once."""
         del variables
-        self.once_a_copy(apply, reduction.reduce_gradients(gradients, self.share, self.all_reduce))
+        self.once_a_copy(apply, reduction.reduce_gradients(gradients, self.share, self.all_reduce, self.packing))
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Assigns to Keras variables values that are the same on every replica."""
@@ -134,6 +140,21 @@ class Strategy:
         """Calls `step(replica)` for each replica of this process and returns what each of them returned."""
         raise NotImplementedError
 
+    def run_joined(self, step: Step, join: Callable[[list[Any]], Any]) -> Any:
+        """What `step` returned on all replicas of the job, joined in their order."""
+        return join(self.run(step))
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """What each process of the job says, by rank; all processes must call it."""
+        return [message]
+
+    def share_variables(self, variables: Sequence[Any]) -> None:
+        """Gives Keras `variables` the chief's values in every process."""
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of all that processes do together: it says which of them is missing when one is."""
+        return contextlib.nullcontext()
+
     def check(self, model: Any) -> None:
         """Raises `UsageError` when `model` cannot be trained by this strategy."""
 
@@ -145,19 +166,22 @@ class Strategy:
         """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
         from tfdist import loop
 
-        return loop.fit(self, model, *arguments, **named)
+        with self.guard():
+            return loop.fit(self, model, *arguments, **named)
 
     def evaluate(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.evaluate` with this strategy: every example once, metrics merged by their state."""
         from tfdist import loop
 
-        return loop.evaluate(self, model, *arguments, **named)
+        with self.guard():
+            return loop.evaluate(self, model, *arguments, **named)
 
     def predict(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.predict` with this strategy: one answer an example, in the order of the input."""
         from tfdist import loop
 
-        return loop.predict(self, model, *arguments, **named)
+        with self.guard():
+            return loop.predict(self, model, *arguments, **named)
 
     def prepare(self, model: Any) -> Any:
         """Makes `model.fit`, `model.evaluate` and `model.predict` this strategy's own; returns `model`."""

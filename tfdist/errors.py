@@ -6,7 +6,9 @@
     ├── DataError                a dataset that is missing, empty or inconsistent
     ├── NonFiniteLossError       the loss became NaN or infinite at a step
     ├── CheckpointError          no usable checkpoint, or one that cannot be written
-    └── RunFolderError           a run folder that cannot be written or read
+    ├── RunFolderError           a run folder that cannot be written or read
+    └── ClusterError             a process of the job is missing, gone or silent
+        └── DisagreementError    processes of a job were given different things to do
 
 Synopsis:
 
@@ -20,7 +22,7 @@ Synopsis:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -66,3 +68,23 @@ class CheckpointError(TfdistError):
 
 class RunFolderError(TfdistError):
     """A run folder that cannot be written or read."""
+
+
+class ClusterError(TfdistError):
+    """A process of the job is missing, gone or silent."""
+
+
+class DisagreementError(ClusterError):
+    """Processes of a job were given different things to do."""
+
+    @classmethod
+    def of(cls, differing: Mapping[str, Mapping[str, object]]) -> DisagreementError:
+        """The error that shows, for each thing that differs, who has which value."""
+        lines = [
+            f"`{name}`: " + ", ".join(f"{who} has `{value}`" for who, value in values.items())
+            for name, values in differing.items()
+        ]
+        return cls(
+            "The processes of the job disagree on " + "; on ".join(lines),
+            "start all of them with the same command, data and versions",
+        )

@@ -24,12 +24,21 @@ from typing import Any
 
 import keras
 
-from tfdist import keras_internals, pace
+from tfdist import agreement, keras_internals, pace
 from tfdist.data import feed as feeds
 from tfdist.errors import DataError, UsageError
 from tfdist.keras_internals import tree
 from tfdist.program import Logs, Outcome, PredictProgram, StepProgram
 from tfdist.strategies.base import Strategy
+
+# What only the chief does: where processes share a disk they would write the same files.
+WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+)
 
 
 def fit(
@@ -80,13 +89,13 @@ def fit(
         validation = feeds.make(request, strategy.seed)
     _build(strategy, model, feed)
     passes = Passes(feed, steps)
-    callbacks = _callback_list(model, callbacks, verbose, passes, epochs=epochs, add_history=True)
+    agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
+    callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
     run_epoch = _epoch_runner(strategy, model, "train", passes, callbacks)
 
     model.stop_training = False
     callbacks.on_train_begin()
-    initial_epoch = model._initial_epoch or initial_epoch
-    resume_batch = _resume_batch(callbacks)
+    initial_epoch, resume_batch = _begin_alike(strategy, model, callbacks, initial_epoch)
     passes.begin_at(initial_epoch, resume_batch)
     epoch_logs: Logs | None = None
     for epoch in range(initial_epoch, epochs):
@@ -102,6 +111,7 @@ def fit(
             results = _evaluate(strategy, model, Passes(validation, validation_steps), callbacks)
             epoch_logs.update({f"val_{name}": value for name, value in results.items()})
         callbacks.on_epoch_end(epoch, epoch_logs)
+        model.stop_training = agreement.any_of(strategy, bool(model.stop_training))
         if model.stop_training:
             break
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
@@ -128,7 +138,7 @@ def evaluate(
     feed = feeds.make(feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps), strategy.seed)
     _build(strategy, model, feed)
     passes = Passes(feed, steps)
-    logs = _evaluate(strategy, model, passes, _callback_list(model, callbacks, verbose, passes, epochs=1))
+    logs = _evaluate(strategy, model, passes, _callback_list(strategy, model, callbacks, verbose, passes, epochs=1))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
@@ -147,7 +157,7 @@ def predict(
     feed = feeds.make(feeds.Request(x, batch_size=batch_size, steps=steps), strategy.seed)
     _build(strategy, model, feed, for_prediction=True)
     passes = Passes(feed, steps)
-    callbacks = _callback_list(model, callbacks, verbose, passes, epochs=1)
+    callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
     outputs: list[Any] = []
     run_epoch = _epoch_runner(
         strategy, model, "predict", passes, callbacks, lambda logs: outputs.append(logs["outputs"])
@@ -203,10 +213,20 @@ def _build(strategy: Strategy, model: Any, feed: feeds.Feed, *, for_prediction: 
 
 
 def _callback_list(
-    model: Any, callbacks: Any, verbose: Any, passes: Passes, *, epochs: int, add_history: bool = False
+    strategy: Strategy,
+    model: Any,
+    callbacks: Any,
+    verbose: Any,
+    passes: Passes,
+    *,
+    epochs: int,
+    add_history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
+    if not strategy.world.is_chief:
+        verbose = 0
+        callbacks = [c for c in tree.flatten(callbacks) if c is not None and not isinstance(c, WRITERS)]
     return keras.callbacks.CallbackList(
         callbacks,
         add_history=add_history,
@@ -217,6 +237,42 @@ def _callback_list(
         examples=passes.examples,
         model=model,
     )
+
+
+def _facts(model: Any, passes: Passes, epochs: int, initial_epoch: int) -> dict[str, Any]:
+    """What must be the same in every process before the first step."""
+    optimizer = getattr(model, "optimizer", None)
+    return {
+        "the model's parameters": model.count_params(),
+        "the model": agreement.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
+        "the optimizer": getattr(optimizer, "name", None),
+        "its settings": agreement.fingerprint(_config(optimizer)),
+        "the loss": tree.map_structure(_named, getattr(model, "loss", None)),
+        "the examples in an epoch": passes.examples,
+        "the batches in an epoch": passes.num_batches,
+        "the batch size": passes.feed.batch_size,
+        "the epochs": f"{initial_epoch} to {epochs}",
+    }
+
+
+def _named(thing: Any) -> Any:
+    return thing if isinstance(thing, str | None) else getattr(thing, "name", None) or type(thing).__name__
+
+
+def _config(optimizer: Any) -> Any:
+    """An optimizer's settings but for names, which count what a process has made before."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return None
+    return {name: value for name, value in optimizer.get_config().items() if name != "name"}
+
+
+def _begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None]:
+    """The epoch and batch to begin at, and the chief's variables in every process: only its callbacks read files."""
+    begin = model._initial_epoch or initial_epoch, _resume_batch(callbacks)
+    begin = tuple(agreement.of_chief(strategy, begin))
+    optimizer = getattr(model, "optimizer", None)
+    strategy.share_variables([*model.variables, *(optimizer.variables if optimizer is not None else [])])
+    return begin
 
 
 def _resume_batch(callbacks: Any) -> int | None:
@@ -329,8 +385,9 @@ def _epoch_runner(
         limits = [limit for limit in (passes.num_batches, None if left is None else done + left) if limit is not None]
         total = min(limits) if limits else None
         data_ended = left == 0
-        while not data_ended and (total is None or done < total):
-            count = pacer.steps(done) if total is None else min(pacer.steps(done), total - done)
+        wish, stopping = agreement.next_call(strategy, pacer.steps(done), False)
+        while not data_ended and not stopping and (total is None or done < total):
+            count = wish if total is None else min(wish, total - done)
             begin(done)
             started = pace.now()
             outcome: Outcome = program.run(passes.state, passes.position, count)
@@ -344,8 +401,8 @@ def _epoch_runner(
                 # Keras numbers the last call of an epoch as if it were whole.
                 epoch_ended = data_ended or done == total
                 end(math.ceil(done / chunk) * chunk - 1 if epoch_ended else done - 1, logs)
-            if getattr(model, stopped):
-                break
+            wish, stopping = agreement.next_call(strategy, pacer.steps(done), bool(getattr(model, stopped)))
+            setattr(model, stopped, stopping)
         passes.end_epoch(done - first, data_ended)
         return logs
 

@@ -212,7 +212,7 @@ class PredictProgram:
             data, _ = self._batches.part(state, batch, replica.index, replica.count)
             return self._model.predict_step(data)
 
-        return _joined(self._strategy.run(on_replica))
+        return self._strategy.run_joined(on_replica, _joined)
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,8 +17,19 @@ import tensorflow as tf
 
 AllReduce = Callable[[list[Any]], list[Any]]
 
-# Copying a tensor into a buffer and out again costs more than it saves once the tensor is large.
-PACK_BELOW_BYTES = 1 << 16
+
+@dataclass(frozen=True)
+class Packing:
+    """How tensors travel.
+
+    Attributes:
+        below_bytes: dense tensors smaller than this are sent as one buffer; `None` packs all of them. Between devices
+            that share a memory, copying a large tensor into a buffer and out again costs more than it saves.
+        wire_dtype: float32 gradients are sent in this type; `None` leaves them as they are.
+    """
+
+    below_bytes: int | None = 1 << 16
+    wire_dtype: tf.DType | None = None
 
 
 def weigh(gradients: Sequence[Any], share: tf.Tensor) -> list[Any]:
@@ -32,27 +44,31 @@ def weigh(gradients: Sequence[Any], share: tf.Tensor) -> list[Any]:
     return [None if gradient is None else weigh_one(gradient) for gradient in gradients]
 
 
-def reduce_gradients(gradients: Sequence[Any], share: tf.Tensor, all_reduce: AllReduce) -> list[Any]:
+def reduce_gradients(
+    gradients: Sequence[Any], share: tf.Tensor, all_reduce: AllReduce, packing: Packing = Packing()
+) -> list[Any]:
     """The gradients of the global batch, on every replica; `None` stays `None`, sparse stays sparse."""
     weighed = weigh(gradients, share)
-    reduced = iter(packed(all_reduce)([g for g in weighed if g is not None]))
+    reduced = iter(packed(all_reduce, packing)([g for g in weighed if g is not None]))
     return [None if gradient is None else next(reduced) for gradient in weighed]
 
 
-def packed(all_reduce: AllReduce, below_bytes: int = PACK_BELOW_BYTES) -> AllReduce:
-    """An all-reduce that sends the small dense tensors of a type as one buffer."""
+def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
+    """An all-reduce that sends dense tensors of a type as one buffer, as `packing` says."""
 
     def reduce(tensors: list[Any]) -> list[Any]:
         groups: dict[Any, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if _is_small(tensor, below_bytes):
+            if _is_packed(tensor, packing.below_bytes):
                 groups.setdefault(tensor.dtype, []).append(index)
         groups = {dtype: members for dtype, members in groups.items() if len(members) > 1}
         grouped = {index for members in groups.values() for index in members}
         alone = [index for index in range(len(tensors)) if index not in grouped]
         buffers = [tf.concat([tf.reshape(tensors[i], [-1]) for i in members], 0) for members in groups.values()]
 
-        reduced = all_reduce([tensors[i] for i in alone] + buffers)
+        sent = [tensors[i] for i in alone] + buffers
+        reduced = all_reduce([_to_wire(tensor, packing.wire_dtype) for tensor in sent])
+        reduced = [_from_wire(tensor, original.dtype) for tensor, original in zip(reduced, sent, strict=True)]
         results: list[Any] = [None] * len(tensors)
         for index, tensor in zip(alone, reduced[: len(alone)], strict=True):
             results[index] = tensor
@@ -65,10 +81,19 @@ def packed(all_reduce: AllReduce, below_bytes: int = PACK_BELOW_BYTES) -> AllRed
     return reduce
 
 
-def _is_small(tensor: Any, below_bytes: int) -> bool:
+def _is_packed(tensor: Any, below_bytes: int | None) -> bool:
     if isinstance(tensor, tf.IndexedSlices) or not tensor.shape.is_fully_defined():
         return False
-    return tensor.shape.num_elements() * tensor.dtype.size < below_bytes
+    return below_bytes is None or tensor.shape.num_elements() * tensor.dtype.size < below_bytes
+
+
+def _to_wire(tensor: Any, dtype: tf.DType | None) -> Any:
+    dense = not isinstance(tensor, tf.IndexedSlices)
+    return tf.cast(tensor, dtype) if dtype is not None and dense and tensor.dtype == tf.float32 else tensor
+
+
+def _from_wire(tensor: Any, dtype: tf.DType) -> Any:
+    return tensor if isinstance(tensor, tf.IndexedSlices) else tf.cast(tensor, dtype)
 
 
 def add(tensors: Sequence[Any]) -> Any:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
+
+from tfdist.world import World
 
 SEEN_IN = "2.21.0"
 
@@ -101,6 +104,42 @@ def flat(graph: tf.Graph) -> bool:
     inside = [node for function in definition.library.function for node in function.node_def]
     outside = [node for node in definition.node if node.op not in ("While", "StatelessWhile")]
     return not any(value.HasField("func") for node in inside + outside for value in node.attr.values())
+
+
+def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds: float) -> None:
+    """Lets processes that wait for each other at the start, or at the end, give up after `timeout_seconds`.
+
+    TensorFlow's own setting waits an hour for a peer that does not register, and its heartbeats end a process that
+    was merely stopped for a while before a collective's timeout could say why.
+    """
+    jobs = [
+        coordination_config_pb2.CoordinatedJob(name=role, num_tasks=len(addresses))
+        for role, addresses in cluster.items()
+    ]
+    leader = "chief" if "chief" in cluster else "worker"
+    milliseconds = int(1000 * timeout_seconds)
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{leader}/replica:0/task:0",
+        cluster_register_timeout_in_ms=milliseconds,
+        heartbeat_timeout_in_ms=2 * milliseconds,
+        shutdown_barrier_timeout_in_ms=5_000,
+        coordinated_jobs=jobs,
+    )
+
+
+def silent_peers(world: World, seconds: float) -> list[int]:
+    """The ranks of `world` that do not answer within `seconds`, or that are not the processes they were."""
+    silent = []
+    for rank, task in enumerate(world.tasks):
+        if rank == world.rank:
+            continue
+        name = f"/job:{task.role}/replica:0/task:{task.index}"
+        try:
+            context.context().check_collective_ops_peer_health(name, timeout_in_ms=int(1000 * seconds))
+        except tf.errors.OpError:
+            silent.append(rank)
+    return silent
 
 
 def runtime_started() -> bool:

@@ -1,0 +1,248 @@
+"""`multiworker`: `tf.distribute.MultiWorkerMirroredStrategy`, a copy of every variable in each process of a job.
+
+Every process runs the same program on the same data and takes its part of each global batch. TensorFlow's collectives
+add what the processes must add; the rest of Keras' step is local.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import reduction, rendezvous, tensorflow_internals
+from tfdist.errors import ClusterError, UnknownNameError, UsageError
+from tfdist.strategies import base, distribute
+from tfdist.world import World
+
+COMMUNICATIONS = {
+    "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
+    "ring": tf.distribute.experimental.CommunicationImplementation.RING,
+    "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
+}
+
+
+class WorkerReplica(distribute.MirroredReplica):
+    """A replica that meets those of other processes."""
+
+    packing: ClassVar[reduction.Packing] = reduction.Packing(below_bytes=None)
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        # TensorFlow packs what it is given at once, whatever its types.
+        results: list[Any] = [None] * len(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            for index, tensor in zip(members, super().all_reduce([tensors[i] for i in members]), strict=True):
+                results[index] = tensor
+        return results
+
+    def all_gather(self, structure: Any) -> Any:
+        """The examples of all replicas, in their order, on every replica."""
+        context = tf.distribute.get_replica_context()
+        # A tensor that was made elsewhere, such as a graph's input, has no device to gather on.
+        return tf.nest.map_structure(lambda tensor: context.all_gather(tf.identity(tensor), axis=0), structure)
+
+
+class CompressingReplica(WorkerReplica):
+    """The same, sending gradients as bfloat16."""
+
+    packing = reduction.Packing(below_bytes=None, wire_dtype=tf.bfloat16)
+
+
+COMPRESSIONS = {"none": WorkerReplica, "bf16": CompressingReplica}
+
+
+class MultiWorkerStrategy(distribute.DistributeStrategy):
+    """Trains on all processes that TF_CONFIG, or Slurm, describes: on all GPUs of each, or on its CPU as one device.
+
+    Args:
+        communication: "ring", "nccl", or "auto", which takes NCCL where there are GPUs.
+        compression: "none", or "bf16": gradients travel as bfloat16, half the bytes, rounded to 8 bits.
+        timeout_seconds: how long a collective operation waits for the other processes.
+        start_timeout_seconds: how long the start waits for them.
+        card: what must be the same in all processes besides the versions, checked before TensorFlow starts.
+        options: see `tfdist.strategies.base.Strategy`.
+
+    Raises:
+        UsageError: TensorFlow has already started, the job has parameter servers, or an option is unknown.
+        ClusterError: a process is missing, or differs.
+    """
+
+    name = "multiworker"
+
+    def __init__(
+        self,
+        *,
+        communication: str = "auto",
+        compression: str = "none",
+        timeout_seconds: float = 60.0,
+        start_timeout_seconds: float = 60.0,
+        card: Mapping[str, str] | None = None,
+        **options: Any,
+    ):
+        for kind, value, known in (
+            ("communication", communication, COMMUNICATIONS),
+            ("compression", compression, COMPRESSIONS),
+        ):
+            if value not in known:
+                raise UnknownNameError(kind, value, known)
+        self.compression = compression
+        self._communication = communication
+        self._timeout_seconds = timeout_seconds
+        self._start_timeout_seconds = start_timeout_seconds
+        self._card = dict(card or {})
+        super().__init__(**options)
+        # The order of the examples follows from the seed, which must be the same everywhere.
+        self.seed = int.from_bytes(self.exchange(self.seed.to_bytes(8, "big"))[0], "big")
+
+    def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
+        # Nothing may start TensorFlow before it knows the cluster, so that devices are only counted here.
+        gpus = len(tf.config.list_physical_devices("GPU"))
+        available = gpus or 1
+        count = available if wanted is None else wanted
+        if not isinstance(count, int) or not 1 <= count <= available:
+            raise UsageError(
+                f"`devices` is `{wanted}`, and a process of `multiworker` has {f'{gpus} GPUs' if gpus else 'one CPU'}",
+                "leave `devices` out; start more processes to use more cores",
+            )
+        tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[:count], "GPU")
+        return [f"{'GPU' if gpus else 'CPU'}:{index}" for index in range(count)]
+
+    def set_up(self) -> None:
+        self.world = World.detect(os.environ)
+        if self.world.tasks_of("ps"):
+            raise UsageError(
+                "`TF_CONFIG` has parameter servers, and `multiworker` has no use for them",
+                "use the strategy `parameter_server`, or a cluster of workers alone",
+            )
+        card = tuple(self._card.items())
+        self.tf_strategy = _join(
+            self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, card
+        )
+
+    @property
+    def serial(self) -> bool:
+        return False  # its graphs hold collectives
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {
+            "communication": self._communication,
+            "compression": self.compression,
+            "timeout_seconds": self._timeout_seconds,
+        }
+
+    def run(self, step: base.Step) -> list[Any]:
+        kind = COMPRESSIONS[self.compression]
+
+        def on_replica() -> Any:
+            return step(kind(base.current_index(), self.num_replicas))
+
+        return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
+
+    def run_joined(self, step: base.Step, join: Callable[[list[Any]], Any]) -> Any:
+        del join  # every replica has all of it
+        return self.run(lambda replica: replica.all_gather(step(replica)))[0]
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.guard())
+        stack.enter_context(super().scope())
+        return stack
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        values = np.frombuffer(message, np.uint8).astype(np.int32)
+        lengths, joined = self._all_gather(tf.constant([len(values)]), tf.constant(values))
+        ends = np.cumsum(lengths.numpy())
+        # Each replica of a process has said it; one is enough.
+        parts = np.split(joined.numpy().astype(np.uint8), ends[:-1])
+        return [part.tobytes() for part in parts[:: len(self.devices)]]
+
+    @functools.cached_property
+    def _all_gather(self) -> Callable[..., Any]:
+        @tf.function(reduce_retracing=True, autograph=False)
+        def all_gather(length: tf.Tensor, values: tf.Tensor) -> Any:
+            values = tf.ensure_shape(values, [None])
+            return self.run(lambda replica: replica.all_gather((length, values)))[0]
+
+        return all_gather
+
+    def share_variables(self, variables: Sequence[Any]) -> None:
+        @tf.function(autograph=False)
+        def share() -> None:
+            def on_replica(replica: base.Replica) -> None:
+                values = [tf.convert_to_tensor(variable._value) for variable in variables]
+                mine = tf.constant(replica.index == 0)
+                kept = [tf.where(mine, value, tf.zeros_like(value)) for value in map(_summable, values)]
+                shared = reduction.packed(replica.all_reduce, reduction.Packing(below_bytes=None))(kept)
+                replica.write([(v, tf.cast(s, v._value.dtype)) for v, s in zip(variables, shared, strict=True)])
+
+            self.run(on_replica)
+
+        if variables:
+            share()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            missing = self._missing(str(error))
+            if missing is None:
+                raise
+            raise ClusterError(missing, "see that process' own output; start the job again with `--resume`") from error
+
+    def _missing(self, message: str) -> str | None:
+        """Which process an error of TensorFlow is about, as one sentence; `None` if it is about none."""
+        if self.world.world_size == 1:
+            return None
+        silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
+        if silent:
+            return f"Gone, or silent for {self._timeout_seconds:g} s: " + ", ".join(map(self.world.named, silent))
+        if "hape mismatch" in message or "nconsistent" in message:
+            return f"The processes of the job disagree on a tensor: {message.splitlines()[0]}"
+        return None
+
+
+def _summable(value: tf.Tensor) -> tf.Tensor:
+    """Collectives add numbers only of these types."""
+    return value if value.dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else tf.cast(value, tf.float32)
+
+
+@functools.cache
+def _join(
+    world: World, communication: str, timeout_seconds: float, start_timeout_seconds: float, card: tuple[Any, ...]
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Joins the job, which a process can do once."""
+    options = tf.distribute.experimental.CommunicationOptions(
+        timeout_seconds=timeout_seconds, implementation=COMMUNICATIONS[communication]
+    )
+    if world.world_size == 1:
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    if tensorflow_internals.runtime_started():
+        raise UsageError(
+            "TensorFlow has already started, and must know the cluster when it starts",
+            "create the strategy before anything else uses TensorFlow",
+        )
+    versions = {name: importlib.metadata.version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")}
+    began = rendezvous.meet(world, versions | {"strategy": "multiworker"} | dict(card), start_timeout_seconds)
+    if not began:
+        raise ClusterError(
+            f"The job of {world.named(0)} has begun without {world.named(world.rank)}",
+            "end all its processes, and start all of them again",
+        )
+    tensorflow_internals.configure_coordination(world.cluster(), timeout_seconds)
+    task = world.task
+    assert task is not None
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(world.cluster()), task_type=task.role, task_id=task.index, rpc_layer="grpc"
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
+
+
+STRATEGY = MultiWorkerStrategy
