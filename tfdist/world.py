@@ -110,6 +110,13 @@ class World:
         """The addresses by role, as TF_CONFIG and `tf.train.ClusterSpec` have them."""
         return {role: [t.address for t in self.tasks_of(role)] for role in ROLES if self.tasks_of(role)}
 
+    def tf_config(self) -> str:
+        """This world as the TF_CONFIG of this process, which TensorFlow's resolver reads; `{}` when alone."""
+        task = self.task
+        if task is None:
+            return "{}"
+        return json.dumps({"cluster": self.cluster(), "task": {"type": task.role, "index": task.index}})
+
     def named(self, rank: int) -> str:
         """How messages name a rank, such as `worker 1 (10.0.0.2:2222)`."""
         return str(self.tasks[rank]) if self.tasks else f"rank {rank}"
