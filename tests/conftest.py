@@ -1,4 +1,4 @@
-"""Three logical CPU devices for every test, made before anything starts TensorFlow."""
+"""Three logical CPU devices for every test, or the other processes of its job, before anything starts TensorFlow."""
 
 import os
 
@@ -7,12 +7,18 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import pytest
 import tensorflow as tf
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
-)
+TOGETHER = "TF_CONFIG" in os.environ  # with other processes, which run the same tests
+if not TOGETHER:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
+    )
 # Tests run one process a core; more threads would only wait for each other.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
+if TOGETHER:
+    import tfdist
+
+    tfdist.strategy("multiworker")  # TensorFlow must know the others when it starts
 
 
 def pytest_addoption(parser):

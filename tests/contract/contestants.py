@@ -6,14 +6,36 @@ import os
 import tensorflow as tf
 
 import tfdist
+from tfdist.world import World
 
-REPLICAS = {"single": (1,), "mirrored": (1, 2, 3), "custom": (1, 2, 3), "stock_mirrored": (2,)}
+# This process may be one of several that run the suite together, each of them all tests: `tests/processes` starts them.
+WORLD = World.detect(os.environ)
+
+REPLICAS = {
+    "single": (1,),
+    "mirrored": (1, 2, 3),
+    "custom": (1, 2, 3),
+    "multiworker": (WORLD.world_size,),
+    "stock_mirrored": (2,),
+}
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
-FEW = {"single": (1,), "mirrored": (2,), "custom": (2,), "stock_mirrored": (2,)}
+FEW = {
+    "single": (1,),
+    "mirrored": (2,),
+    "custom": (2,),
+    "multiworker": (WORLD.world_size,),
+    "stock_mirrored": (2,),
+}
 # What arrives at a step does not depend on where the variables are: whole batches, and parts of batches.
-WHOLE_AND_PARTS = {"single": (1,), "custom": (2,)}
+WHOLE_AND_PARTS = {"single": (1,), "custom": (2,), "multiworker": (WORLD.world_size,)}
 # Whole batches, halves and thirds.
-EACH_COUNT = {"single": (1,), "mirrored": (2, 3), "custom": (2, 3), "stock_mirrored": (2,)}
+EACH_COUNT = {
+    "single": (1,),
+    "mirrored": (2, 3),
+    "custom": (2, 3),
+    "multiworker": (WORLD.world_size,),
+    "stock_mirrored": (2,),
+}
 
 
 def among(replicas):
@@ -36,7 +58,9 @@ def start(name, replicas, **options):
     """A strategy to train with."""
     if name == "stock_mirrored":
         return StockMirrored(replicas)
-    return tfdist.strategy(name, devices=replicas, seed=options.pop("seed", 7), **options)
+    if name != "multiworker":
+        options["devices"] = replicas
+    return tfdist.strategy(name, **{"seed": 7} | options)
 
 
 class StockMirrored:
