@@ -6,9 +6,12 @@ Synopsis:
 
     >>> World.detect({})
     World(rank=0, world_size=1, local_rank=0, local_world_size=1, source='alone', tasks=())
-    >>> environment = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"}
-    >>> World.detect(environment).named(1)
-    'worker 1 (n2:20007)'
+    >>> slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]"}
+    >>> world = World.detect(slurm)
+    >>> world.named(1)
+    'worker 1 (gpu02:20112)'
+    >>> world.tf_config()
+    '{"cluster": {"worker": ["gpu01:20112", "gpu02:20112"]}, "task": {"type": "worker", "index": 1}}'
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +32,23 @@ from tfdist.errors import UsageError
 # In the order of their ranks.
 ROLES = ("chief", "worker", "ps")
 
+TF_CONFIG = "TF_CONFIG"
+
 SLURM_RANK = "SLURM_PROCID"
-SLURM_SIZE = "SLURM_NTASKS"
+SLURM_LOCAL_RANK = "SLURM_LOCALID"
+SLURM_JOB = "SLURM_JOB_ID"
+# A step may be smaller than its job, so what is said of the step goes first.
+SLURM_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 SLURM_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-SLURM_JOB = "SLURM_JOB_ID"
-# Under Slurm no variable tells roles: the last so many tasks of a step are parameter servers, the first is the chief.
+# No variable of Slurm tells roles. With this one, the last so many tasks of a step are parameter servers and the
+# first is the chief.
 PARAMETER_SERVERS = "TFDIST_PS"
-SLURM_FIRST_PORT, SLURM_PORTS = 20_000, 10_000
+# Slurm gives no ports either. Each job number has 16 of these 10,000, which lie below those that Linux hands out.
+SLURM_FIRST_PORT, SLURM_PORTS, SLURM_PORTS_A_JOB = 20_000, 10_000, 16
+
+# More hosts than any list names in earnest: `n[0-9999999999]` must not fill the memory.
+MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ class World:
         world_size: the number of processes in the job.
         local_rank: this process' number on its machine.
         local_world_size: the number of those processes on this machine.
-        source: where the numbers were read.
+        source: the variables that say so, or "alone".
         tasks: all processes of the job by rank: chief, workers, parameter servers; empty when alone.
     """
 
@@ -84,17 +98,17 @@ class World:
         """The world that `environment` describes: by TF_CONFIG, else by Slurm's variables, else one process.
 
         Raises:
-            UsageError: the description contradicts itself; the message says which field.
+            UsageError: the description cannot be; the message says which field or variable.
         """
-        if environment.get("TF_CONFIG", "").strip():
-            return _from_tf_config(environment["TF_CONFIG"])
-        if SLURM_RANK in environment and int(environment.get(SLURM_SIZE, "1")) > 1:
+        if environment.get(TF_CONFIG, "").strip():
+            return _from_tf_config(environment[TF_CONFIG])
+        if SLURM_RANK in environment:
             return _from_slurm(environment)
         return cls()
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes the files of the run."""
+        """Whether this process writes the files of the run: the chief, or worker 0 where no task is called so."""
         return self.rank == 0
 
     @property
@@ -102,9 +116,9 @@ class World:
         """This process' own task; `None` when alone."""
         return self.tasks[self.rank] if self.tasks else None
 
-    def tasks_of(self, role: str) -> list[Task]:
+    def tasks_of(self, role: str) -> tuple[Task, ...]:
         """The tasks of a role, by their numbers."""
-        return [task for task in self.tasks if task.role == role]
+        return tuple(task for task in self.tasks if task.role == role)
 
     def cluster(self) -> dict[str, list[str]]:
         """The addresses by role, as TF_CONFIG and `tf.train.ClusterSpec` have them."""
@@ -129,7 +143,7 @@ class _TaskField(BaseModel):
 
 
 class _TfConfig(BaseModel):
-    # TensorFlow's own fields that say nothing about who is who, such as `rpc_layer`, are let through.
+    # What says nothing of who is who, such as `rpc_layer` and `environment`, is let through.
     model_config = ConfigDict(extra="ignore")
     cluster: dict[StrictStr, list[StrictStr]]
     task: _TaskField
@@ -137,155 +151,275 @@ class _TfConfig(BaseModel):
 
 def _from_tf_config(text: str) -> World:
     try:
-        found = _TfConfig.model_validate(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise _refusal(f"is not JSON: {error.msg} at character {error.pos}") from error
+        config = _TfConfig.model_validate(json.loads(text))
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise _refusal(f"has a bad field `{field}`: {first['msg']}") from error
-    unknown = sorted(set(found.cluster) - set(ROLES))
-    if unknown:
-        raise _refusal(f"has the role `{unknown[0]}` in `cluster`, and the roles are `chief`, `worker` and `ps`")
+        raise _refusal(_described(error.errors()[0])) from error
+    except (ValueError, RecursionError) as error:
+        raise _refusal(f"is `{_shortened(text)}`, which is not JSON: {error}") from error
+    _check_roles(config)
     tasks = tuple(
-        Task(role, index, address) for role in ROLES for index, address in enumerate(found.cluster.get(role, []))
+        Task(role, index, address) for role in ROLES for index, address in enumerate(config.cluster.get(role, []))
     )
     _check_addresses(tasks)
-    ranks = [rank for rank, t in enumerate(tasks) if (t.role, t.index) == (found.task.type, found.task.index)]
+    role, index = config.task.type, config.task.index
+    ranks = [rank for rank, task in enumerate(tasks) if (task.role, task.index) == (role, index)]
     if not ranks:
-        raise _refusal(f"says that this is `{found.task.type} {found.task.index}`, which `cluster` does not list")
-    return _world(ranks[0], tasks, [task.host for task in tasks], "TF_CONFIG")
+        listed = len(config.cluster.get(role, []))
+        raise _refusal(
+            f"says in `task` that this process is `{role} {index}`, and `cluster` has {listed} of the role `{role}`",
+            "the first of a role has `index` 0",
+        )
+    return _world(ranks[0], tasks, TF_CONFIG)
+
+
+def _described(error: Any) -> str:
+    """One of pydantic's errors as the end of a sentence about TF_CONFIG."""
+    field = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"lacks `{field}`"
+    kind = {
+        "int_type": "a whole number",
+        "string_type": "a text",
+        "list_type": "a list of addresses",
+        "dict_type": "an object of lists of addresses by role",
+    }.get(error["type"], "an object")
+    found = _shortened(json.dumps(error["input"], ensure_ascii=False))
+    return f"has `{found}` as `{field}`, which is not {kind}" if field else f"is `{found}`, which is not {kind}"
+
+
+def _check_roles(config: _TfConfig) -> None:
+    roles = [*config.cluster, config.task.type]
+    if "evaluator" in roles:
+        raise _refusal(
+            "names the role `evaluator`, and tfdist has none",
+            "leave it out: the processes that train also evaluate",
+        )
+    unknown = next((role for role in roles if role not in ROLES), None)
+    if unknown is not None:
+        raise _refusal(f"names the role `{unknown}`", "the roles are `chief`, `worker` and `ps`")
+    if len(config.cluster.get("chief", [])) > 1:
+        raise _refusal(f"names {len(config.cluster['chief'])} addresses for `chief`", "a job has one chief")
+    if not any(config.cluster.values()):
+        raise _refusal("has no address in `cluster`", "name every process of the job, or unset it to train alone")
+    if not config.cluster.get("chief") and not config.cluster.get("worker"):
+        raise _refusal("has parameter servers alone in `cluster`", "name the chief and the workers too")
 
 
 def _check_addresses(tasks: Sequence[Task]) -> None:
-    seen: dict[str, Task] = {}
+    owners: dict[tuple[str, int], Task] = {}
     for task in tasks:
-        host, _, port = task.address.rpartition(":")
-        what = f"the address `{task.address}` of {task.role} {task.index}"
-        if not host or not port.isdigit():
-            raise _refusal(f"has {what}, which is not `host:port`")
-        if not 0 < int(port) < 65536:
-            raise _refusal(f"has {what}, whose port is not from 1 to 65535")
-        if task.address in seen:
-            other = seen[task.address]
-            raise _refusal(f"gives {what} to {other.role} {other.index} too")
-        seen[task.address] = task
-    local = [task for task in tasks if _is_loopback(task.host)]
-    if local and len(local) < len(tasks):
-        other = next(task for task in tasks if task not in local)
+        found = re.fullmatch(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.%]+\]):([0-9]{1,9})", task.address)
+        who = f"`{task.address}` for {task.role} {task.index}"
+        if found is None:
+            raise _refusal(
+                f"names {who}, which is not `host:port`",
+                "write a host name or an address, an IPv6 address in brackets, then a colon and the port",
+            )
+        if not 0 < int(found[2]) < 65536:
+            raise _refusal(f"names {who}, and ports go from 1 to 65535", "give the task a port that its host has free")
+        owner = owners.setdefault((task.host.lower(), task.port), task)
+        if owner is not task:
+            raise _refusal(
+                f"names `{task.address}` for {owner.role} {owner.index} and for {task.role} {task.index}",
+                "give every process an address of its own; processes on one host differ by their ports",
+            )
+    local = [task for task in tasks if _means_itself(task.host)]
+    others = [task for task in tasks if not _means_itself(task.host)]
+    if local and others:
         raise _refusal(
-            f"names the host `{local[0].host}` of {local[0].role} {local[0].index}, which on the host of "
-            f"{other.role} {other.index}, `{other.host}`, is another machine"
+            f"names `{local[0].address}` for {local[0].role} {local[0].index} beside `{others[0].address}` for "
+            f"{others[0].role} {others[0].index}, and every host takes `{local[0].host}` for itself",
+            "name each host as the others reach it",
         )
 
 
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+def _means_itself(host: str) -> bool:
+    return host.lower() in ("localhost", "::1", "0.0.0.0", "::") or bool(re.fullmatch(r"127(\.[0-9]+){3}", host))
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World:
-    size, rank = int(environment[SLURM_SIZE]), int(environment[SLURM_RANK])
-    nodes = expand_hosts(_first(environment, SLURM_NODES))
-    counts = _expand_counts(_first(environment, SLURM_TASKS_PER_NODE, ""), len(nodes))
-    hosts = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
-    if len(hosts) != size or rank >= size:
-        raise UsageError(
-            f"Slurm's variables contradict each other: `{SLURM_SIZE}={size}` and `{SLURM_RANK}={rank}`, and the nodes "
-            f"`{','.join(nodes)}` have {len(hosts)} tasks",
-            "start the processes with `srun`, with one step for the whole job",
+    size_name = _set(environment, SLURM_SIZE)
+    size, rank = _number(environment, size_name), _number(environment, SLURM_RANK)
+    if size == 1:
+        return World(source=f"Slurm ({size_name})")
+    nodes_name = _set(environment, SLURM_NODES)
+    nodes = expand_hosts(environment[nodes_name], nodes_name)
+    counts_name = next((name for name in SLURM_TASKS_PER_NODE if environment.get(name)), None)
+    # Slurm itself spreads tasks evenly where it is told nothing else.
+    counts = [size // len(nodes)] * len(nodes) if counts_name is None else _expand_counts(counts_name, environment)
+    if len(counts) != len(nodes) or sum(counts) != size or rank >= size:
+        raise _slurm_refusal(
+            f"`{SLURM_RANK}` is {rank} of `{size_name}` {size}, and `{nodes_name}` has {len(nodes)} nodes with "
+            f"{sum(counts)} tasks in {f'`{counts_name}`' if counts_name else 'equal parts'}"
         )
-    # Slurm gives no ports: two jobs on a node have different numbers, and so mostly different ports.
-    first_port = SLURM_FIRST_PORT + int(environment.get(SLURM_JOB, "0")) % SLURM_PORTS
-    places = [hosts[:position].count(host) for position, host in enumerate(hosts)]
-    addresses = [f"{host}:{first_port + place}" for host, place in zip(hosts, places, strict=True)]
-    servers = int(environment.get(PARAMETER_SERVERS, "0"))
-    roles = ["worker"] * size if not servers else ["chief", *["worker"] * (size - servers - 1), *["ps"] * servers]
+    hosts = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
+    places = [place for count in counts for place in range(count)]
+    if SLURM_LOCAL_RANK in environment and _number(environment, SLURM_LOCAL_RANK) != places[rank]:
+        raise UsageError(
+            f"`{SLURM_LOCAL_RANK}` is {environment[SLURM_LOCAL_RANK]}, and rank {rank} would be number {places[rank]} "
+            f"on its node if the ranks of `{nodes_name}` followed each other node by node",
+            "start the tasks with `srun --distribution=block`",
+        )
+    job = _number(environment, SLURM_JOB) if SLURM_JOB in environment else 0
+    first_port = SLURM_FIRST_PORT + job * SLURM_PORTS_A_JOB % SLURM_PORTS
+    roles = _slurm_roles(environment, size)
     tasks = tuple(
-        Task(role, roles[:position].count(role), address)
-        for position, (role, address) in enumerate(zip(roles, addresses, strict=True))
+        Task(role, roles[:position].count(role), f"{host}:{first_port + place}")
+        for position, (role, host, place) in enumerate(zip(roles, hosts, places, strict=True))
     )
-    return _world(rank, tasks, hosts, "Slurm")
+    names = [SLURM_RANK, size_name, nodes_name, counts_name or "", SLURM_JOB, PARAMETER_SERVERS]
+    return _world(rank, tasks, f"Slurm ({', '.join(name for name in names if name in environment)})")
 
 
-def _first(environment: Mapping[str, str], names: Sequence[str], default: str | None = None) -> str:
-    found = next((environment[name] for name in names if environment.get(name)), default)
-    if found is None:
-        raise UsageError(f"Slurm has set `{SLURM_RANK}` and not `{names[0]}`", "start the processes with `srun`")
-    return found
+def _slurm_roles(environment: Mapping[str, str], size: int) -> list[str]:
+    servers = _number(environment, PARAMETER_SERVERS) if environment.get(PARAMETER_SERVERS) else 0
+    if servers == 0:
+        return ["worker"] * size
+    if servers > size - 2:
+        raise UsageError(
+            f"`{PARAMETER_SERVERS}` is {servers} in a step of {size} tasks",
+            "the first task is the chief, and at least one more must be a worker",
+        )
+    return ["chief", *["worker"] * (size - 1 - servers), *["ps"] * servers]
 
 
-def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list as Slurm writes it.
+def _set(environment: Mapping[str, str], names: Sequence[str]) -> str:
+    """The first of `names` that is set."""
+    name = next((name for name in names if environment.get(name)), None)
+    if name is None:
+        either = " nor ".join(f"`{name}`" for name in names)
+        raise _slurm_refusal(f"`{SLURM_RANK}` is `{environment[SLURM_RANK]}`, and neither {either} is set")
+    return name
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise UsageError(
+            f"`{name}` is `{_shortened(text)}`, which is not a number from 0", f"correct or unset `{name}`"
+        )
+    return int(text)
+
+
+def expand_hosts(text: str, name: str = "the list of hosts") -> list[str]:
+    """The hosts of a list as Slurm writes it; `name` is what messages call it.
 
     >>> expand_hosts("gpu[01-03,7],login1")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login1']
+
+    Raises:
+        UsageError: a bracket or a range that cannot be.
     """
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        hosts += _expand_brackets(item)
+    try:
+        hosts = [host for item in _split(text) for host in _expand_item(item)]
+    except ValueError as error:
+        raise _slurm_refusal(f"`{name}` is `{_shortened(text)}`, {error}") from error
+    if not all(hosts):
+        raise _slurm_refusal(f"`{name}` is `{_shortened(text)}`, which has an empty name")
     return hosts
 
 
-def _expand_brackets(item: str) -> list[str]:
-    found = re.fullmatch(r"([^\[\]]*)\[([^\]]*)\](.*)", item)
-    if found is None:
+def _split(text: str) -> list[str]:
+    """The parts of `text` between the commas that stand outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if depth < 0:
+            break
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth != 0:
+        raise ValueError("whose brackets do not match")
+    return parts
+
+
+def _expand_item(item: str) -> list[str]:
+    head, bracket, rest = item.partition("[")
+    if not bracket:
         return [item]
-    head, ranges, tail = found.groups()
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        width = len(first)
-        numbers += [f"{number:0{width}d}" for number in range(int(first), int(last or first) + 1)]
-    return [head + number + rest for number in numbers for rest in _expand_brackets(tail)]
+    depth, end = 1, 0
+    while depth:
+        depth += (rest[end] == "[") - (rest[end] == "]")
+        end += 1
+    middles = [middle for part in _split(rest[: end - 1]) for middle in _expand_range(part)]
+    tails = _expand_item(rest[end:])
+    if len(middles) * len(tails) > MOST_HOSTS:
+        raise ValueError(f"which names more than {MOST_HOSTS} hosts")
+    return [head + middle + tail for middle in middles for tail in tails]
 
 
-def _expand_counts(text: str, nodes: int) -> list[int]:
-    """Tasks on each node, from `2(x3),1`; one each where Slurm does not say."""
+def _expand_range(part: str) -> list[str]:
+    """What one part between brackets stands for; numbers keep the width that the first is written with."""
+    if "[" in part:
+        return _expand_item(part)
+    first, dash, last = part.partition("-")
+    if not (re.fullmatch("[0-9]{1,18}", first) and re.fullmatch("[0-9]{1,18}" if dash else "", last)):
+        raise ValueError(f"whose `{part}` is neither a number nor a range")
+    if not dash:
+        return [first]
+    if not 0 <= int(last) - int(first) < MOST_HOSTS:
+        raise ValueError(f"whose range `{part}` goes down or names more than {MOST_HOSTS} hosts")
+    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+
+
+def _expand_counts(name: str, environment: Mapping[str, str]) -> list[int]:
+    """How many tasks each node has, from a text such as `2(x3),1`."""
     counts: list[int] = []
-    for item in filter(None, text.split(",")):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+    for item in environment[name].split(","):
+        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
         if found is None:
-            raise UsageError(f"`{SLURM_TASKS_PER_NODE[0]}` has `{item}`", "start the processes with `srun`")
+            raise _slurm_refusal(f"`{name}` is `{_shortened(environment[name])}`, and not of the form `2(x3),1`")
         counts += [int(found[1])] * int(found[2] or 1)
-    return counts if len(counts) == nodes else [1] * nodes
+    return counts
 
 
-def _world(rank: int, tasks: tuple[Task, ...], hosts: Sequence[str], source: str) -> World:
-    here = [position for position, host in enumerate(hosts) if host == hosts[rank]]
-    return World(rank, len(tasks), here.index(rank), len(here), source, tasks)
+def _world(rank: int, tasks: tuple[Task, ...], source: str) -> World:
+    # All names that a machine has for itself are the same machine.
+    machines = ["localhost" if _means_itself(task.host) else task.host.lower() for task in tasks]
+    here = machines[rank]
+    return World(rank, len(tasks), machines[:rank].count(here), Counter(machines)[here], source, tasks)
 
 
-def _refusal(what: str) -> UsageError:
+def _refusal(
+    what: str,
+    hint: str = 'write it as `{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}`',
+) -> UsageError:
+    return UsageError(f"`{TF_CONFIG}` {what}", hint)
+
+
+def _slurm_refusal(what: str) -> UsageError:
     return UsageError(
-        f"`TF_CONFIG` {what}",
-        'write it as {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
+        what, "start the processes with `srun`, all in one step, or unset Slurm's variables to train alone"
     )
 
 
-def _main() -> int:
+def _shortened(text: str) -> str:
+    """What a message can show of a value."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def main() -> int:
+    """Prints what was detected and from where; 2 if that cannot be."""
     from rich.console import Console
     from rich.table import Table
 
     try:
         world = World.detect()
     except UsageError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    rows: list[tuple[str, Any]] = [
-        ("source", world.source),
-        ("rank", f"{world.rank} of {world.world_size}"),
-        ("local rank", f"{world.local_rank} of {world.local_world_size}"),
-        *(
-            (f"task {rank}", f"{task}{'  <- this process' if rank == world.rank else ''}")
-            for rank, task in enumerate(world.tasks)
-        ),
-    ]
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows:
-        table.add_row(name, str(value))
-    Console(soft_wrap=True).print(table)
+    table.add_row("source", world.source)
+    table.add_row("rank", f"{world.rank} of {world.world_size}")
+    table.add_row("local rank", f"{world.local_rank} of {world.local_world_size}")
+    for rank, task in enumerate(world.tasks):
+        table.add_row(f"rank {rank}", f"{task}{', this process' if rank == world.rank else ''}")
+    # Addresses are for copying: no line breaks, no colours, nothing taken for markup.
+    Console(soft_wrap=True, highlight=False, markup=False).print(table)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(_main())
+    raise SystemExit(main())
