@@ -148,6 +148,14 @@ class Strategy:
         """What each process of the job says, by rank; all processes must call it."""
         return [message]
 
+    def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
+        """The inner loop of `kind`: "train", "test" or "predict"; see `tfdist.program`."""
+        from tfdist import program
+
+        if kind == "predict":
+            return program.PredictProgram(self, model, batches)
+        return program.StepProgram(self, model, f"{kind}_step", batches, stop_at_nan)
+
     def share_variables(self, variables: Sequence[Any]) -> None:
         """Gives Keras `variables` the chief's values in every process."""
 

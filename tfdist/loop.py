@@ -28,7 +28,7 @@ from tfdist import agreement, keras_internals, pace
 from tfdist.data import feed as feeds
 from tfdist.errors import DataError, UsageError
 from tfdist.keras_internals import tree
-from tfdist.program import Logs, Outcome, PredictProgram, StepProgram
+from tfdist.program import Logs, Outcome
 from tfdist.strategies.base import Strategy
 
 # What only the chief does: where processes share a disk they would write the same files.
@@ -409,9 +409,7 @@ def _epoch_runner(
     return run_epoch
 
 
-def _program(
-    strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Any
-) -> StepProgram | PredictProgram:
+def _program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Any) -> Any:
     """The program for these batches; kept with the model until it is compiled again, since building a graph is slow."""
     at_nan = kind == "train" and pace.stops_at_nan(callbacks)
     compiled = getattr(model, "_compile_config", None)
@@ -422,8 +420,5 @@ def _program(
         object.__setattr__(model, "_tfdist_programs", kept)
     programs = kept[1]
     if key not in programs:
-        if kind == "predict":
-            programs[key] = PredictProgram(strategy, model, feed.batches)
-        else:
-            programs[key] = StepProgram(strategy, model, f"{kind}_step", feed.batches, at_nan)
+        programs[key] = strategy.program(model, kind, feed.batches, at_nan)
     return programs[key]
