@@ -202,8 +202,9 @@ class Strategy:
 
 def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
     """What each replica of this process returned from `strategy.run`, one structure a replica."""
-    flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
     count = len(strategy.extended.worker_devices)
+    flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
+    flat = [values if len(values) == count else values * count for values in flat]  # one tensor for all of them
     return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
 
 

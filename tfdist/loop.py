@@ -243,7 +243,7 @@ def _facts(model: Any, passes: Passes, epochs: int, initial_epoch: int) -> dict[
     """What must be the same in every process before the first step."""
     optimizer = getattr(model, "optimizer", None)
     return {
-        "the model's parameters": model.count_params(),
+        "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
         "the model": agreement.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
         "the optimizer": getattr(optimizer, "name", None),
         "its settings": agreement.fingerprint(_config(optimizer)),

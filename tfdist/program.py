@@ -142,13 +142,13 @@ class StepProgram:
             data, replica.share = self._batches.part(state, batch, replica.index, replica.count)
             logs, updated = _exactly(replica, self._model, self._step_function(replica), data)
             self._metrics_updated |= updated
-            return _weighed(logs, replica) if self._own_logs is not None else logs
+            return _mean(logs, replica) if self._own_logs is not None else logs
 
         with reduction.fused(self._model.optimizer, self._strategy.fused):
             results = self._strategy.run(on_replica)
         logs: Logs = {}
         if self._own_logs is not None:
-            logs = tf.nest.map_structure(lambda *values: tf.add_n(values), *results)
+            logs = results[0]  # all replicas have the same
         elif set(results[0]) != set(self._metrics()):
             raise _OwnLogs(tf.nest.map_structure(_float_spec, results[0]))
         finite = tf.constant(True)
@@ -258,12 +258,15 @@ def _exactly(replica: Replica, model: Any, step: Callable[[Any], Logs], data: An
     return logs, updates.metrics_updated
 
 
-def _weighed(logs: Logs, replica: Replica) -> Logs:
+def _mean(logs: Logs, replica: Replica) -> Logs:
+    """The mean of the replicas' logs, weighed by their shares."""
+
     def weigh(value: Any) -> tf.Tensor:
         value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
         return tf.math.multiply_no_nan(value, tf.cast(replica.share, tf.float32))
 
-    return tf.nest.map_structure(weigh, logs)
+    weighed = tf.nest.map_structure(weigh, logs)
+    return tf.nest.pack_sequence_as(weighed, replica.all_reduce(tf.nest.flatten(weighed)))
 
 
 def _float_spec(value: Any) -> tf.TensorSpec:
