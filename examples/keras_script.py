@@ -10,6 +10,7 @@ import tfdist
 
 
 def main() -> None:
+    keras.utils.set_random_seed(0)
     strategy = tfdist.strategy("mirrored", devices=2)  # 1
     with strategy.scope():  # 2
         model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(3)])

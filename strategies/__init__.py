@@ -4,7 +4,7 @@ Synopsis:
 
     >>> from tfdist import strategies
     >>> strategies.names()
-    ['custom', 'mirrored', 'single']
+    ['custom', 'mirrored', 'multiworker', 'single']
 
 A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. Names are found without
 importing TensorFlow.

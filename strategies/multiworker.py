@@ -156,12 +156,13 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         return stack
 
     def exchange(self, message: bytes) -> list[bytes]:
-        values = np.frombuffer(message, np.uint8).astype(np.int32)
-        lengths, joined = self._all_gather(tf.constant([len(values)]), tf.constant(values))
-        ends = np.cumsum(lengths.numpy())
-        # Each replica of a process has said it; one is enough.
-        parts = np.split(joined.numpy().astype(np.uint8), ends[:-1])
-        return [part.tobytes() for part in parts[:: len(self.devices)]]
+        # Collectives carry no bytes, so four of them travel as a number.
+        words = np.frombuffer(message + b"\0" * (-len(message) % 4), np.int32)
+        lengths, joined = self._all_gather(tf.constant([len(message)]), tf.constant(words))
+        ends = np.cumsum(-(-lengths.numpy() // 4))
+        parts = np.split(joined.numpy(), ends[:-1])
+        messages = [part.tobytes()[:length] for part, length in zip(parts, lengths.numpy(), strict=True)]
+        return messages[:: len(self.devices)]  # each replica of a process has said it
 
     @functools.cached_property
     def _all_gather(self) -> Callable[..., Any]:

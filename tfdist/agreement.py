@@ -24,6 +24,16 @@ class Peers(Protocol):
         ...
 
 
+class Alone:
+    """A process without others."""
+
+    world = World()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """What this process says."""
+        return [message]
+
+
 def said(peers: Peers, value: Any) -> list[Any]:
     """What each process says, by rank; `value` is this one's, as JSON has it."""
     if peers.world.world_size == 1:

@@ -169,12 +169,26 @@ def read(path: Path) -> Stored:
         CheckpointError: it is damaged, or cannot be read.
     """
     try:
-        return _parse(Path(path), Path(path).read_bytes())
+        return parse(Path(path), Path(path).read_bytes())
     except (OSError, _DamagedError) as problem:
         raise CheckpointError(
             f"The checkpoint `{path}` cannot be used: {getattr(problem, 'strerror', None) or problem}",
             "use another checkpoint of the folder",
         ) from problem
+
+
+def parse(path: Path, content: bytes) -> Stored:
+    """The checkpoint with the bytes `content`, which came from the file `path`."""
+    if not content.startswith(_MAGIC):
+        raise _DamagedError("it does not begin as a checkpoint of this version does")
+    view = memoryview(content)
+    if hashlib.sha256(view[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        raise _DamagedError("its checksum is wrong, so it was cut or altered")
+    begin = len(_MAGIC) + 8
+    end = begin + int.from_bytes(content[len(_MAGIC) : begin], "little")
+    parsed = json.loads(content[begin:end])
+    entries = [_entry(row, view[end:]) for row in parsed["arrays"]]
+    return Stored(Header(**parsed["header"], path=path), entries)
 
 
 def write(folder: Path, header: Header, entries: Sequence[Entry]) -> Path:
@@ -257,19 +271,6 @@ def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
 
 def _write_all(file: BinaryIO, piece: bytes | memoryview) -> None:
     file.write(piece)
-
-
-def _parse(path: Path, content: bytes) -> Stored:
-    if not content.startswith(_MAGIC):
-        raise _DamagedError("it does not begin as a checkpoint of this version does")
-    view = memoryview(content)
-    if hashlib.sha256(view[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
-        raise _DamagedError("its checksum is wrong, so it was cut or altered")
-    begin = len(_MAGIC) + 8
-    end = begin + int.from_bytes(content[len(_MAGIC) : begin], "little")
-    parsed = json.loads(content[begin:end])
-    entries = [_entry(row, view[end:]) for row in parsed["arrays"]]
-    return Stored(Header(**parsed["header"], path=path), entries)
 
 
 def _entry(row: dict[str, Any], arrays: memoryview) -> Entry:

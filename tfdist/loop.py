@@ -235,6 +235,8 @@ def _callback_list(
         epochs=epochs,
         steps=passes.num_batches,
         examples=passes.examples,
+        seed=strategy.seed,
+        peers=strategy,
         model=model,
     )
 

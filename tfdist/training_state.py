@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -17,10 +18,12 @@ import tensorflow as tf
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
+from tfdist.agreement import Peers
 from tfdist.callbacks.clock import ClockedCallback
 from tfdist.checkpoint import Entry
 from tfdist.errors import CheckpointError
 from tfdist.keras_internals import global_state
+from tfdist.world import World
 
 # What Keras' own callbacks remember from epoch to epoch. They begin anew in `on_train_begin`, and a resumed run shall
 # end where an unbroken one ends. A callback of one's own has `checkpoint_state()` and
@@ -52,6 +55,32 @@ def variables(model: Any) -> dict[str, list[Any]]:
 def read(model: Any) -> list[Entry]:
     """The values of all variables."""
     return [_read(group, variable) for group, members in variables(model).items() for variable in members]
+
+
+def of_all(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+    """`entries` with the parts of the replicas of every process; all processes call it."""
+    if peers.world.world_size == 1:
+        return list(entries)
+    return [_of_all(entry, peers) if entry.by_replica else entry for entry in entries]
+
+
+def _of_all(entry: Entry, peers: Peers) -> Entry:
+    parts = [np.frombuffer(part, entry.value.dtype) for part in peers.exchange(entry.value.tobytes())]
+    return replace(entry, value=np.concatenate([part.reshape(-1, *entry.shape) for part in parts]))
+
+
+def of_this(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+    """`entries` with the parts of this process' replicas alone; where another number wrote them, the chief has all."""
+    if peers.world.world_size == 1:
+        return list(entries)
+    return [_of_this(entry, peers.world) if entry.by_replica else entry for entry in entries]
+
+
+def _of_this(entry: Entry, world: World) -> Entry:
+    each, rest = divmod(len(entry.value), world.world_size)
+    if not rest:
+        return replace(entry, value=entry.value[world.rank * each : (world.rank + 1) * each])
+    return entry if world.is_chief else replace(entry, value=np.zeros_like(entry.value))
 
 
 def assign(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> None:

@@ -223,8 +223,8 @@ def _check_addresses(tasks: Sequence[Task]) -> None:
                 f"names `{task.address}` for {owner.role} {owner.index} and for {task.role} {task.index}",
                 "give every process an address of its own; processes on one host differ by their ports",
             )
-    local = [task for task in tasks if _means_itself(task.host)]
-    others = [task for task in tasks if not _means_itself(task.host)]
+    local = [task for task in tasks if means_itself(task.host)]
+    others = [task for task in tasks if not means_itself(task.host)]
     if local and others:
         raise _refusal(
             f"names `{local[0].address}` for {local[0].role} {local[0].index} beside `{others[0].address}` for "
@@ -233,7 +233,8 @@ def _check_addresses(tasks: Sequence[Task]) -> None:
         )
 
 
-def _means_itself(host: str) -> bool:
+def means_itself(host: str) -> bool:
+    """Whether every host takes this name or address for itself, such as `localhost`."""
     return host.lower() in ("localhost", "::1", "0.0.0.0", "::") or bool(re.fullmatch(r"127(\.[0-9]+){3}", host))
 
 
@@ -377,7 +378,7 @@ def _expand_counts(name: str, environment: Mapping[str, str]) -> list[int]:
 
 def _world(rank: int, tasks: tuple[Task, ...], source: str) -> World:
     # All names that a machine has for itself are the same machine.
-    machines = ["localhost" if _means_itself(task.host) else task.host.lower() for task in tasks]
+    machines = ["localhost" if means_itself(task.host) else task.host.lower() for task in tasks]
     here = machines[rank]
     return World(rank, len(tasks), machines[:rank].count(here), Counter(machines)[here], source, tasks)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import keras
 
-from tfdist import checkpoint, training_state
+from tfdist import agreement, checkpoint, training_state
 from tfdist.callbacks.clock import ClockedCallback
 from tfdist.checkpoint import Header, Stored
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
@@ -43,6 +43,8 @@ class Checkpoint(ClockedCallback):
     resumed, and `every_steps` saves at the next epoch's end instead.
 
     Nothing is saved while the loss, or a trained weight, is not finite.
+
+    Under a strategy of several processes each of them has this callback; the chief reads and writes for all.
 
     Args:
         folder: for the files; made if needed. It belongs to one run.
@@ -99,6 +101,7 @@ class Checkpoint(ClockedCallback):
         self.resume_batch: int | None = None  # tfdist's loop begins there
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._stored: Stored | None = None
+        self._peers: agreement.Peers = agreement.Alone()
         self._begin()
 
     def set_model(self, model: keras.Model) -> None:
@@ -123,10 +126,12 @@ class Checkpoint(ClockedCallback):
         if self.saved is None:
             self._begin()
         self.resumed_from, self.resume_batch, self._stored = None, None, None
-        checkpoint.remove_temporaries(self.folder)
+        self._peers = self.params.get("peers") or agreement.Alone()
+        if self._peers.world.is_chief:
+            checkpoint.remove_temporaries(self.folder)
         if self.resume:
-            self._stored = self._choose()
-        elif self.saved is None and (found := checkpoint.paths(self.folder)):
+            self._stored = self._choose_alike()
+        elif self._peers.world.is_chief and self.saved is None and (found := checkpoint.paths(self.folder)):
             raise CheckpointError(
                 f"The folder `{self.folder}` already holds checkpoints, `{found[0].name}` the newest, and a new run "
                 "would replace them",
@@ -234,6 +239,15 @@ class Checkpoint(ClockedCallback):
         self._step_of_epoch = 0  # the steps of the run before the current epoch
         self._steps_at_last_save = 0
 
+    def _choose_alike(self) -> Stored | None:
+        """What the chief chooses, in every process: the others need not see its disk."""
+        stored = self._choose() if self._peers.world.is_chief else None
+        if self._peers.world.world_size == 1:
+            return stored
+        path = stored.header.path if stored is not None else None
+        content = self._peers.exchange(path.read_bytes() if path is not None else b"")[0]
+        return checkpoint.parse(self.folder / "of the chief", content) if content else None
+
     def _choose(self) -> Stored | None:
         if _loop_is_tfdists(self.params):
             return checkpoint.newest(self.folder)
@@ -247,7 +261,7 @@ class Checkpoint(ClockedCallback):
         return stored
 
     def _restore_state(self, stored: Stored) -> None:
-        header, entries = stored.header, stored.entries
+        header, entries = stored.header, training_state.of_this(stored.entries, self._peers)
         training_state.assign(self.model, entries, _groups(header))
         others = self._others()
         training_state.restore_callbacks_state(others, header.callbacks, entries, header.train_seconds)
@@ -304,6 +318,10 @@ class Checkpoint(ClockedCallback):
         entries = training_state.read(self.model)
         if not training_state.finite(self.model, entries):
             return
+        entries = training_state.of_all(entries, self._peers)
+        self._steps_at_last_save = self.step
+        if not self._peers.world.is_chief:
+            return
         states, arrays = training_state.callbacks_state(self._others())
         header = Header(
             epoch=epoch,
@@ -319,7 +337,6 @@ class Checkpoint(ClockedCallback):
             callbacks=states,
         )
         self.saved = checkpoint.write(self.folder, header, [*entries, *training_state.random_state(), *arrays])
-        self._steps_at_last_save = self.step
         checkpoint.prune(self.folder, self.keep)
 
     def _note_best(self, epoch: int, logs: dict[str, Any]) -> None:

@@ -1,0 +1,177 @@
+"""The processes of a job meet on the chief's port: threads with real sockets stand for the processes."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tfdist import rendezvous, world
+from tfdist.errors import ClusterError, DisagreementError
+
+CARD = {"TensorFlow": "2.21.0"}
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+@pytest.fixture
+def worlds():
+    """The worlds of three workers on this machine."""
+    addresses = [f"localhost:{port}" for port in free_ports(3)]
+    return [
+        world.World.detect(
+            {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": i}})}
+        )
+        for i in range(3)
+    ]
+
+
+def outcome(of_world, card=CARD, seconds=20.0, after=0.0):
+    """What `meet` returns, or what it raises."""
+    time.sleep(after)
+    try:
+        return rendezvous.meet(of_world, card, seconds)
+    except ClusterError as error:
+        return error
+
+
+def meet_all(calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(outcome, *call) for call in calls]]
+
+
+def test_everyone_goes_on_when_all_are_there_in_whatever_order_they_come(worlds):
+    assert meet_all([(worlds[0], CARD, 20, 0.3), (worlds[1], CARD, 20, 0.0), (worlds[2], CARD, 20, 0.6)]) == [True] * 3
+
+
+def test_a_world_of_one_waits_for_nobody():
+    assert rendezvous.meet(world.World(), CARD, 0.0)
+
+
+def test_a_rank_that_does_not_come_is_named_to_everyone_who_came(worlds):
+    chief, other = meet_all([(worlds[0], CARD, 1.0), (worlds[1], CARD, 1.0)])
+    for error in (chief, other):
+        assert error.sentence == f"worker 2 ({worlds[2].tasks[2].address}) did not start within 1 s"
+
+
+def test_a_chief_that_does_not_come_is_named(worlds):
+    (error,) = meet_all([(worlds[1], CARD, 1.0)])
+    assert f"worker 0 ({worlds[0].tasks[0].address})" in error.sentence
+    assert "could not be reached within 1 s" in error.sentence
+
+
+def test_the_shortest_deadline_counts_for_all(worlds):
+    began = time.monotonic()
+    errors = meet_all([(worlds[0], CARD, 60.0), (worlds[1], CARD, 1.0)])
+    assert time.monotonic() - began < 10
+    assert all("worker 2" in error.sentence and "within 1 s" in error.sentence for error in errors)
+
+
+def test_cards_that_differ_are_refused_everywhere_with_each_value(worlds):
+    errors = meet_all([(worlds[0], CARD), (worlds[1], {"TensorFlow": "2.20.0"}), (worlds[2], CARD)])
+    assert all(isinstance(error, DisagreementError) for error in errors)
+    assert len({error.sentence for error in errors}) == 1
+    for part in ("TensorFlow", "2.21.0", "2.20.0"):
+        assert part in errors[0].sentence
+
+
+def test_another_cluster_is_refused_at_once(worlds):
+    config = json.loads(worlds[1].tf_config())
+    cluster = config["cluster"] | {"worker": config["cluster"]["worker"][:2]}
+    smaller = world.World.detect(
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})}
+    )
+    chief, other = meet_all([(worlds[0], CARD), (smaller, CARD)])
+    assert isinstance(chief, DisagreementError) and rendezvous.CLUSTER in chief.sentence
+    assert other.sentence == chief.sentence
+
+
+def test_two_processes_with_the_same_task_are_refused(worlds):
+    errors = meet_all([(worlds[0], CARD), (worlds[1], CARD, 20, 0.2), (worlds[1], CARD, 20, 0.4)])
+    assert "say that they are worker 1" in errors[0].sentence
+
+
+def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):
+    def leave_and_return():
+        for _ in range(20):
+            try:
+                with socket.create_connection((worlds[0].tasks[0].host, worlds[0].tasks[0].port)) as connection:
+                    hello = {"tfdist": 1, "rank": 1, "seconds": 9.0, "deadline_seconds": 9.0}
+                    card = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
+                    connection.sendall(json.dumps({**hello, "card": card}).encode() + b"\n")
+                    time.sleep(0.2)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+        return outcome(worlds[1])
+
+    with ThreadPoolExecutor(3) as pool:
+        again = pool.submit(leave_and_return)
+        others = [pool.submit(outcome, worlds[0]), pool.submit(outcome, worlds[2], after=1.0)]
+        assert [again.result(), *(future.result() for future in others)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b'{"tfdist": 1, "rank": "1"}\n', b"[]\n", b""]
+)
+def test_a_stranger_is_not_looked_at(worlds, said):
+    def disturb():
+        for _ in range(40):
+            try:
+                with socket.create_connection((worlds[0].tasks[0].host, worlds[0].tasks[0].port)) as connection:
+                    connection.sendall(said)
+                    time.sleep(0.1)
+                return
+            except OSError:
+                time.sleep(0.05)
+
+    stranger = threading.Thread(target=disturb)
+    stranger.start()
+    assert meet_all([(worlds[0],), (worlds[1], CARD, 20, 0.5), (worlds[2], CARD, 20, 0.5)]) == [True] * 3
+    stranger.join()
+
+
+def test_a_port_that_another_program_holds_is_named(worlds):
+    with socket.create_server(("", worlds[0].tasks[0].port)):
+        error = outcome(worlds[0])
+    assert worlds[0].tasks[0].address in error.sentence and "in use" in error.sentence
+
+
+def test_a_chief_that_serves_as_tensorflow_already_is_not_waited_for(worlds):
+    """A process that comes back finds TensorFlow on the chief's port: an HTTP/2 server, which speaks first."""
+    with socket.create_server(("localhost", worlds[0].tasks[0].port)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\0\0\x12" + rendezvous.HTTP2_SETTINGS + b"\0" * 18)
+                connection.recv(1 << 16)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        assert outcome(worlds[1]) is False
+        server.join()
+
+
+def test_another_program_on_the_chiefs_port_is_shown(worlds):
+    with socket.create_server(("localhost", worlds[0].tasks[0].port)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                connection.recv(1 << 16)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        error = outcome(worlds[1])
+        server.join()
+    assert "Another program" in error.sentence and "SSH-2.0-OpenSSH" in error.sentence
