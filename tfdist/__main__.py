@@ -1,11 +1,10 @@
-"""The program `tfdist`: `tfdist train ...` is `python -m tfdist.train ...`."""
+"""The program `tfdist`: `tfdist train ...` is `python -m tfdist.train ...`, and so on."""
 
 from __future__ import annotations
 
 import click
 
-from tfdist import __version__
-from tfdist.train import command
+from tfdist import __version__, launch, train
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -14,7 +13,8 @@ def main() -> None:
     """Train Keras 3 models on more than one device: exact, fast and measured."""
 
 
-main.add_command(command, "train")
+main.add_command(train.command, "train")
+main.add_command(launch.command, "launch")
 
 if __name__ == "__main__":
     main()

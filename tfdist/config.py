@@ -33,6 +33,8 @@ OPTIMIZERS = (
     "schedulefreeadamw",
     "sgd",
 )
+# The strategies whose replicas are in several processes.
+OF_SEVERAL_PROCESSES = ("multiworker",)
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
@@ -50,6 +52,7 @@ class TrainConfig:
         optimizer: one of `OPTIMIZERS`.
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches whose gradients are averaged before an update.
+        compression: of gradients between processes, "none" or "bf16"; `None` is the strategy's default.
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
         limit: only so many training examples; `None` is all.
@@ -75,6 +78,7 @@ class TrainConfig:
     optimizer: str = "adam"
     dtype_policy: str = "float32"
     gradient_accumulation: int = 1
+    compression: str | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
     limit: int | None = None
@@ -105,6 +109,11 @@ class TrainConfig:
             raise UsageError(f"`--learning-rate` is {self.learning_rate}", "use a number above 0")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
+        if self.compression is not None and self.strategy not in OF_SEVERAL_PROCESSES:
+            raise UsageError(
+                f"`--compression` is set, and `{self.strategy}` sends nothing between processes",
+                "leave it out, or use the strategy `multiworker`",
+            )
         if self.resume and self.run_dir is None:
             raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
         if self.quiet and self.verbose:

@@ -7,8 +7,8 @@
     ├── NonFiniteLossError       the loss became NaN or infinite at a step
     ├── CheckpointError          no usable checkpoint, or one that cannot be written
     ├── RunFolderError           a run folder that cannot be written or read
-    └── ClusterError             a process of the job is missing, gone or silent
-        └── DisagreementError    processes of a job were given different things to do
+    └── ClusterError             a process of the job is missing, gone or silent; exit code 3
+        └── DisagreementError    processes of a job were given different things to do; exit code 2
 
 Synopsis:
 
@@ -25,6 +25,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 EXIT_USAGE = 2
+EXIT_CLUSTER = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -73,9 +74,13 @@ class RunFolderError(TfdistError):
 class ClusterError(TfdistError):
     """A process of the job is missing, gone or silent."""
 
+    exit_code = EXIT_CLUSTER
+
 
 class DisagreementError(ClusterError):
     """Processes of a job were given different things to do."""
+
+    exit_code = EXIT_USAGE
 
     @classmethod
     def of(cls, differing: Mapping[str, Mapping[str, object]]) -> DisagreementError:

@@ -11,7 +11,6 @@ network may hold strangers. This module never imports TensorFlow.
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import json
 import selectors
@@ -23,6 +22,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, StrictInt, ValidationError
 
+from tfdist import ports
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.world import Task, World, means_itself
 
@@ -126,13 +126,7 @@ def require_free(task: Task) -> None:
 
 def _every_interface(task: Task) -> socket.socket:
     try:
-        if socket.has_dualstack_ipv6():
-            try:
-                return socket.create_server(("", task.port), family=socket.AF_INET6, dualstack_ipv6=True)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:  # IPv6 is known here, and switched off
-                    raise
-        return socket.create_server(("", task.port), backlog=128)
+        return ports.listen(task.port)
     except OSError as error:
         raise ClusterError(
             f"`TF_CONFIG` has `{task.address}` for this process, {task.role} {task.index}, and its port cannot be "
@@ -150,7 +144,7 @@ def _listening(task: Task) -> socket.socket:
     with contextlib.suppress(OSError):
         if means_itself(task.host) or _is_address(task.host):
             family, _, _, _, place = socket.getaddrinfo(task.host, task.port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(place[:2], family=family, backlog=128)
+            return socket.create_server(place[:2], family=family, backlog=128, reuse_port=ports.shared())
     return _every_interface(task)
 
 

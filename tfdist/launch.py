@@ -1,0 +1,78 @@
+"""`python -m tfdist.launch --workers 2 script.py ARGS`: starts a program in several processes that know each other.
+
+Nothing slow is imported here; the processes are started by `tfdist.launcher`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from tfdist.errors import TfdistError, UsageError
+from tfdist.launcher import job
+
+
+@click.command(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "ignore_unknown_options": False,
+        # What comes after the program's name is the program's own.
+        "allow_interspersed_args": False,
+    }
+)
+@click.option("--workers", type=int, default=2, show_default=True, help="processes that train")
+@click.option("--ps", type=int, default=0, show_default=True, help="parameter servers, and a chief beside them")
+@click.option("--hosts", default="", metavar="A,B", help="start them there over ssh, in turn")
+@click.option("--restarts", type=int, default=0, show_default=True, help="start again so often after a failure")
+@click.option("--expose", is_flag=True, help="leave the job in this machine's network, open to others")
+@click.option("--start-seconds", type=float, default=60.0, show_default=True, help="deadline for all to start")
+@click.option("--log-dir", type=click.Path(path_type=Path), help="each process' output; below logs/ if not given")
+@click.option("--verbose", is_flag=True, help="show the output of all processes, not the chief's alone")
+@click.option("--emit", metavar="slurm|kubernetes", help="print a batch script, or manifests, that run the same job")
+@click.option("-m", "module", metavar="MODULE", help="run this module, as python -m does")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED)
+def command(
+    hosts: str, log_dir: Path | None, emit: str | None, module: str | None, program: tuple[str, ...], **options: object
+) -> None:
+    """Start PROGRAM, a script with its arguments, in several processes of one job."""
+    try:
+        name = job.new_name()
+        wanted = job.Job(
+            command=("-m", module, *program) if module else program,
+            hosts=tuple(host.strip() for host in hosts.split(",") if host.strip()),
+            log_dir=log_dir or Path("logs") / name,
+            name=name,
+            **options,  # type: ignore[arg-type]
+        )
+        code = _emit(wanted, emit) if emit else _run(wanted)
+    except TfdistError as error:
+        click.echo(f"error: {error}", err=True)
+        code = error.exit_code
+    sys.exit(code)
+
+
+def _run(wanted: job.Job) -> int:
+    from tfdist.launcher import run
+
+    return run.run(wanted)
+
+
+def _emit(wanted: job.Job, kind: str) -> int:
+    from tfdist.launcher import emit
+
+    printers = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
+    if kind not in printers:
+        raise UsageError(f"`--emit` is `{kind}`", "use `slurm` or `kubernetes`")
+    click.echo(printers[kind](wanted), nl=False)
+    return 0
+
+
+def main() -> None:
+    """The command."""
+    command(prog_name="python -m tfdist.launch")
+
+
+if __name__ == "__main__":
+    main()

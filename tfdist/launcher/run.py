@@ -1,0 +1,294 @@
+"""Runs a job: starts its processes, shows what they say, and ends all of them when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pty
+import shlex
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from tfdist import ports
+from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_USAGE, ClusterError, UsageError
+from tfdist.launcher import doors, job, keeper
+from tfdist.launcher.job import Job
+
+# After a signal from the user, before the processes are ended.
+SECONDS_AFTER_SIGNAL = 4.0
+# A process that says that another one is gone can be seen before that one.
+SECONDS_FOR_THE_CAUSE = 5.0
+LAST_LINES = 20
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Process:
+    """One process of the job, and the keeper that has it."""
+
+    role: str
+    index: int
+    host: str | None
+    log: Path
+    keeper: asyncio.subprocess.Process
+    terminal: int | None  # what the keeper has as its terminal, seen from here
+    port: int = 0
+
+    @property
+    def name(self) -> str:
+        """Such as `worker 1`."""
+        return f"{self.role} {self.index}"
+
+    def tell(self, line: str) -> None:
+        """Says something to the keeper, if it is still there."""
+        assert self.keeper.stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self.keeper.stdin.write(f"{line}\n".encode())
+
+    def end(self) -> None:
+        """Has the keeper end its process."""
+        assert self.keeper.stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self.keeper.stdin.close()
+
+    def how_it_ended(self) -> str:
+        """How the process ended, as the end of a sentence."""
+        code = self.keeper.returncode or 0
+        if code > 128 and code - 128 in set(signal.Signals):
+            return f"was ended by {signal.Signals(code - 128).name}"
+        return f"ended with exit code {code}"
+
+
+def run(wanted: Job, console: Console | None = None) -> int:
+    """Runs a job, again after a failure if it says so, and returns its exit code.
+
+    0 if all processes end with 0; else the exit code of the one that failed first, 128 and a signal's number if a
+    signal ended it; 130 after Ctrl-C.
+
+    Raises:
+        ClusterError: a process did not start.
+        UsageError: the logs cannot be written.
+    """
+    console = console or Console(stderr=True, soft_wrap=True)
+    if not wanted.hosts and not wanted.expose and not doors.close():
+        console.print(
+            "The system gives this job no network of its own: while it runs, whoever reaches this machine can "
+            "connect to its ports and run code as you."
+        )
+    for restart in range(wanted.restarts + 1):
+        code = asyncio.run(_Run(wanted, restart, console).to_its_end())
+        if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
+            break
+        if restart < wanted.restarts:
+            console.print(f"Starting the job again, {restart + 1} of {wanted.restarts}.")
+    return code
+
+
+class _Run:
+    """One start of a job."""
+
+    def __init__(self, wanted: Job, restart: int, console: Console):
+        self.job = wanted
+        self.restart = restart
+        self.console = console
+        self.processes: list[Process] = []
+        self.signals: asyncio.Queue[int] = asyncio.Queue()
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def to_its_end(self) -> int:
+        """Starts all, waits, and ends whatever is left."""
+        loop = asyncio.get_running_loop()
+        for number in PASSED_ON:
+            loop.add_signal_handler(number, self.signals.put_nowait, number)
+        try:
+            await self._start()
+            return await self._wait()
+        finally:
+            await self._end_all()
+            for number in PASSED_ON:
+                loop.remove_signal_handler(number)
+
+    async def _start(self) -> None:
+        try:
+            self.job.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"The logs cannot be written to `{self.job.log_dir}`: {error.strerror}", "choose another `--log-dir`"
+            ) from error
+        for rank, (role, index) in enumerate(self.job.roles):
+            self.processes.append(await self._start_keeper(rank, role, index))
+        deadline = asyncio.get_running_loop().time() + self.job.start_seconds
+        for process in self.processes:
+            await self._read_port(process, deadline)
+        cluster: dict[str, list[str]] = {}
+        for process in self.processes:
+            cluster.setdefault(process.role, []).append(f"{process.host or 'localhost'}:{process.port}")
+        for process in self.processes:
+            process.tell(json.dumps(self._order(process, cluster)))
+
+    async def _start_keeper(self, rank: int, role: str, index: int) -> Process:
+        host = self.job.host(rank)
+        command = [sys.executable, "-m", keeper.__name__]
+        if host is not None:
+            # The user's own keys and agent; no question can be answered here.
+            remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+            options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={int(self.job.start_seconds) or 1}"]
+            command = ["ssh", *options, host, remote]
+        log = self.job.log_dir / f"{role}-{index}.log"
+        terminal, theirs = None, PIPE
+        if rank == 0 and sys.stdout.isatty():
+            terminal, theirs = pty.openpty()  # a progress bar moves on a terminal alone
+        started = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=theirs,
+            stderr=PIPE if rank == 0 and terminal is None else STDOUT,
+            start_new_session=True,  # Ctrl-C comes to the launcher, which passes it on
+        )
+        if terminal is not None:
+            os.close(theirs)
+        return Process(role, index, host, log, started, terminal)
+
+    async def _read_port(self, process: Process, deadline: float) -> None:
+        loop = asyncio.get_running_loop()
+        if process.terminal is not None:
+            reader = asyncio.StreamReader()
+            pipe = os.fdopen(process.terminal, "rb", buffering=0)
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        else:
+            assert process.keeper.stdout is not None
+            reader = process.keeper.stdout
+        file = process.log.open("ab" if self.restart else "wb")
+        line = b""
+        with contextlib.suppress(TimeoutError):
+            line = await asyncio.wait_for(reader.readline(), max(0.0, deadline - loop.time()))
+        try:
+            process.port = json.loads(line)["port"]
+        except (ValueError, KeyError, TypeError):
+            where = f" on the host `{process.host}`" if process.host else ""
+            said = line.decode(errors="replace").strip() or "it said nothing"
+            raise ClusterError(
+                f"{process.name}{where} did not start within {self.job.start_seconds:g} s: {said}",
+                "see that `ssh -o BatchMode=yes` reaches the host, and that tfdist lies there at the same place"
+                if process.host
+                else "see that this machine can start processes",
+            ) from None
+        is_first = process is self.processes[0]
+        self._pump(reader, file, sys.stdout.buffer if is_first else None, process)
+        if process.keeper.stderr is not None:
+            self._pump(process.keeper.stderr, file, sys.stderr.buffer, process)
+
+    def _pump(self, reader: asyncio.StreamReader, file: BinaryIO, shown: BinaryIO | None, process: Process) -> None:
+        prefix = f"[{process.name}] ".encode()
+        prefixed = sys.stdout.buffer if shown is None and self.job.verbose else None
+
+        async def pump() -> None:
+            while part := await _read_some(reader, by_line=prefixed is not None):
+                file.write(part)
+                file.flush()
+                for out, text in ((shown, part), (prefixed, prefix + part)):
+                    if out is not None:
+                        with contextlib.suppress(BrokenPipeError):
+                            out.write(text)
+                            out.flush()
+
+        self._pumps.append(asyncio.create_task(pump()))
+
+    def _order(self, process: Process, cluster: dict[str, list[str]]) -> dict[str, Any]:
+        task = {"type": process.role, "index": process.index}
+        trains = [other for other in self.processes if other.host == process.host and other.role == "worker"]
+        return {
+            "argv": [sys.executable, "-m", "tfdist.launcher.script", *self.job.command],
+            "cwd": os.getcwd(),
+            "environment": {
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
+                ports.SHARE: "1",
+                "PYTHONUNBUFFERED": "1",
+                job.JOB: self.job.name,
+                job.RESTART: str(self.restart),
+                job.START_SECONDS: f"{self.job.start_seconds:g}",
+            },
+            "share": [trains.index(process), len(trains)] if process in trains else None,
+        }
+
+    async def _wait(self) -> int:
+        """Until all processes have ended, one has failed, or the user wants an end."""
+        ends = {asyncio.create_task(process.keeper.wait()): process for process in self.processes}
+        signalled = asyncio.create_task(self.signals.get())
+        running = set(ends)
+        try:
+            while running:
+                done, _ = await asyncio.wait({*running, signalled}, return_when=asyncio.FIRST_COMPLETED)
+                if signalled in done:
+                    number = signalled.result()
+                    self._signal(number)
+                    if number in ENDING:
+                        await asyncio.wait(running, timeout=SECONDS_AFTER_SIGNAL)
+                        return EXIT_INTERRUPTED if number == signal.SIGINT else 128 + number
+                    signalled = asyncio.create_task(self.signals.get())
+                running -= done
+                failed = [ends[end] for end in done if end in ends and ends[end].keeper.returncode]
+                if failed:
+                    return await self._failed(failed, running, ends)
+                # Servers serve until the chief, whom they serve, has ended.
+                if self.job.ps and self.processes[0].keeper.returncode == 0:
+                    return 0
+            return 0
+        finally:
+            signalled.cancel()
+
+    async def _failed(self, failed: list[Process], running: set[Any], ends: dict[Any, Process]) -> int:
+        """Shows what the process said that failed first, and returns its exit code."""
+        if all(process.keeper.returncode == EXIT_CLUSTER for process in failed) and running:
+            done, _ = await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE, return_when=asyncio.FIRST_COMPLETED)
+            failed += [ends[end] for end in done if ends[end].keeper.returncode]
+        first = min(failed, key=lambda process: process.keeper.returncode == EXIT_CLUSTER)
+        await asyncio.wait(self._pumps, timeout=0.5)
+        title = f"{first.name} {first.how_it_ended()}; its last lines"
+        # What a program prints is text: it must not be taken for markup.
+        self.console.print(Panel(Text(_last_lines(first.log)), title=title, title_align="left"), soft_wrap=False)
+        self.console.print(f"All output: {self.job.log_dir}", highlight=False)
+        code = first.keeper.returncode
+        assert code
+        return code if code > 0 else 128 - code
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            process.tell(str(int(number)))
+
+    async def _end_all(self) -> None:
+        for process in self.processes:
+            process.end()
+        if self.processes:
+            waits = [asyncio.create_task(process.keeper.wait()) for process in self.processes]
+            await asyncio.wait(waits, timeout=keeper.SECONDS_TO_END + 2.0)
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                if process.keeper.returncode is None:
+                    process.keeper.kill()  # which also kills what it keeps
+        if self._pumps:
+            await asyncio.wait(self._pumps, timeout=1.0)
+
+
+async def _read_some(reader: asyncio.StreamReader, by_line: bool) -> bytes:
+    try:
+        return await (reader.readline() if by_line else reader.read(1 << 16))
+    except (OSError, ValueError):  # a terminal whose last user has gone; a line without an end
+        return b""
+
+
+def _last_lines(log: Path) -> str:
+    lines: Iterable[str] = log.read_text(errors="replace").splitlines()
+    return "\n".join([line.rstrip() for line in lines if line.strip()][-LAST_LINES:]) or "(it said nothing)"

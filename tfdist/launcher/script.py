@@ -1,0 +1,31 @@
+"""Runs the user's program as `python` does, and tells an error of tfdist in one sentence, with its exit code.
+
+`python -m tfdist.launcher.script script.py ARGS`, or `... -m module ARGS`.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from tfdist.errors import TfdistError
+
+
+def main(arguments: list[str]) -> None:
+    """Runs `arguments` as `python` would."""
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path[0] = str(Path(arguments[0]).resolve().parent)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except TfdistError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

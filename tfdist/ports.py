@@ -1,0 +1,65 @@
+"""Ports of this machine for TensorFlow's servers, which listen on every interface."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+
+# TensorFlow's servers, told so by this variable, take a port although another process of the same user holds it, if
+# that one does not listen. So a port can be held for a process until it ends.
+SHARE = "TF_GRPC_REUSE_PORT"
+
+
+def hold() -> socket.socket:
+    """A port that was free and that nobody else gets while this socket is open."""
+    held = _on_every_interface()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("", 0))
+    return held
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that listens as TensorFlow's server will.
+
+    Raises:
+        OSError: the port is taken, or not allowed.
+    """
+    listener = _on_every_interface()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared():
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("", port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def shared() -> bool:
+    """Whether the ports of this process are held for it by another one."""
+    return os.environ.get(SHARE, "0").lower() in ("1", "true")
+
+
+def _on_every_interface() -> socket.socket:
+    """A socket for IPv6 and IPv4 both, where there is IPv6."""
+    if not _has_ipv6():
+        return socket.socket(socket.AF_INET)
+    both = socket.socket(socket.AF_INET6)
+    both.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return both
+
+
+@functools.cache
+def _has_ipv6() -> bool:
+    """Whether IPv6 is known here, and switched on."""
+    if not socket.has_dualstack_ipv6():
+        return False
+    with socket.socket(socket.AF_INET6) as trial:
+        try:
+            trial.bind(("::", 0))
+        except OSError:
+            return False
+    return True
