@@ -53,6 +53,7 @@ class TrainConfig:
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches whose gradients are averaged before an update.
         compression: of gradients between processes, "none" or "bf16"; `None` is the strategy's default.
+        timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
         limit: only so many training examples; `None` is all.
@@ -79,6 +80,7 @@ class TrainConfig:
     dtype_policy: str = "float32"
     gradient_accumulation: int = 1
     compression: str | None = None
+    timeout_seconds: float | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
     limit: int | None = None
@@ -109,11 +111,14 @@ class TrainConfig:
             raise UsageError(f"`--learning-rate` is {self.learning_rate}", "use a number above 0")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
-        if self.compression is not None and self.strategy not in OF_SEVERAL_PROCESSES:
-            raise UsageError(
-                f"`--compression` is set, and `{self.strategy}` sends nothing between processes",
-                "leave it out, or use the strategy `multiworker`",
-            )
+        for name in ("compression", "timeout_seconds"):
+            if getattr(self, name) is not None and self.strategy not in OF_SEVERAL_PROCESSES:
+                raise UsageError(
+                    f"`{_option(name)}` is set, and `{self.strategy}` trains in one process",
+                    "leave it out, or use the strategy `multiworker`",
+                )
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise UsageError(f"`--timeout-seconds` is {self.timeout_seconds}", "use a number above 0")
         if self.resume and self.run_dir is None:
             raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
         if self.quiet and self.verbose:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,9 +17,10 @@ import tensorflow as tf
 import tfdist
 from tfdist import callbacks, cost, data, files, models, profiler, record
 from tfdist.callbacks import memory
-from tfdist.config import TrainConfig
+from tfdist.config import OF_SEVERAL_PROCESSES, TrainConfig
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.record import RunFolder, RunRecord
+from tfdist.world import World
 
 
 class Session:
@@ -87,13 +89,14 @@ class Session:
                 model, *source.arrays("test"), batch_size=config.batch_size, return_dict=True, verbose=0
             )
             self.record.test_metrics = scores
-        with _whole_run_folder(self.folder):
-            files.write_whole(self.folder.model, model.save)
+        if strategy.world.is_chief:
+            with _whole_run_folder(self.folder):
+                files.write_whole(self.folder.model, model.save)
         if model.stop_training:
             self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
         else:
             self.close("completed", None)
-        if self._profile is not None and self._profile.traced:
+        if self._profile is not None and self._profile.traced and strategy.world.is_chief:
             self._show_profile()
         return self.record
 
@@ -109,7 +112,8 @@ class Session:
         self.record.files = self._files()
         self.folder.write(self.record)
         self.folder.write_history(self.record)
-        self.folder.draw_curves(self.record)
+        if self.record.world.rank == 0:
+            self.folder.draw_curves(self.record)
 
     def _strategy(self, source: Any) -> Any:
         config = self.config
@@ -120,11 +124,18 @@ class Session:
             and cost.step_is_small(config.model, source.spec, config.batch_size)
         ):
             options["threads"] = 1
+        if config.strategy in OF_SEVERAL_PROCESSES:
+            options["card"] = _card(config)
+            given = {"compression": config.compression, "timeout_seconds": config.timeout_seconds}
+            options |= {name: value for name, value in given.items() if value is not None}
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
             count = len(strategy.devices)
             what = "1 CPU device" if count == 1 else f"{count} logical CPU devices"
-            self._show(f"No GPU found: `{config.strategy}` uses {what}; `--devices N` sets another number.")
+            other = (
+                "; `--devices N` sets another number" if config.strategy not in OF_SEVERAL_PROCESSES else " a process"
+            )
+            self._show(f"No GPU found: `{config.strategy}` uses {what}{other}.")
         return strategy
 
     def _begin_record(self, strategy: Any, model: Any, source: Any, earlier: RunRecord | None) -> RunRecord:
@@ -172,9 +183,14 @@ class Session:
         if config.tensorboard:
             found.append(keras.callbacks.TensorBoard(str(self.folder.tensorboard)))
         if config.profile is not None:
-            self._profile = callbacks.Profile(*config.profile, self.folder.tensorboard)
+            self._profile = callbacks.Profile(*config.profile, self._profile_folder(strategy.world))
             found.append(self._profile)
         return [*found, _Recorder(self, throughput, timer)]
+
+    def _profile_folder(self, world: World) -> Path:
+        """All ranks' traces are looked at together, in the chief's folder."""
+        of_chief = self.folder.path if world.is_chief else self.folder.path.parent
+        return RunFolder(of_chief, resume=True).tensorboard
 
     def _files(self) -> dict[str, str]:
         paths = {
@@ -246,6 +262,23 @@ def _optimizer(config: TrainConfig) -> Any:
     # `keras.optimizers.get` does not know all of them by name.
     classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
     return classes[config.optimizer](**options)
+
+
+def _card(config: TrainConfig) -> dict[str, str]:
+    """What all processes of a job must have been told alike."""
+    alike = (
+        "model",
+        "dataset",
+        "limit",
+        "epochs",
+        "batch_size",
+        "learning_rate",
+        "optimizer",
+        "dtype_policy",
+        "gradient_accumulation",
+        "seed",
+    )
+    return {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in alike}
 
 
 def _refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:

@@ -7,6 +7,9 @@ This module alone knows every room. Nothing slow is imported until the options h
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +22,9 @@ import psutil
 
 from tfdist import config as configs
 from tfdist import console, data, environment, models, strategies
-from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
+from tfdist.launcher import job
+from tfdist.world import World
 
 if TYPE_CHECKING:
     from tfdist.config import TrainConfig
@@ -51,6 +56,11 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
     "--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES)
 )
 @click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
+@click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16")
+@click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
+@click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
+@click.option("--restarts", type=int, default=0, show_default=True, help="start them again so often after a failure")
+@click.option("--expose", is_flag=True, help="leave them in this machine's network, open to others")
 @click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
 @click.option("--seed", type=int, default=0, show_default=True, help="of weights, order and random layers")
 @click.option("--limit", type=int, metavar="N", help="only the first N training examples")
@@ -62,7 +72,14 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 @click.option("--profile", metavar="FIRST:LAST", help="trace these training steps, LAST excluded")
 @click.option("--quiet", is_flag=True, help="show nothing but errors")
 @click.option("--verbose", is_flag=True, help="show TensorFlow's messages too")
-def command(devices: str | None, profile: str | None, **options: Any) -> None:
+def command(
+    devices: str | None,
+    profile: str | None,
+    workers: int | None,
+    restarts: int,
+    expose: bool,
+    **options: Any,
+) -> None:
     """Train a model on a dataset with a strategy."""
     try:
         config = configs.TrainConfig(
@@ -70,7 +87,10 @@ def command(devices: str | None, profile: str | None, **options: Any) -> None:
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
         )
-        code = run(config)
+        world = World.detect()
+        _check_processes(config, world, workers)
+        starts = workers is not None and not world.tasks
+        code = _launch(config, workers or 1, restarts, expose) if starts else run(config, world)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
@@ -79,7 +99,7 @@ def command(devices: str | None, profile: str | None, **options: Any) -> None:
     sys.exit(code)
 
 
-def run(config: TrainConfig) -> int:
+def run(config: TrainConfig, world: World) -> int:
     """Trains as `config` says and returns the exit code.
 
     Raises:
@@ -87,10 +107,56 @@ def run(config: TrainConfig) -> int:
     """
     from tfdist.record import RunFolder
 
-    folder = RunFolder(config.run_dir or _new_run_dir(config), resume=config.resume)
+    run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job.JOB))
+    if os.environ.get(job.RESTART, "0") != "0" and run_dir.exists():
+        config = dataclasses.replace(config, run_dir=run_dir, resume=True)
+    if not world.is_chief:
+        config = dataclasses.replace(config, quiet=not config.verbose)
+    folder = RunFolder(run_dir if world.is_chief else run_dir / f"rank-{world.rank}", resume=config.resume)
     with console.stderr_to(None if config.verbose else folder.log) as terminal:
         show = (lambda *lines: None) if config.quiet else click.echo
         return _reported(config, folder, show, terminal)
+
+
+def _check_processes(config: TrainConfig, world: World, workers: int | None) -> None:
+    if workers is not None and config.strategy not in configs.OF_SEVERAL_PROCESSES:
+        raise UsageError(
+            f"`--workers` is {workers}, and `{config.strategy}` trains in one process",
+            "use `--devices`, or one of the strategies " + _names(configs.OF_SEVERAL_PROCESSES),
+        )
+    if workers is not None and world.tasks and workers != len(world.tasks_of("worker")):
+        raise UsageError(
+            f"`--workers` is {workers}, and {world.source} has {len(world.tasks_of('worker'))}",
+            "leave `--workers` out where the job is described already",
+        )
+    if world.tasks and config.strategy not in configs.OF_SEVERAL_PROCESSES:
+        raise UsageError(
+            f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
+            "unset it, or use one of the strategies " + _names(configs.OF_SEVERAL_PROCESSES),
+        )
+
+
+def _launch(config: TrainConfig, workers: int, restarts: int, expose: bool) -> int:
+    """Starts this same command in several processes."""
+    from tfdist.launcher import run as launcher
+
+    name = job.new_name()
+    run_dir = config.run_dir or _new_run_dir(config, name)
+    wanted = job.Job(
+        command=("-m", "tfdist.train", *_arguments(), *(() if config.run_dir else ("--run-dir", str(run_dir)))),
+        workers=workers,
+        restarts=restarts,
+        expose=expose,
+        log_dir=run_dir / "output",
+        verbose=config.verbose,
+        name=name,
+    )
+    # The job may get a network in which nothing can be fetched.
+    fetching = [sys.executable, "-m", "tfdist.data.fetch", config.dataset, str(config.data_dir or "")]
+    fetched = subprocess.run(fetching, check=False, stderr=None)
+    if fetched.returncode:
+        return fetched.returncode
+    return launcher.run(wanted)
 
 
 def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], terminal: TextIO) -> int:
@@ -157,17 +223,21 @@ def _summary(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
     return [*rows, ("files", str(folder.path))]
 
 
-def _new_run_dir(config: TrainConfig) -> Path:
+def _new_run_dir(config: TrainConfig, job_name: str | None) -> Path:
     names = [name.replace(":", ".") for name in (config.model, config.dataset, config.strategy)]
-    base = Path("runs") / "-".join([*names, datetime.now(UTC).strftime("%Y%m%d-%H%M%S")])
+    base = Path("runs") / "-".join([*names, job_name or job.new_name()])
     path, number = base, 1
-    while path.exists():
+    while path.exists() and job_name is None:
         path, number = base.with_name(f"{base.name}-{number}"), number + 1
     return path
 
 
+def _arguments() -> list[str]:
+    return sys.argv[1 + (sys.argv[1:2] == ["train"]) :]
+
+
 def _command() -> list[str]:
-    return ["tfdist", "train", *sys.argv[1 + (sys.argv[1:2] == ["train"]) :]]
+    return ["tfdist", "train", *_arguments()]
 
 
 def _process_start() -> datetime:

@@ -71,7 +71,7 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=before_exec,
+        preexec_fn=before_exec,  # noqa: PLW1509 - no thread has been started yet
     )
 
 

@@ -1,0 +1,114 @@
+"""Jobs of several real processes, started by the launcher as a user does, and always ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 240
+
+
+class RunningJob:
+    """A launcher and its processes; ends all of them when the test does."""
+
+    def __init__(self, *arguments, cwd, module="tfdist.launch", environment=None):
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            cwd=cwd,
+            env=clean_environment() | (environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        self._seen = set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        left = [*self.everyone(), psutil.Process(self.launcher.pid)] if self.launcher.poll() is None else self.left()
+        for process in left:
+            if process.is_running():
+                process.kill()
+        self.launcher.wait()
+
+    def everyone(self):
+        """All processes below the launcher."""
+        found = psutil.Process(self.launcher.pid).children(recursive=True)
+        self._seen.update(found)
+        return found
+
+    def process(self, role, index):
+        """The user's program in one role, as soon as it has started."""
+
+        def find():
+            for process in self.everyone():
+                try:
+                    if "tfdist.launcher.script" in process.cmdline():
+                        task = json.loads(process.environ()["TF_CONFIG"])["task"]
+                        if (task["type"], task["index"]) == (role, index):
+                            return process
+                except (psutil.Error, KeyError):
+                    continue
+            return None
+
+        return self.wait_for(find)
+
+    def wait_for(self, condition, seconds=DEADLINE_SECONDS):
+        """What `condition` returns as soon as it is true."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            found = condition()
+            if found:
+                return found
+            assert self.launcher.poll() is None, f"the job has ended: {self.launcher.communicate()}"
+            self.everyone()
+            time.sleep(0.05)
+        raise AssertionError(f"not within {seconds} s")
+
+    def signal(self, number):
+        self.everyone()
+        self.launcher.send_signal(number)
+
+    def end(self, seconds=DEADLINE_SECONDS):
+        """Waits for the launcher, and returns its exit code, output and errors."""
+        try:
+            out, err = self.launcher.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.launcher.send_signal(signal.SIGABRT)
+            raise
+        return self.launcher.returncode, out, err
+
+    def left(self):
+        """The processes of the job that are still there."""
+        return [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def clean_environment():
+    """This environment without the variables of a job."""
+    dropped = ("TF_CONFIG", "TFDIST_", "SLURM_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    return kept | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def train(*options, run_dir, strategy="multiworker", **more):
+    """`python -m tfdist.train` on the digits in two workers."""
+    arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, *options]
+    if "--workers" not in options:
+        arguments += ["--workers", "2"]
+    return RunningJob(*arguments, module="tfdist.train", cwd=run_dir.parent, **more)
+
+
+def epochs_done(run_dir):
+    """The epochs in the run's record."""
+    try:
+        return len(json.loads((run_dir / "run.json").read_text())["epochs"])
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,287 @@
+"""The launcher: what it starts, shows, passes on, returns, and that nothing is left of it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.processes.jobs import RunningJob, clean_environment
+
+SAY = """
+import os, sys, time
+from tfdist.world import World
+world = World.detect()
+time.sleep(2 * (world.task.role == "chief"))  # the others end with it
+print(world.named(world.rank), len(os.sched_getaffinity(0)), sys.argv[1:])
+"""
+WAIT = "import time\nprint('here', flush=True)\ntime.sleep(100)\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        (tmp_path / "script.py").write_text(text)
+        return "script.py"
+
+    return write
+
+
+def outputs(tmp_path):
+    return {path.stem: path.read_text() for path in (tmp_path / "logs").glob("*/*.log")}
+
+
+def launch(tmp_path, *arguments, **more):
+    return RunningJob(*arguments, cwd=tmp_path, **more)
+
+
+def test_each_process_knows_the_others_and_has_its_share_of_the_cores(tmp_path, script):
+    with launch(tmp_path, "--workers", "2", "--ps", "1", script(SAY), "--flag", "a b") as job:
+        code, out, err = job.end()
+    assert (code, err) == (0, "")
+    cores = len(os.sched_getaffinity(0))
+    found = outputs(tmp_path)
+    assert sorted(found) == ["chief-0", "ps-0", "worker-0", "worker-1"]
+    for name, text in found.items():
+        role, index = name.split("-")
+        share = max(cores // 2, 1) if role == "worker" else cores
+        assert text.startswith(f"{role} {index} (localhost:")
+        assert text.endswith(f" {share} ['--flag', 'a b']\n")
+    assert out == found["chief-0"]
+
+
+def test_a_module_is_run_as_python_runs_it(tmp_path):
+    with launch(tmp_path, "--workers", "2", "-m", "tfdist.world") as job:
+        code, out, _ = job.end()
+    assert code == 0
+    assert "TF_CONFIG" in out
+
+
+def test_the_output_of_all_is_shown_with_who_said_it(tmp_path, script):
+    with launch(tmp_path, "--verbose", script(SAY)) as job:
+        _, out, _ = job.end()
+    assert "[worker 1] worker 1 (" in out
+    assert "\nworker 0 (" in "\n" + out
+
+
+def test_the_first_to_fail_is_shown_and_gives_the_exit_code_and_the_others_end(tmp_path, script):
+    text = WAIT.replace(
+        "time.sleep", "import sys, os\nif 'index\": 1' in os.environ['TF_CONFIG']: sys.exit(7)\ntime.sleep"
+    )
+    began = time.monotonic()
+    with launch(tmp_path, script(text)) as job:
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 7
+    assert "worker 1 ended with exit code 7" in err and "here" in err
+    assert time.monotonic() - began < 15
+
+
+def test_a_killed_process_is_named_with_its_signal(tmp_path, script):
+    with launch(tmp_path, script(WAIT)) as job:
+        job.process("worker", 1).kill()
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 128 + signal.SIGKILL
+    assert "worker 1 was ended by SIGKILL" in err
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("child", child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def started(job, tmp_path):
+    """Waits until both processes of `STUBBORN` have their child."""
+    job.wait_for(lambda: sum(text.count("child") for text in outputs(tmp_path).values()) == 2)
+    job.everyone()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_within_ten_seconds_even_those_that_ignore_it(tmp_path, script, number):
+    with launch(tmp_path, script(STUBBORN)) as job:
+        started(job, tmp_path)
+        began = time.monotonic()
+        job.signal(number)
+        code, _, _ = job.end()
+        assert time.monotonic() - began < 10.5
+        assert code == 128 + number
+        assert job.left() == []
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path, script):
+    with launch(tmp_path, script(STUBBORN)) as job:
+        started(job, tmp_path)
+        job.signal(signal.SIGKILL)
+        until = time.monotonic() + 15
+        while job.left() and time.monotonic() < until:
+            time.sleep(0.1)
+        assert job.left() == []
+
+
+def test_other_signals_are_passed_on(tmp_path, script):
+    text = """
+import signal, sys, time
+def on_signal(number, frame):
+    print("got", number, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, on_signal)
+print("ready", flush=True)
+time.sleep(100)
+"""
+    with launch(tmp_path, script(text)) as job:
+        job.wait_for(lambda: sum("ready" in text for text in outputs(tmp_path).values()) == 2)
+        job.signal(signal.SIGUSR1)
+        code, _, _ = job.end()
+    assert code == 0
+    assert all(f"got {signal.SIGUSR1.value}" in text for text in outputs(tmp_path).values())
+
+
+def test_a_failed_job_is_started_again_so_often_and_knows_it(tmp_path, script):
+    text = "import os, sys\nprint('start', os.environ['TFDIST_RESTART'])\nsys.exit(os.environ['TFDIST_RESTART'] != '2')"
+    with launch(tmp_path, "--restarts", "2", script(text)) as job:
+        code, out, err = job.end()
+    assert code == 0
+    assert err.count("Starting the job again") == 2
+    assert out.splitlines()[-1] == "start 2"
+    with launch(tmp_path, "--restarts", "1", "--log-dir", "other", script(text)) as job:
+        code, _, _ = job.end()
+    assert code == 1
+
+
+def test_an_error_of_tfdist_is_one_sentence(tmp_path, script):
+    with launch(tmp_path, "--workers", "1", script("import tfdist\ntfdist.strategy('multwork')\n")) as job:
+        code, _, err = job.end()
+    assert code == 2
+    assert "did you mean `multiworker`?" in err
+    assert "Traceback" not in err
+
+
+LISTEN = """
+import json, os, socket, time
+from tfdist import ports
+from tfdist.world import World
+with ports.listen(World.detect().task.port) as listener:
+    print("listening", listener.getsockname()[1], flush=True)
+    time.sleep(100)
+"""
+
+
+def listening_ports(job, tmp_path):
+    job.wait_for(lambda: sum("listening" in text for text in outputs(tmp_path).values()) == 2)
+    return [int(text.split()[1]) for text in outputs(tmp_path).values()]
+
+
+def can_connect(port, inside=()):
+    code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 3)"
+    return subprocess.run([*inside, sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_nobody_outside_can_connect_to_the_processes(tmp_path, script):
+    with launch(tmp_path, script(LISTEN)) as job:
+        found = listening_ports(job, tmp_path)
+        process = job.process("worker", 0)
+        if os.stat(f"/proc/{process.pid}/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino:
+            pytest.skip("the system gives no network namespace")
+        assert not any(can_connect(port) for port in found)
+        if os.geteuid() == 0:
+            enter = ["nsenter", "--net", "--target", str(process.pid)]
+            assert all(can_connect(port, enter) for port in found)
+
+
+def test_a_job_can_be_left_open(tmp_path, script):
+    with launch(tmp_path, "--expose", script(LISTEN)) as job:
+        assert all(can_connect(port) for port in listening_ports(job, tmp_path))
+
+
+def test_a_job_that_cannot_be_closed_says_so(tmp_path, script):
+    """A process that may not make a namespace: one in which the limit of them is 0."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can set the limit")
+    inner = f"echo 0 > /proc/sys/user/max_net_namespaces && exec {sys.executable} -m tfdist.launch {script(SAY)}"
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", inner],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "max_net_namespaces" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"the limit cannot be set here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "no network of its own" in done.stderr
+
+
+def test_held_ports_go_to_nobody_else(tmp_path, script):
+    with launch(tmp_path, "--expose", script(WAIT)) as job:
+        config = json.loads(job.process("worker", 0).environ()["TF_CONFIG"])
+        for address in config["cluster"]["worker"]:
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("", int(address.rpartition(":")[2])))
+
+
+SSH = """#!/bin/sh
+# Stands for ssh where no server can run: the same arguments, the same streams, this machine.
+echo "$@" >> "$SSH_CALLS"
+while [ "$1" = "-o" ]; do shift 2; done
+case "$1" in unreachable) echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255;; esac
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "ssh").write_text(SSH)
+    (tools / "ssh").chmod(0o755)
+    return {"PATH": f"{tools}:{os.environ['PATH']}", "SSH_CALLS": str(tmp_path / "calls")}
+
+
+def test_other_hosts_are_reached_over_ssh_without_a_question_or_a_secret(tmp_path, script, ssh):
+    environment = ssh | {"MY_TOKEN": "very-secret"}
+    with launch(tmp_path, "--hosts", "127.0.0.1,127.0.0.2", script(SAY), environment=environment) as job:
+        code, out, err = job.end()
+    assert code == 0, err
+    assert out.startswith("worker 0 (127.0.0.1:")
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("BatchMode=yes") == 2
+    assert "very-secret" not in calls
+    assert outputs(tmp_path)["worker-1"].startswith("worker 1 (127.0.0.2:")
+
+
+def test_a_host_that_cannot_be_reached_is_named(tmp_path, script, ssh):
+    with launch(tmp_path, "--hosts", "127.0.0.1,unreachable", script(SAY), environment=ssh) as job:
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 3
+    assert "worker 1 on the host `unreachable` did not start" in err and "No route to host" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workers", "0", "x.py"], "`--workers` is 0"),
+        (["--restarts", "-1", "x.py"], "`--restarts` is -1"),
+        (["--start-seconds", "0", "x.py"], "`--start-seconds` is 0"),
+        ([], "There is no program to start"),
+        (["--emit", "lsf", "x.py"], "`--emit` is `lsf`"),
+        (["--log-dir", "/dev/null/logs", "x.py"], "cannot be written to `/dev/null/logs`"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(tmp_path, arguments, said):
+    with launch(tmp_path, *arguments) as job:
+        code, _, err = job.end()
+    assert code == 2
+    assert said in err and "hint:" in err and "Traceback" not in err
