@@ -1,0 +1,346 @@
+"""What is emitted runs: the script for Slurm under a stand-in for `srun`, a pod as Kubernetes starts it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tfdist.errors import UsageError
+from tfdist.launcher import emit
+from tfdist.launcher.job import Job
+
+WORLD = ("-m", "tfdist.world")
+# Prints its arguments, so that what came through all the quoting can be compared.
+ECHO = ("-c", "import json, sys; print(json.dumps(sys.argv[1:]))")
+HARD_TO_QUOTE = (
+    "two words",
+    "it's",
+    'a "word"',
+    "$HOME",
+    "$(HOME)",
+    "$$",
+    "`id`",
+    "back\\slash",
+    "\\U0001F600",
+    "*",
+    "",
+    "#",
+    "- a: b",
+    "é 😀",
+    "two\nlines",
+    "\ttab",
+    "\x7f\u2028",
+    "'''",
+    "&& exit 1",
+    "{name}",
+)
+
+# Starts every task on this machine, as `srun` would on its nodes, one after the other. The exit code is the worst.
+SRUN = """\
+#!/bin/sh
+echo "srun $*" >> "$RECORD"
+while case "$1" in --*) true;; *) false;; esac; do shift; done
+rank=0 worst=0
+while [ "$rank" -lt "$SLURM_NTASKS" ]; do
+  out=$(SLURM_PROCID=$rank SLURM_LOCALID=0 "$@") || worst=1
+  printf '%s\\n' "$out" | sed "s/^/$rank: /"
+  rank=$((rank + 1))
+done
+exit $worst
+"""
+
+
+def run_slurm(script, tmp_path, size, **more):
+    """Runs an emitted script as Slurm would, with a node for each of `size` tasks; returns it and what it called."""
+    folder, record = tmp_path / "bin", tmp_path / "record"
+    folder.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\necho "scontrol $*" >> "$RECORD"\n')):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    record.write_text("")
+    (tmp_path / "job.sh").write_text(script)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": str(size), "SLURM_JOB_NODELIST": f"gpu[1-{size}]"}
+    done = subprocess.run(
+        ["bash", tmp_path / "job.sh"],
+        env=slurm | {"PATH": f"{folder}:{path()}", "RECORD": str(record)} | more,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done, record.read_text().splitlines()
+
+
+def path():
+    """A PATH on which `python` is the one that runs this test."""
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def seen(output):
+    """What a process that printed its world took itself for."""
+    (line,) = re.findall(r"rank (\d+) +(\w+ \d+) \((.*)\), this process", output)
+    return line
+
+
+def sbatch_options(script):
+    return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script, re.MULTILINE))
+
+
+@pytest.mark.parametrize("restarts", [0, 2], ids=["no restarts", "restarts"])
+@pytest.mark.parametrize("ps", [0, 2], ids=["workers", "parameter servers"])
+def test_a_script_for_slurm_is_bash(ps, restarts, tmp_path):
+    (tmp_path / "job.sh").write_text(emit.slurm(Job(HARD_TO_QUOTE, workers=3, ps=ps, restarts=restarts)))
+    done = subprocess.run(["bash", "-n", tmp_path / "job.sh"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_slurm_is_asked_for_a_task_a_process():
+    options = sbatch_options(emit.slurm(Job(WORLD, workers=3, ps=2)))
+    assert options["ntasks"] == options["nodes"] == "6"
+    assert options["output"] == "%x-%j.out"
+    assert "requeue" not in options and "no-requeue" in options
+    assert "requeue" in sbatch_options(emit.slurm(Job(WORLD, restarts=1)))
+
+
+@pytest.mark.parametrize("restarts", [0, 2], ids=["no restarts", "restarts"])
+@pytest.mark.parametrize(
+    ("workers", "ps", "roles"),
+    [
+        (1, 0, None),
+        (3, 0, ["worker 0", "worker 1", "worker 2"]),
+        (2, 1, ["chief 0", "worker 0", "worker 1", "ps 0"]),
+    ],
+    ids=["one", "workers", "parameter servers"],
+)
+def test_every_process_of_slurm_knows_who_it_is(workers, ps, roles, restarts, tmp_path):
+    job = Job(WORLD, workers=workers, ps=ps, restarts=restarts)
+    done, calls = run_slurm(emit.slurm(job), tmp_path, len(job.roles))
+    assert done.returncode == 0, done.stderr
+    assert calls == ["srun --kill-on-bad-exit=1 --label --distribution=block python -m tfdist.world"]
+    if roles is None:
+        assert re.search("rank +0 of 1", done.stdout)
+        return
+    outputs = [re.sub(f"(?m)^(?!{rank}: ).*\n", "", done.stdout) for rank in range(len(roles))]
+    assert [seen(output) for output in outputs] == [
+        (str(rank), role, f"gpu{rank + 1}:20112") for rank, role in enumerate(roles)
+    ]
+
+
+def test_slurm_runs_the_command_as_it_was_given(tmp_path):
+    done, _ = run_slurm(emit.slurm(Job(ECHO + HARD_TO_QUOTE, workers=2)), tmp_path, 2)
+    assert [json.loads(line[3:]) for line in done.stdout.splitlines()] == [list(HARD_TO_QUOTE)] * 2
+
+
+def test_a_job_of_slurm_tells_its_name_and_its_patience(tmp_path):
+    code = "import os; print(os.environ['TFDIST_JOB'], os.environ['TFDIST_START_SECONDS'])"
+    done, _ = run_slurm(emit.slurm(Job(("-c", code), workers=1, start_seconds=1.5)), tmp_path, 1)
+    assert done.stdout == "0: slurm-7 1.5\n"
+
+
+@pytest.mark.parametrize(
+    ("failing", "count", "code", "requeued"),
+    [
+        ("1", None, 1, True),
+        ("1", "1", 1, True),
+        ("1", "2", 1, False),
+        ("none", None, 0, False),
+        ("none", "2", 0, False),
+    ],
+    ids=["first failure", "second", "last", "success", "success at last"],
+)
+def test_a_job_of_slurm_goes_back_into_the_queue_so_often(failing, count, code, requeued, tmp_path):
+    program = "import os, sys; print(os.environ['TFDIST_RESTART']); sys.exit(os.environ['SLURM_PROCID'] == sys.argv[1])"
+    more = {} if count is None else {"SLURM_RESTART_COUNT": count}
+    job = Job(("-c", program, failing), workers=2, restarts=2)
+    done, calls = run_slurm(emit.slurm(job), tmp_path, 2, **more)
+    assert done.returncode == code
+    assert done.stdout == f"0: {count or 0}\n1: {count or 0}\n"
+    assert calls[1:] == (["scontrol requeue 7"] if requeued else [])
+
+
+def test_a_job_that_slurm_has_restarted_too_often_ends(tmp_path):
+    # Slurm counts the restarts after a node has failed too.
+    done, calls = run_slurm(emit.slurm(Job(WORLD, restarts=2)), tmp_path, 2, SLURM_RESTART_COUNT="3")
+    assert (done.returncode, calls) == (1, [])
+    assert "started this job again 3 times, and it may 2 times" in done.stderr
+
+
+def test_a_job_without_restarts_fails_with_its_program(tmp_path):
+    done, calls = run_slurm(emit.slurm(Job(("-c", "import sys; sys.exit(5)"))), tmp_path, 2)
+    assert done.returncode == 1 and len(calls) == 1
+
+
+def test_a_step_takes_the_cores_that_its_job_was_given(tmp_path):
+    job = Job(("-c", "import os; print(os.environ.get('SRUN_CPUS_PER_TASK'))"), workers=1)
+    assert run_slurm(emit.slurm(job), tmp_path, 1)[0].stdout == "0: None\n"
+    assert run_slurm(emit.slurm(job), tmp_path, 1, SLURM_CPUS_PER_TASK="8")[0].stdout == "0: 8\n"
+
+
+def load(text):
+    """What one document means, of the part of YAML that is emitted. kubectl, where it is, checks this below."""
+    lines = [line for line in textwrap.dedent(text).split("\n") if line.strip() and not line.lstrip().startswith("#")]
+    if lines and lines[0].startswith("- "):
+        items = re.split("^- ", "\n".join(lines) + "\n", flags=re.MULTILINE)[1:]
+        return [value_of(*item.split("\n", 1)) if item.startswith("|") else load(f"  {item}") for item in items]
+    if not lines or not re.match(r"[\w-]+:( |$)", lines[0]):
+        return scalar("\n".join(lines).strip())
+    pairs = re.findall(r"^([\w-]+):(?: (.+))?\n((?: +.*\n)*)", "\n".join(lines) + "\n", re.MULTILINE)
+    return {key: value_of(rest, block) for key, rest, block in pairs}
+
+
+def value_of(rest, block):
+    if rest.startswith("|"):
+        return textwrap.dedent(block).removesuffix("\n" if rest == "|-" else "")
+    return scalar(rest) if rest else load(block)
+
+
+def scalar(text):
+    if text.startswith('"'):
+        numbered = re.compile(r"\\U([0-9A-F]{8})|\\.")
+        return json.loads(numbered.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[0], text))
+    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+
+
+def manifests(job, **options):
+    documents = {document["kind"]: document for document in map(load, emit.kubernetes(job, **options).split("---\n"))}
+    assert list(documents) == ["NetworkPolicy", "Service", "Job"]
+    return documents
+
+
+def run_pod(documents, index, failures="0", **more):
+    """Runs the command of pod `index` as its node would: variables expanded, nothing of this environment but PATH."""
+    (container,) = documents["Job"]["spec"]["template"]["spec"]["containers"]
+    annotations = {"batch.kubernetes.io/job-index-failure-count": failures}
+    variables = {}
+    for variable in container["env"]:
+        if "value" in variable:
+            variables[variable["name"]] = expanded(variable["value"], variables)
+        else:
+            (name,) = re.findall(r"metadata\.annotations\['(.*)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])
+            variables[variable["name"]] = annotations[name]
+    variables["JOB_COMPLETION_INDEX"] = str(index)  # the Job's controller adds it after the others
+    done = subprocess.run(
+        [expanded(word, variables) for word in container["command"] + container["args"]],
+        env={"PATH": path(), **variables, **more},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def expanded(text, variables):
+    """A text with its variables, as Kubernetes replaces them in commands, arguments and values."""
+    return re.sub(r"\$(?:(\$)|\(([^)]*)\))", lambda found: found[1] or str(variables.get(found[2], found[0])), text)
+
+
+@pytest.mark.parametrize(("workers", "ps"), [(3, 0), (2, 1)], ids=["workers", "parameter servers"])
+def test_every_pod_knows_who_it_is(workers, ps):
+    job = Job(WORLD, workers=workers, ps=ps, name="demo")
+    documents = manifests(job)
+    for rank, (role, index) in enumerate(job.roles):
+        address = f"tfdist-demo-{rank}.tfdist-demo:2222"
+        assert seen(run_pod(documents, rank)) == (str(rank), f"{role} {index}", address)
+
+
+def test_a_pod_runs_the_command_as_it_was_given():
+    documents = manifests(Job(ECHO + HARD_TO_QUOTE, name="demo"))
+    assert json.loads(run_pod(documents, 1, HOME="/root")) == list(HARD_TO_QUOTE)
+
+
+def test_a_pod_knows_its_job_its_restarts_and_its_patience():
+    names = ["TFDIST_JOB", "TFDIST_RESTART", "TFDIST_START_SECONDS"]
+    job = Job(("-c", f"import os; print(*map(os.environ.get, {names}))"), start_seconds=600.0, name="07")
+    assert run_pod(manifests(job), 0, failures="2") == "07 2 600\n"
+
+
+def test_the_parts_of_a_job_find_each_other():
+    documents = manifests(Job(WORLD, workers=2, ps=1, restarts=3, name="demo"), image='a "b":1')
+    policy, service, job = (documents[kind] for kind in ("NetworkPolicy", "Service", "Job"))
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert policy["spec"] == {
+        "podSelector": {"matchLabels": labels},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}],
+    }
+    assert service["spec"]["selector"] == labels
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True  # pods look each other up before any is ready
+    assert pod["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == emit.POD_PORT
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == 4
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"], pod["restartPolicy"]) == (3, 0, "Never")
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert container["image"] == 'a "b":1'
+
+
+def test_a_pod_has_few_rights():
+    pod = manifests(Job(WORLD))["Job"]["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl, and no cluster")
+def test_kubectl_reads_the_same_and_knows_every_field():
+    text = emit.kubernetes(Job(HARD_TO_QUOTE, ps=1, name="demo"))
+    mine = [load(document) for document in text.split("---\n")]
+
+    # What needs no cluster: `label` keeps all that it reads, `set env` only what it knows, and adds what is left out.
+    def kubectl(*arguments, of):
+        done = subprocess.run(
+            ["kubectl", *arguments, "--local", "-f", "-", "-o", "json"],
+            input=of,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    read, rest = [], kubectl("label", "a=b", of=text)
+    while rest.strip():
+        document, end = json.JSONDecoder().raw_decode(rest.lstrip())
+        del document["metadata"]["labels"]["a"]
+        read, rest = [*read, document], rest.lstrip()[end:]
+    assert read == mine
+    known = json.loads(kubectl("set", "env", "A=b", of=json.dumps(mine[2])))
+    assert known["spec"]["template"]["spec"]["containers"][0]["env"].pop() == {"name": "A", "value": "b"}
+    assert contains(known, mine[2])
+
+
+def contains(whole, part):
+    if isinstance(part, dict):
+        return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    if isinstance(part, list):
+        return len(whole) == len(part) and all(map(contains, whole, part))
+    return bool(whole == part)
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes"])
+def test_hosts_are_the_schedulers_choice(target):
+    with pytest.raises(UsageError, match=rf"`--hosts` is `a,b` with `--emit {target}`(?s:.*)hint: leave it out"):
+        getattr(emit, target)(Job(WORLD, hosts=("a", "b")))
+
+
+@pytest.mark.parametrize("name", ["My_job", "a.b", "a-", "a" * 60, "", "a\n"])
+def test_a_name_that_kubernetes_does_not_take_is_refused(name):
+    with pytest.raises(UsageError, match=r"which Kubernetes does not take(?s:.*)at most 54 small letters"):
+        emit.kubernetes(Job(WORLD, name=name))
+
+
+def test_the_longest_name_that_kubernetes_takes():
+    assert len(manifests(Job(WORLD, name="a" * 54))["Job"]["metadata"]["name"] + "-1") == 63

@@ -1,0 +1,329 @@
+"""A job as text for a scheduler that starts the processes itself: a script for Slurm, manifests for Kubernetes.
+
+Both run `python COMMAND` once a process. World learns the rest: under Slurm from Slurm's own variables, in a pod from
+the TF_CONFIG that the pod's shell makes of its number.
+
+Synopsis:
+
+    >>> job = Job(("-m", "tfdist.train", "--strategy", "multiworker"), workers=4)
+    >>> slurm(job).splitlines()[-1]
+    'srun --kill-on-bad-exit=1 --label --distribution=block python -m tfdist.train --strategy multiworker'
+    >>> [line for line in kubernetes(job).splitlines() if line.startswith("kind: ")]
+    ['kind: NetworkPolicy', 'kind: Service', 'kind: Job']
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+
+from tfdist.errors import UsageError
+from tfdist.launcher.job import JOB, RESTART, START_SECONDS, Job
+from tfdist.world import PARAMETER_SERVERS
+
+IMAGE = "registry.example.com/tfdist:edit-me"
+
+# Every pod has an address of its own, so that all can listen on the same port.
+POD_PORT = 2222
+
+# What Kubernetes takes as the name of a service, and of a pod's host, which ends in a dash and the pod's number.
+LONGEST_LABEL = 63
+KUBERNETES_PREFIX = "tfdist-"
+
+
+def slurm(job: Job) -> str:
+    """The job as a script for `sbatch`.
+
+    Raises:
+        UsageError: the job names hosts, which Slurm chooses.
+    """
+    _refuse_hosts(job, "slurm", "Slurm chooses the nodes, and `sbatch --nodelist=...` names them")
+    size = len(job.roles)
+    command = shlex.join(("python", *job.command))
+    step = f"srun --kill-on-bad-exit=1 --label --distribution=block {command}"
+    variables = [f'export {JOB}="slurm-$SLURM_JOB_ID"', f"export {START_SECONDS}={job.start_seconds:g}"]
+    if job.ps:
+        variables += [
+            "# So many processes, the last, are parameter servers; the first is the chief, those between are workers.",
+            f"export {PARAMETER_SERVERS}={job.ps}",
+        ]
+    return "\n".join(
+        [
+            _SLURM_HEAD.format(
+                size=size,
+                processes=f"{size} processes" if size > 1 else "one process",
+                requeue=_REQUEUE if job.restarts else _NO_REQUEUE,
+            ),
+            *variables,
+            _SLURM_RESTARTS.format(restarts=job.restarts, variable=RESTART, step=step) if job.restarts else step,
+            "",
+        ]
+    )
+
+
+_SLURM_HEAD = """\
+#!/usr/bin/env bash
+# Runs one program in {processes}, as a job of Slurm: `sbatch FILE`. Look through the lines under `edit`.
+
+#SBATCH --job-name=tfdist
+#SBATCH --output=%x-%j.out
+#SBATCH --ntasks={size}
+# edit: one process a node. With fewer nodes, several processes share one.
+#SBATCH --nodes={size}
+# edit: what a process gets. Take one `#` away, and write what your nodes have.
+##SBATCH --cpus-per-task=8
+##SBATCH --gpus-per-task=1
+# edit: where, and how long.
+##SBATCH --partition=NAME
+##SBATCH --time=04:00:00
+{requeue}
+
+# edit: make `python` the one that has tfdist, for example by `source /shared/venv/bin/activate`. It stands before
+# `set -u`, which not every such script survives.
+
+set -euo pipefail
+
+# A step does not take this from its job, since Slurm 22.05.
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+"""
+
+_NO_REQUEUE = """\
+# A failure ends the job, a node's too.
+#SBATCH --no-requeue"""
+
+_REQUEUE = """\
+# A job that was put back into the queue, by Slurm or by the end of this script, runs this script again.
+#SBATCH --requeue
+#SBATCH --open-mode=append"""
+
+# `scancel` and the time limit end this script with its processes: it does not come to the requeueing.
+_SLURM_RESTARTS = """\
+
+# How often Slurm has started this job again; with more than 0, tfdist.train goes on from its last checkpoint.
+export {variable}=${{SLURM_RESTART_COUNT:-0}}
+restarts={restarts}
+if [ "${variable}" -gt "$restarts" ]; then
+  echo "error: Slurm has started this job again ${variable} times, and it may $restarts times" >&2
+  exit 1
+fi
+
+# One process that fails ends them all; then all start again.
+status=0
+{step} || status=$?
+if [ "$status" -ne 0 ] && [ "${variable}" -lt "$restarts" ]; then
+  echo "The job failed with exit code $status; putting it back into the queue" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status\""""
+
+
+def kubernetes(job: Job, image: str = IMAGE) -> str:
+    """The job as manifests for `kubectl apply`: a network policy, a service that names the pods, and the pods.
+
+    Args:
+        job: what to run.
+        image: the container image; it has `sh`, and a `python` that has tfdist and the program.
+
+    Raises:
+        UsageError: the job names hosts, which Kubernetes chooses, or has a name that Kubernetes does not take.
+    """
+    _refuse_hosts(job, "kubernetes", "Kubernetes chooses the nodes; `nodeSelector` in the manifest narrows them")
+    size = len(job.roles)
+    name = _kubernetes_name(job.name, size)
+    cluster: dict[str, list[str]] = {}
+    for rank, (role, _) in enumerate(job.roles):
+        cluster.setdefault(role, []).append(f"{name}-{rank}.{name}:{POD_PORT}")
+    return _MANIFESTS.format(
+        name=name,
+        size=size,
+        restarts=job.restarts,
+        image=_quoted(image),
+        snippet=textwrap.indent(_RANK_TO_ROLE.format(role=_role_of_rank(job)), " " * 14).strip(),
+        # Kubernetes reads `$(NAME)` in an argument as a variable, and `$$` as a dollar.
+        arguments="\n".join(f"            - {_quoted(word.replace('$', '$$'))}" for word in job.command),
+        cluster=json.dumps(cluster),
+        port=POD_PORT,
+        job_variable=JOB,
+        job_name=_quoted(job.name),
+        start_variable=START_SECONDS,
+        start_seconds=_quoted(f"{job.start_seconds:g}"),
+        restart_variable=RESTART,
+    )
+
+
+# Kubernetes leaves what it cannot read as a variable as it is, such as `$rank` and `$((rank - 1))`.
+_RANK_TO_ROLE = """\
+rank=$JOB_COMPLETION_INDEX
+{role}
+export TF_CONFIG='{{"cluster": '"$CLUSTER"', "task": {{"type": "'"$role"'", "index": '"$index"'}}}}'
+exec python "$@"
+"""
+
+
+def _role_of_rank(job: Job) -> str:
+    """Shell that makes `role` and `index` of `rank`, in the order of `job.roles`."""
+    if not job.ps:
+        return "role=worker index=$rank"
+    return (
+        "if [ $rank -eq 0 ]; then role=chief index=0\n"
+        f"elif [ $rank -le {job.workers} ]; then role=worker index=$((rank - 1))\n"
+        f"else role=ps index=$((rank - {job.workers + 1})); fi"
+    )
+
+
+_MANIFESTS = """\
+# Runs one program in {size} pods: `kubectl apply -f FILE`. Look through the lines under `edit`. Needs Kubernetes 1.29.
+
+# TensorFlow's servers ask nobody who they are: who reaches one runs code in its pod. So only the job's own pods may.
+# This holds where the cluster's network plugin enforces policies; not every one does. No ports are listed, since NCCL
+# takes others beside {port}.
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {name}
+  labels:
+    tfdist-job: {name}
+spec:
+  podSelector:
+    matchLabels:
+      tfdist-job: {name}
+  policyTypes:
+    - Ingress
+  ingress:
+    - from:
+        - podSelector:
+            matchLabels:
+              tfdist-job: {name}
+---
+# Gives the pods the names {name}-0.{name} and so on, from the moment they have an address.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+  labels:
+    tfdist-job: {name}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    tfdist-job: {name}
+  ports:
+    - name: tensorflow
+      port: {port}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+  labels:
+    tfdist-job: {name}
+spec:
+  completionMode: Indexed
+  completions: {size}
+  parallelism: {size}
+  # Kubernetes restarts single pods. With tfdist every process ends when one does, so that one failure of the job is one
+  # failure of each pod, and all come back. So many failures each pod may have; the first pod with one more ends the
+  # job. (`backoffLimit` would count the failures of all pods together: restarts x pods of them, and the wait before
+  # a restart would double with each pod, not with each restart: 10 s, 20 s, ... up to 10 minutes.) An eviction is a
+  # failure like any other.
+  backoffLimitPerIndex: {restarts}
+  maxFailedIndexes: 0
+  # Never two pods of one rank at a time.
+  podReplacementPolicy: Failed
+  podFailurePolicy:
+    rules:
+      # The image has no `python`, or one that cannot be run: trying again does not help.
+      - action: FailJob
+        onExitCodes:
+          containerName: tfdist
+          operator: In
+          values:
+            - 126
+            - 127
+  template:
+    metadata:
+      labels:
+        tfdist-job: {name}
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      automountServiceAccountToken: false
+      securityContext:
+        # edit: where the image names no user, or not by number, add `runAsUser: 1000`.
+        runAsNonRoot: true
+        seccompProfile:
+          type: RuntimeDefault
+      containers:
+        - name: tfdist
+          # edit: an image with tfdist, and with the program.
+          image: {image}
+          command:
+            - sh
+            - -c
+            - |
+              {snippet}
+            - sh
+          args:
+{arguments}
+          env:
+            - name: CLUSTER
+              value: |-
+                {cluster}
+            - name: {job_variable}
+              value: {job_name}
+            # edit: how long the first pod waits for the last. It spans finding nodes and pulling images.
+            - name: {start_variable}
+              value: {start_seconds}
+            # How often this pod was started again; with more than 0, tfdist.train goes on from its last checkpoint.
+            - name: {restart_variable}
+              valueFrom:
+                fieldRef:
+                  fieldPath: metadata.annotations['batch.kubernetes.io/job-index-failure-count']
+          ports:
+            - containerPort: {port}
+          securityContext:
+            allowPrivilegeEscalation: false
+            capabilities:
+              drop:
+                - ALL
+          # edit: what a pod needs of its node.
+          # resources:
+          #   limits:
+          #     cpu: 4
+          #     memory: 8Gi
+          #     nvidia.com/gpu: 1
+          # edit: a pod's own files go with it. Checkpoints that outlive a restart, and results, belong on a volume that
+          # rank 0 can write.
+          # volumeMounts:
+          #   - name: runs
+          #     mountPath: /runs
+      # volumes:
+      #   - name: runs
+      #     persistentVolumeClaim:
+      #       claimName: NAME
+"""
+
+
+def _refuse_hosts(job: Job, target: str, hint: str) -> None:
+    if job.hosts:
+        raise UsageError(f"`--hosts` is `{','.join(job.hosts)}` with `--emit {target}`", f"leave it out: {hint}")
+
+
+def _kubernetes_name(job_name: str, size: int) -> str:
+    """What the job's parts are called in Kubernetes."""
+    name = KUBERNETES_PREFIX + job_name
+    longest = LONGEST_LABEL - len(f"-{size - 1}")
+    if not re.fullmatch("[a-z0-9-]*[a-z0-9]", name) or len(name) > longest:
+        raise UsageError(
+            f"The job's name is `{job_name}`, which Kubernetes does not take",
+            f"use at most {longest - len(KUBERNETES_PREFIX)} small letters, digits and dashes, and no dash at the end",
+        )
+    return name
+
+
+def _quoted(text: str) -> str:
+    """A text as YAML's double-quoted style has it: as JSON does, and what cannot be printed by its number."""
+    characters = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in characters)
