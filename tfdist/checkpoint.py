@@ -186,9 +186,12 @@ def parse(path: Path, content: bytes) -> Stored:
         raise _DamagedError("its checksum is wrong, so it was cut or altered")
     begin = len(_MAGIC) + 8
     end = begin + int.from_bytes(content[len(_MAGIC) : begin], "little")
-    parsed = json.loads(content[begin:end])
-    entries = [_entry(row, view[end:]) for row in parsed["arrays"]]
-    return Stored(Header(**parsed["header"], path=path), entries)
+    try:
+        parsed = json.loads(content[begin:end])
+        entries = [_entry(row, view[end:]) for row in parsed["arrays"]]
+        return Stored(Header(**parsed["header"], path=path), entries)
+    except (KeyError, TypeError, ValueError) as problem:  # its checksum is right: tfdist has not written it
+        raise _DamagedError(f"its header is not a checkpoint's ({problem})") from problem
 
 
 def write(folder: Path, header: Header, entries: Sequence[Entry]) -> Path:
@@ -208,9 +211,12 @@ def write(folder: Path, header: Header, entries: Sequence[Entry]) -> Path:
     return path
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints of `folder`."""
-    for path in paths(folder)[keep:]:
+def prune(folder: Path, keep: int, written: Path) -> None:
+    """Deletes all but the newest `keep` checkpoints of `folder`, of those up to the one that was just `written`.
+
+    Later ones were there when the run was resumed from before them: damaged files, which must not push out whole ones.
+    """
+    for path in [path for path in paths(folder) if _step(path) <= _step(written)][keep:]:
         path.unlink(missing_ok=True)
 
 

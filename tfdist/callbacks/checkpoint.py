@@ -337,7 +337,7 @@ class Checkpoint(ClockedCallback):
             callbacks=states,
         )
         self.saved = checkpoint.write(self.folder, header, [*entries, *training_state.random_state(), *arrays])
-        checkpoint.prune(self.folder, self.keep)
+        checkpoint.prune(self.folder, self.keep, self.saved)
 
     def _note_best(self, epoch: int, logs: dict[str, Any]) -> None:
         monitor = self.monitor or ("val_loss" if "val_loss" in logs else "loss")

@@ -1,0 +1,666 @@
+"""Point 5, nothing lost: what is on the disk after each mishap, and that a resumed run ends as an unbroken one.
+
+A killed process is played by an error in the middle of `fit`: no further hook is called. The process that resumes has
+another random seed, so that whatever does not come from the checkpoint shows. Real kills are in processes/test_kill.py.
+"""
+
+import ast
+import contextlib
+import doctest
+import errno
+import functools
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tfdist import checkpoint, training_state
+from tfdist.callbacks import Checkpoint, LearningRateWarmup
+from tfdist.checkpoint import Entry, Header
+from tfdist.errors import CheckpointError, UnknownNameError, UsageError
+
+ROOT = Path(__file__).parents[1]
+STEPS = 6  # in an epoch
+EVERY = 4  # steps, where checkpoints are made within epochs: no call of the inner loop has one step then
+X = np.random.default_rng(0).normal(size=(8 * STEPS, 4)).astype("float32")
+Y = X[:, :1] - 2 * X[:, 1:2]
+
+
+class KilledError(Exception):
+    """Plays SIGKILL."""
+
+
+class AtStep(keras.callbacks.Callback):
+    """Does something right after step `step` of the run, before a checkpoint of that step is written."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def batches_until_hook(self, batch):
+        """Only then: `single` rounds differently where steps are run one by one."""
+        left = self.step - int(self.model.optimizer.iterations.numpy())
+        return left if left > 0 else None
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations.numpy()) == self.step:
+            self.act(logs)
+
+
+class Kill(AtStep):
+    """Ends the process."""
+
+    def act(self, logs):
+        raise KilledError
+
+
+class Poison(AtStep):
+    """Sets a weight; the loss of that step has been noted before."""
+
+    def __init__(self, step, value):
+        super().__init__(step)
+        self.value = value
+
+    def act(self, logs):
+        assert np.isfinite(logs["loss"])
+        first, *others = self.model.get_weights()
+        first[0, 0] = self.value
+        self.model.set_weights([first, *others])
+
+
+def network(units=8, optimizer=keras.optimizers.Adam, hidden=1, **options):
+    hidden_layers = [layer for _ in range(hidden) for layer in (layers.Dense(units, "relu"), layers.Dropout(0.3))]
+    model = keras.Sequential([layers.Input((4,)), *hidden_layers, layers.Dense(1)])
+    model.compile(optimizer(0.01), **{"loss": "mse", "metrics": ["mae"], "jit_compile": False, **options})
+    return model
+
+
+def run(strategy="single", callbacks=(), build=network, *, seed=0, **fit):
+    """A training as a process of its own begins it; `None` is Keras' own fit, `strategy.seed` is always 7."""
+    keras.utils.set_random_seed(seed)
+    fit = {"epochs": 3, "batch_size": 8, "verbose": 0, "callbacks": list(callbacks), **fit}
+    if strategy is None:
+        model = build()
+        return SimpleNamespace(model=model, history=model.fit(X, Y, **fit).history)
+    chosen = tfdist.strategy(strategy, devices=1 if strategy == "single" else 2, seed=7)
+    with chosen.scope():
+        model = build()
+    return SimpleNamespace(model=model, history=chosen.fit(model, X, Y, **fit).history)
+
+
+def killed(step, strategy="single", callbacks=(), build=network, **fit):
+    with pytest.raises(KilledError):
+        run(strategy, [*callbacks, Kill(step)], build, **fit)
+
+
+def resumed(strategy="single", callbacks=(), build=network, **fit):
+    return run(strategy, callbacks, build, seed=1, **fit)
+
+
+def values(model):
+    return [keras.ops.convert_to_numpy(variable) for variable in [*model.variables, *model.optimizer.variables]]
+
+
+def assert_same_bits(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def refuses(error, *words):
+    """The block raises `error`: one sentence with these words, and a hint."""
+    with pytest.raises(error) as raised:
+        yield
+    assert "\n" not in raised.value.sentence
+    assert raised.value.hint
+    for word in words:
+        assert word in raised.value.sentence
+
+
+def test_the_synopsis_runs():
+    assert doctest.testmod(checkpoint).failed == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The checkpoints of two epochs of a run, and its weights."""
+    folder = tmp_path_factory.mktemp("trained")
+    found = run(callbacks=[Checkpoint(folder)], epochs=2)
+    return {path.name: path.read_bytes() for path in checkpoint.paths(folder)}, values(found.model)
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """A folder with the two checkpoints."""
+    for name, content in trained[0].items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def altered(content, position):
+    changed = bytearray(content)
+    changed[position] ^= 1
+    return bytes(changed)
+
+
+MISHAPS = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "altered in the header": lambda content: altered(content, 100),
+    "altered in the middle": lambda content: altered(content, len(content) // 2),
+    "altered in the digest": lambda content: altered(content, -1),
+}
+
+
+class TestDamage:
+    """A damaged file is passed over."""
+
+    @pytest.mark.parametrize("mishap", MISHAPS)
+    def test_the_one_before_is_used_and_a_warning_names_the_file(self, mishap, folder, trained):
+        newest = folder / "step-00000012.ckpt"
+        newest.write_bytes(MISHAPS[mishap](newest.read_bytes()))
+        keep = Checkpoint(folder, resume=True)
+        with pytest.warns(UserWarning, match=re.escape(f"`{newest}` cannot be used")) as warned:
+            found = resumed(callbacks=[keep], epochs=2)
+        assert len([w for w in warned if str(newest) in str(w.message)]) == 1
+        assert keep.resumed_from == folder / "step-00000006.ckpt"
+        assert found.model.optimizer.iterations == 12
+        assert_same_bits(values(found.model), trained[1])
+        assert checkpoint.latest(folder).step == 12  # written anew
+
+    def test_where_all_are_damaged_the_run_is_refused_before_its_first_step(self, folder):
+        for path in checkpoint.paths(folder):
+            path.write_bytes(path.read_bytes()[:-5])
+        model = network()
+        none_whole = refuses(CheckpointError, f"None of the checkpoints in `{folder}` is whole: 2 damaged")
+        with none_whole, pytest.warns(UserWarning, match="cannot be used"):
+            run(callbacks=[Checkpoint(folder, resume=True)], build=lambda: model)
+        assert model.optimizer.iterations == 0
+        assert names(folder) == ["step-00000006.ckpt", "step-00000012.ckpt"]
+
+    def test_no_byte_can_be_altered_and_none_be_missing_unnoticed(self, tmp_path):
+        path = checkpoint.write(tmp_path, Header(0, 1, 1, "SGD"), [Entry("model", "w", np.ones(5, "float32"))])
+        content = path.read_bytes()
+        for position in range(len(content)):
+            for damaged in (altered(content, position), content[:position]):
+                path.write_bytes(damaged)
+                with pytest.raises(CheckpointError, match=re.escape(f"`{path}` cannot be used")):
+                    checkpoint.read(path)
+
+    def test_a_damaged_newer_file_does_not_push_out_what_the_resumed_run_saves(self, folder):
+        newest = folder / "step-00000012.ckpt"
+        newest.write_bytes(newest.read_bytes()[:-5])
+        with pytest.warns(UserWarning, match="cannot be used"):
+            killed(11, callbacks=[Checkpoint(folder, every_steps=2, keep=1, resume=True)])
+        with pytest.warns(UserWarning, match="cannot be used"):
+            assert checkpoint.latest(folder).step == 10
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def disk(self, tmp_path):
+        """A disk of 64 KiB."""
+        if os.geteuid() != 0:
+            pytest.skip("mounting a small disk takes root")
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
+        )
+        if mounted.returncode:
+            pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield disk
+        finally:
+            subprocess.run(["umount", disk], check=True)
+
+    class FillDisk(keras.callbacks.Callback):
+        def __init__(self, disk, free):
+            super().__init__()
+            self.disk, self.free = disk, free
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch != 1:
+                return
+            content = bytes(4096)
+            with contextlib.suppress(OSError), open(self.disk / "filling", "wb", buffering=0) as file:
+                while file.write(content):
+                    pass
+            os.truncate(self.disk / "filling", (self.disk / "filling").stat().st_size - self.free)
+
+    @pytest.mark.parametrize("free", [0, 4096], ids=["for no byte", "for the first bytes"])
+    def test_it_is_told_in_a_sentence_and_the_earlier_checkpoint_stays_whole(self, disk, free):
+        folder = disk / "checkpoints"
+        with refuses(CheckpointError, f"cannot be written to `{folder}`", f"{free:,} are free", "No space left"):
+            run(callbacks=[self.FillDisk(disk, free), Checkpoint(folder)])
+        assert names(folder) == ["step-00000006.ckpt"]
+        (disk / "filling").unlink()
+        again = resumed(callbacks=[Checkpoint(folder, resume=True)])
+        assert_same_bits(values(again.model), values(run().model))
+
+    def test_the_hint_says_what_to_do_and_what_is_still_good(self, disk):
+        with pytest.raises(CheckpointError) as raised:
+            run(callbacks=[self.FillDisk(disk, 0), Checkpoint(disk / "checkpoints")])
+        assert raised.value.hint == (
+            "make room there, or choose another folder; the last checkpoint, `step-00000006.ckpt`, is as it was"
+        )
+        assert raised.value.__cause__.errno == errno.ENOSPC
+
+
+def scaled(rate):
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(rate))
+
+
+def amsgrad(rate):
+    return keras.optimizers.Adam(rate, amsgrad=True)
+
+
+OTHER_MODELS = {
+    "larger layer": ({"units": 16}, "/kernel` float32 [4, 8], where", "/kernel` float32 [4, 16]"),
+    "a layer more": ({"hidden": 2}, "/kernel` float32 [8, 1], where", "/kernel` float32 [8, 8]"),
+    "a layer less": ({"hidden": 0}, "/kernel` float32 [4, 8], where", "/kernel` float32 [4, 1]"),
+    "another optimizer": ({"optimizer": keras.optimizers.SGD}, "has the optimizer `Adam`, and the model `SGD`"),
+    "loss scaling": ({"optimizer": scaled}, "has the optimizer `Adam`, and the model `LossScaleOptimizer(Adam)`"),
+    "another option of the optimizer": (
+        {"optimizer": amsgrad},
+        "it has no further optimizer variable, where the model has the optimizer variable `adam",
+        "velocity_hat",
+    ),
+}
+
+
+class TestAnotherRun:
+    """What does not fit a checkpoint is refused before its first step, and left as it was."""
+
+    @pytest.mark.parametrize("name", OTHER_MODELS)
+    @pytest.mark.parametrize("strategy", ["single", None])
+    def test_a_model_or_optimizer_that_differs_is_refused_by_name(self, strategy, name, folder):
+        options, *words = OTHER_MODELS[name]
+        model = network(**options)
+        before = model.get_weights()
+        with refuses(CheckpointError, f"The checkpoint `{folder / 'step-00000012.ckpt'}`", *words):
+            run(strategy, [Checkpoint(folder, resume=True)], lambda: model)
+        assert model.optimizer.iterations == 0
+        assert_same_bits(model.get_weights(), before)
+        assert names(folder) == ["step-00000006.ckpt", "step-00000012.ckpt"]
+
+    def test_a_dtype_that_differs_is_refused_by_name(self, folder):
+        keras.config.set_dtype_policy("bfloat16")
+        with refuses(CheckpointError, "/kernel` float32 [4, 8], where", "/kernel` bfloat16 [4, 8]"):
+            run(callbacks=[Checkpoint(folder, resume=True)])
+
+    def test_names_that_keras_counts_up_are_no_difference(self, folder):
+        network()
+        keep = Checkpoint(folder, resume=True)
+        resumed(callbacks=[keep])
+        assert keep.resumed_from == folder / "step-00000012.ckpt"
+
+    def test_within_an_epoch_other_batches_are_refused(self, tmp_path):
+        killed(4, callbacks=[Checkpoint(tmp_path, every_steps=3)])
+        with refuses(CheckpointError, "with 6 steps in an epoch, and this run has 12"):
+            run(callbacks=[Checkpoint(tmp_path, resume=True)], batch_size=4)
+
+    @pytest.mark.parametrize("strategy", ["single", None])
+    def test_a_new_run_into_a_folder_with_checkpoints_is_refused(self, strategy, folder, trained):
+        model = network()
+        with refuses(CheckpointError, f"`{folder}` already holds checkpoints, `step-00000012.ckpt` the newest"):
+            run(strategy, [Checkpoint(folder)], lambda: model)
+        assert model.optimizer.iterations == 0
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == trained[0]
+
+    def test_the_same_callback_goes_on_into_its_own_folder(self, tmp_path):
+        keep = Checkpoint(tmp_path)
+        model = run(None, [keep], epochs=1).model
+        model.fit(X, Y, batch_size=8, epochs=2, initial_epoch=1, callbacks=[keep], verbose=0)
+        assert names(tmp_path) == ["step-00000006.ckpt", "step-00000012.ckpt"]
+
+    def test_resuming_in_an_empty_folder_begins_a_new_run(self, tmp_path):
+        keep = Checkpoint(tmp_path / "none", resume=True)
+        found = run(callbacks=[keep])
+        assert keep.resumed_from is None
+        assert_same_bits(values(found.model), values(run().model))
+
+
+class TestResume:
+    """A run that is killed and resumed ends as an unbroken one, to the bit: weights, optimizer, history."""
+
+    @staticmethod
+    @functools.cache
+    def unbroken(strategy, every_steps=None, **fit):
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(strategy, [Checkpoint(folder, every_steps)], **fit)
+        return values(found.model), found.history
+
+    @pytest.mark.parametrize("step", [7, 10, 17])
+    @pytest.mark.parametrize("strategy", ["single", "custom", "mirrored"])
+    def test_in_the_middle_of_an_epoch(self, strategy, step, tmp_path):
+        killed(step, strategy, [Checkpoint(tmp_path, EVERY)])
+        last = max(saved for saved in (4, 6, 8, 12, 16) if saved < step)
+        assert checkpoint.latest(tmp_path).step == last
+        keep = Checkpoint(tmp_path, EVERY, resume=True)
+        found = resumed(strategy, [keep])
+        assert keep.resumed_from == tmp_path / f"step-{last:08d}.ckpt"
+        weights, history = self.unbroken(strategy, EVERY)
+        assert_same_bits(values(found.model), weights)
+        assert found.history == history
+
+    def test_again_and_again(self, tmp_path):
+        for number, step in enumerate((5, 8, 11, 18)):
+            killed(step, callbacks=[Checkpoint(tmp_path, EVERY, resume=True)], seed=number)
+        found = resumed(callbacks=[Checkpoint(tmp_path, EVERY, resume=True)])
+        weights, history = self.unbroken("single", EVERY)
+        assert_same_bits(values(found.model), weights)
+        assert found.history == history
+
+    @pytest.mark.parametrize("step", [7, 17])
+    def test_under_stock_keras_at_the_end_of_an_epoch(self, step, tmp_path):
+        # Where TensorFlow shuffles, it keeps its position to itself.
+        killed(step, None, [Checkpoint(tmp_path, EVERY)], shuffle=False)
+        keep = Checkpoint(tmp_path, EVERY, resume=True)
+        found = resumed(None, [keep], shuffle=False)
+        assert keep.resumed_from == tmp_path / f"step-{(step - 1) // STEPS * STEPS:08d}.ckpt"
+        weights, history = self.unbroken(None, EVERY, shuffle=False)
+        assert_same_bits(values(found.model), weights)
+        assert found.history == history
+
+    def test_stock_keras_refuses_to_begin_within_an_epoch(self, tmp_path):
+        killed(4, callbacks=[Checkpoint(tmp_path, every_steps=3)])
+        with refuses(CheckpointError, "cannot resume within an epoch", "`step-00000003.ckpt` is the newest"):
+            run(None, [Checkpoint(tmp_path, resume=True)])
+
+    @pytest.mark.parametrize("strategy", ["single", None])
+    def test_a_finished_run_trains_no_more(self, strategy, tmp_path):
+        finished = run(strategy, [Checkpoint(tmp_path)])
+        files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        found = resumed(strategy, [Checkpoint(tmp_path, resume=True)])
+        assert_same_bits(values(found.model), values(finished.model))
+        assert found.history == finished.history
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+    def test_the_random_states_that_belong_to_no_model_go_on(self):
+        def draw():
+            return [
+                random.random(),
+                random.gauss(),
+                np.random.rand(),
+                np.random.randn(),
+                float(keras.random.uniform(())),
+                float(tf.random.get_global_generator().uniform(())),
+            ]
+
+        keras.utils.set_random_seed(0)
+        tf.random.set_global_generator(tf.random.Generator.from_seed(0))
+        draw()
+        state = training_state.random_state()
+        expected = draw()
+        keras.utils.set_random_seed(1)
+        assert draw() != expected
+        training_state.restore_random_state(state)
+        assert draw() == expected
+
+
+class Score(keras.callbacks.Callback):
+    """A figure that is best in the second epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = [5.0, 3.0][epoch] if epoch < 2 else 4.0
+
+
+class Rates(keras.callbacks.Callback):
+    """The learning rate at each step; remembers them as a callback of one's own does."""
+
+    def on_train_begin(self, logs=None):
+        self.rates = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    def checkpoint_state(self):
+        return {"rates": self.rates}
+
+    def restore_checkpoint_state(self, state):
+        self.rates = list(state["rates"])
+
+
+def early_stopping(folder):
+    return keras.callbacks.EarlyStopping("score", mode="min", patience=3, restore_best_weights=True)
+
+
+def reduce_on_plateau(folder):
+    return keras.callbacks.ReduceLROnPlateau("score", mode="min", factor=0.5, patience=2)
+
+
+def best_weights(folder):
+    path = folder / "best-{epoch}.weights.h5"
+    return keras.callbacks.ModelCheckpoint(path, "score", mode="min", save_best_only=True, save_weights_only=True)
+
+
+def warmup(folder):
+    return LearningRateWarmup(4, warmup_epochs=2.5)
+
+
+def remembered(callback):
+    """What a callback knows at the end of a training."""
+    known = ("wait", "best", "stopped_epoch", "best_epoch", "cooldown_counter")
+    return {name: getattr(callback, name) for name in known if hasattr(callback, name)}
+
+
+ALL = (warmup, early_stopping, reduce_on_plateau, best_weights)
+
+
+class TestOtherCallbacks:
+    """Their state comes back: histories, learning rates, files and weights are those of an unbroken run."""
+
+    @staticmethod
+    def results(folder, strategy, makers, *, train=run, more=()):
+        folder.mkdir(exist_ok=True)
+        used, rates = [make(folder) for make in makers], Rates()
+        data = {"shuffle": False, "validation_data": (X[:9], Y[:9])}
+        found = train(strategy, [Score(), *used, rates, *more], epochs=6, **data)
+        return found and {
+            "history": found.history,
+            "rates": rates.rates,
+            "callbacks": [remembered(callback) for callback in used],
+            "files": names(folder),
+            "weights": [value.tobytes() for value in values(found.model)],
+        }
+
+    @classmethod
+    @functools.cache
+    def unbroken(cls, strategy, makers):
+        with tempfile.TemporaryDirectory() as folder:
+            return cls.results(Path(folder), strategy, makers)
+
+    def broken(self, folder, strategy, makers, step):
+        """The results, and the step that the run was resumed from."""
+        more = [Checkpoint(folder / "checkpoints", EVERY)]
+        self.results(folder / "files", strategy, makers, train=functools.partial(killed, step), more=more)
+        more = [Checkpoint(folder / "checkpoints", EVERY, resume=True)]
+        found = self.results(folder / "files", strategy, makers, train=resumed, more=more)
+        return found, int(more[0].resumed_from.stem.removeprefix("step-"))
+
+    def test_early_stopping_counts_on(self, tmp_path):
+        unbroken = self.unbroken("single", (early_stopping,))
+        assert len(unbroken["history"]["loss"]) == 5  # three epochs after the best one
+        assert self.broken(tmp_path, "single", (early_stopping,), 23) == (unbroken, 20)
+
+    def test_reduce_on_plateau_counts_on(self, tmp_path):
+        unbroken = self.unbroken("single", (reduce_on_plateau,))
+        assert unbroken["rates"][23] == 2 * unbroken["rates"][24]  # two epochs after the best one
+        assert self.broken(tmp_path, "single", (reduce_on_plateau,), 23) == (unbroken, 20)
+
+    def test_model_checkpoint_saves_the_best_only(self, tmp_path):
+        unbroken = self.unbroken("single", (best_weights,))
+        assert unbroken["files"] == ["best-1.weights.h5", "best-2.weights.h5"]
+        assert self.broken(tmp_path, "single", (best_weights,), 23) == (unbroken, 20)
+
+    @pytest.mark.parametrize(("step", "resumed_from"), [(5, 4), (7, 6), (11, 8), (15, 12), (18, 16)])
+    def test_the_warmup_goes_on_wherever_it_was(self, step, resumed_from, tmp_path):
+        unbroken = self.unbroken("single", (warmup,))
+        assert unbroken["rates"][14] < unbroken["rates"][15] == unbroken["rates"][-1]
+        assert self.broken(tmp_path, "single", (warmup,), step) == (unbroken, resumed_from)
+
+    @pytest.mark.parametrize(("strategy", "step", "resumed_from"), [("custom", 23, 20), (None, 23, 18)])
+    def test_all_of_them_together(self, strategy, step, resumed_from, tmp_path):
+        unbroken = self.unbroken(strategy, ALL)
+        assert len(unbroken["history"]["loss"]) == 5
+        assert unbroken["rates"][23] == 2 * unbroken["rates"][24]
+        assert self.broken(tmp_path, strategy, ALL, step) == (unbroken, resumed_from)
+
+    @pytest.mark.parametrize("strategy", ["single", None])
+    def test_a_run_that_a_callback_had_ended_stays_ended(self, strategy, tmp_path):
+        more = [Checkpoint(tmp_path / "checkpoints")]
+        ended = self.results(tmp_path / "files", strategy, [early_stopping], more=more)
+        more = [Checkpoint(tmp_path / "checkpoints", resume=True)]
+        again = self.results(tmp_path / "files", strategy, [early_stopping], train=resumed, more=more)
+        assert len(again["history"]["loss"]) == 5
+        assert again == ended
+
+    def test_a_state_that_no_file_can_hold_is_refused_by_name(self, tmp_path):
+        class Own(Rates):
+            def checkpoint_state(self):
+                return {"object": object()}
+
+        with refuses(CheckpointError, "The state of the callback `Own 0` holds `object`"):
+            run(callbacks=[Own(), Checkpoint(tmp_path)])
+        assert names(tmp_path) == []
+
+
+class TestNotFinite:
+    """Nothing is saved then, and the good files are left alone."""
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    @pytest.mark.parametrize("strategy", ["single", "custom", None])
+    def test_a_weight_at_the_end_of_an_epoch(self, strategy, value, tmp_path):
+        run(strategy, [Poison(12, value), Checkpoint(tmp_path, keep=1)])
+        assert names(tmp_path) == ["step-00000006.ckpt"]
+
+    def test_a_weight_within_an_epoch(self, tmp_path):
+        run(callbacks=[Poison(8, np.nan), Checkpoint(tmp_path, every_steps=1, keep=2)])
+        assert names(tmp_path) == ["step-00000006.ckpt", "step-00000007.ckpt"]
+
+    @pytest.mark.parametrize("strategy", ["single", None])
+    def test_the_loss_alone(self, strategy, tmp_path):
+        def build():
+            # No gradient comes from what is not finite.
+            return network(metrics=[], loss=lambda y, p: keras.ops.abs(p) + keras.ops.stop_gradient(y))
+
+        y = Y.copy()
+        y[3 * 8] = np.nan
+        keep = Checkpoint(tmp_path, every_steps=1)
+        keras.utils.set_random_seed(0)
+        model = build()
+        fit = functools.partial(tfdist.strategy("single").fit, model) if strategy else model.fit
+        history = fit(X, y, batch_size=8, shuffle=False, verbose=0, callbacks=[keep]).history
+        assert np.isnan(history["loss"]).all()
+        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+        steps = [path.name for path in checkpoint.paths(tmp_path)]
+        assert steps == (["step-00000003.ckpt", "step-00000002.ckpt", "step-00000001.ckpt"] if strategy else [])
+
+    def test_what_is_resumed_is_the_last_that_was_finite(self, tmp_path):
+        run(callbacks=[Poison(7, np.nan), Checkpoint(tmp_path)])
+        found = resumed(callbacks=[Checkpoint(tmp_path, resume=True)])
+        assert_same_bits(values(found.model), values(run().model))
+
+
+class TestFolder:
+    """What stays in the folder, and what a file may hold."""
+
+    @pytest.mark.parametrize("strategy", ["single", None])
+    @pytest.mark.parametrize("keep", [1, 3])
+    def test_only_the_newest_stay(self, strategy, keep, tmp_path):
+        run(strategy, [Checkpoint(tmp_path, keep=keep)], epochs=5)
+        assert names(tmp_path) == ["step-00000006.ckpt", "step-00000012.ckpt", *LAST][-keep:]
+
+    def test_what_is_no_checkpoint_stays(self, tmp_path):
+        for name in ("notes.txt", "step-last.ckpt", ".hidden"):
+            (tmp_path / name).write_text("mine")
+        run(callbacks=[Checkpoint(tmp_path, keep=1)], epochs=2)
+        assert names(tmp_path) == sorted([".hidden", "notes.txt", "step-00000012.ckpt", "step-last.ckpt"])
+
+    def test_the_temporary_of_a_killed_writer_is_removed_when_the_next_run_begins(self, tmp_path):
+        run(callbacks=[Checkpoint(tmp_path)], epochs=1)
+        program = (
+            "import os, signal, sys, pathlib; from tfdist import files\n"
+            "def write(path):\n"
+            "    path.write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+            "files.write_whole(pathlib.Path(sys.argv[1]), write)"
+        )
+        writer = subprocess.run([sys.executable, "-c", program, tmp_path / "step-00000012.ckpt"], check=False)
+        assert writer.returncode == -9
+        left = set(names(tmp_path)) - {"step-00000006.ckpt"}
+        assert len(left) == 1
+        keep = Checkpoint(tmp_path, resume=True)
+        resumed(callbacks=[keep], epochs=2)
+        assert keep.resumed_from.name == "step-00000006.ckpt"
+        assert names(tmp_path) == ["step-00000006.ckpt", "step-00000012.ckpt"]
+
+    def test_a_pickle_is_refused_and_not_run(self, tmp_path):
+        class Bomb:
+            def __reduce__(self):
+                return Path.touch, (tmp_path / "exploded",)
+
+        path = tmp_path / "step-00000001.ckpt"
+        for content in (pickle.dumps(Bomb()), crafted(pickle.dumps(Bomb()))):
+            path.write_bytes(content)
+            with refuses(CheckpointError, f"`{path}` cannot be used"):
+                checkpoint.read(path)
+        assert names(tmp_path) == ["step-00000001.ckpt"]
+        pickle.loads(pickle.dumps(Bomb()))  # it would have
+        assert "exploded" in names(tmp_path)
+
+    @pytest.mark.parametrize("dtype", ["object", "unknown"])
+    def test_arrays_of_objects_are_refused(self, dtype, tmp_path):
+        row = {"group": "model", "name": "w", "dtype": dtype, "shape": [1], "by_replica": False, "offset": 0}
+        header = {"epoch": 1, "batch": 0, "step": 1, "optimizer": "SGD"}
+        path = tmp_path / "step-00000001.ckpt"
+        path.write_bytes(crafted(json.dumps({"header": header, "arrays": [row]}).encode(), bytes(64)))
+        with refuses(CheckpointError, f"`{path}` cannot be used"):
+            checkpoint.read(path)
+        with pytest.raises(CheckpointError, match="cannot be stored: its dtype is `object`"):
+            checkpoint.write(tmp_path, Header(**header), [Entry("model", "w", np.array([{}]))])
+
+    def test_no_source_imports_pickle_or_marshal(self):
+        sources = [path for room in ("tfdist", "strategies", "models") for path in (ROOT / room).rglob("*.py")]
+        assert ROOT / "tfdist" / "checkpoint.py" in sources
+        for path in sources:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not {name.split(".")[0] for name in imported} & {"pickle", "marshal", "dill", "shelve"}, path
+                assert not (isinstance(node, ast.keyword) and node.arg == "allow_pickle"), path
+
+    def test_arguments_out_of_range_are_refused(self, tmp_path):
+        for options in ({"every_steps": 0}, {"every_epochs": 0}, {"keep": 0}):
+            with refuses(UsageError, f"`{next(iter(options))}` of 1 or more. Received: `0`"):
+                Checkpoint(tmp_path, **options)
+        with refuses(UnknownNameError, "`maximum`", "`max`, `min`"):
+            Checkpoint(tmp_path, mode="maximum")
+
+
+LAST = [f"step-{step:08d}.ckpt" for step in (18, 24, 30)]
+
+
+def crafted(header, arrays=b""):
+    """A file with any header and a right checksum."""
+    content = b"tfdist checkpoint 1\n" + len(header).to_bytes(8, "little") + header + arrays
+    return content + hashlib.sha256(content).digest()
