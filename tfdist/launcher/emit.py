@@ -70,7 +70,7 @@ _SLURM_HEAD = """\
 #SBATCH --job-name=tfdist
 #SBATCH --output=%x-%j.out
 #SBATCH --ntasks={size}
-# edit: one process a node. With fewer nodes, several processes share one.
+# edit: one process a node. With fewer nodes some processes share one; `--ntasks-per-node` says how many at most.
 #SBATCH --nodes={size}
 # edit: what a process gets. Take one `#` away, and write what your nodes have.
 ##SBATCH --cpus-per-task=8
