@@ -9,7 +9,7 @@ TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env train test lint bench clean
+.PHONY: env train test test-all lint bench clean
 
 env: $(VENV)/.installed
 
@@ -21,6 +21,9 @@ train: env
 	$(BIN)/python -m tfdist.train --strategy $(STRATEGY) --model $(MODEL) --dataset $(DATASET) $(ARGS)
 
 test: env
+	scripts/run_tests.sh $(BIN)/python -m "not thorough" $(TESTS)
+
+test-all: env
 	scripts/run_tests.sh $(BIN)/python $(TESTS)
 
 lint: env

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import reduction, rendezvous, tensorflow_internals
-from tfdist.errors import ClusterError, UnknownNameError, UsageError
+from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
+from tfdist.launcher import job
 from tfdist.strategies import base, distribute
 from tfdist.world import World
 
@@ -65,7 +67,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         communication: "ring", "nccl", or "auto", which takes NCCL where there are GPUs.
         compression: "none", or "bf16": gradients travel as bfloat16, half the bytes, rounded to 8 bits.
         timeout_seconds: how long a collective operation waits for the other processes.
-        start_timeout_seconds: how long the start waits for them.
+        start_timeout_seconds: how long the start waits for them; `None` is what the launcher says, else 60.
         card: what must be the same in all processes besides the versions, checked before TensorFlow starts.
         options: see `tfdist.strategies.base.Strategy`.
 
@@ -82,7 +84,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         communication: str = "auto",
         compression: str = "none",
         timeout_seconds: float = 60.0,
-        start_timeout_seconds: float = 60.0,
+        start_timeout_seconds: float | None = None,
         card: Mapping[str, str] | None = None,
         **options: Any,
     ):
@@ -95,7 +97,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         self.compression = compression
         self._communication = communication
         self._timeout_seconds = timeout_seconds
-        self._start_timeout_seconds = start_timeout_seconds
+        self._start_timeout_seconds = start_timeout_seconds or float(os.environ.get(job.START_SECONDS, "60"))
         self._card = dict(card or {})
         super().__init__(**options)
         # The order of the examples follows from the seed, which must be the same everywhere.
@@ -193,20 +195,28 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         try:
             yield
         except tf.errors.OpError as error:
-            missing = self._missing(str(error))
-            if missing is None:
+            told = self._told(str(error))
+            if told is None:
                 raise
-            raise ClusterError(missing, "see that process' own output; start the job again with `--resume`") from error
+            raise told from error
 
-    def _missing(self, message: str) -> str | None:
-        """Which process an error of TensorFlow is about, as one sentence; `None` if it is about none."""
+    def _told(self, message: str) -> ClusterError | None:
+        """What an error of TensorFlow says about the other processes; `None` if it is about none of them."""
         if self.world.world_size == 1:
             return None
+        shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", message)
+        if shapes is not None:
+            return DisagreementError(
+                f"The processes of the job disagree on the model, or on the data: a tensor has the shape {shapes[1]} in "
+                f"one and {shapes[2]} in another",
+                "build the same model, on the same data, in all processes",
+            )
         silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
         if silent:
-            return f"Gone, or silent for {self._timeout_seconds:g} s: " + ", ".join(map(self.world.named, silent))
-        if "hape mismatch" in message or "nconsistent" in message:
-            return f"The processes of the job disagree on a tensor: {message.splitlines()[0]}"
+            return ClusterError(
+                f"Gone, or silent for {self._timeout_seconds:g} s: " + ", ".join(map(self.world.named, silent)),
+                "see that process' own output; start the job again with `--resume`",
+            )
         return None
 
 

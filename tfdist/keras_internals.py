@@ -16,6 +16,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any, Protocol
 
 import keras
@@ -357,3 +358,17 @@ def traces_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
 def wants_xla(model: Any) -> bool:
     """Whether Keras would compile the steps with XLA: as `compile` was told, or as its "auto" chose, never on a CPU."""
     return model._compile_config.config.get("jit_compile") is True
+
+
+def layers(model: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The class of each layer in `model` and those of its settings that are plain values, but for its name."""
+    return [(type(layer).__name__, _plain_settings(layer)) for layer in model._flatten_layers()]
+
+
+def _plain_settings(layer: Any) -> dict[str, Any]:
+    try:
+        config = layer.get_config()
+    except NotImplementedError:  # a class of the user's that was not made to be saved
+        return {}
+    plain = (bool, int, float, str, NoneType)
+    return {name: value for name, value in config.items() if name != "name" and isinstance(value, plain)}

@@ -31,16 +31,16 @@ from tfdist.launcher import job
 @click.option("--log-dir", type=click.Path(path_type=Path), help="each process' output; below logs/ if not given")
 @click.option("--verbose", is_flag=True, help="show the output of all processes, not the chief's alone")
 @click.option("--emit", metavar="slurm|kubernetes", help="print a batch script, or manifests, that run the same job")
-@click.option("-m", "module", metavar="MODULE", help="run this module, as python -m does")
+@click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def command(
-    hosts: str, log_dir: Path | None, emit: str | None, module: str | None, program: tuple[str, ...], **options: object
+    hosts: str, log_dir: Path | None, emit: str | None, module: bool, program: tuple[str, ...], **options: object
 ) -> None:
-    """Start PROGRAM, a script with its arguments, in several processes of one job."""
+    """Start PROGRAM, a script or a module with its arguments, in several processes of one job."""
     try:
         name = job.new_name()
         wanted = job.Job(
-            command=("-m", module, *program) if module else program,
+            command=("-m", *program) if module and program else program,
             hosts=tuple(host.strip() for host in hosts.split(",") if host.strip()),
             log_dir=log_dir or Path("logs") / name,
             name=name,

@@ -89,7 +89,8 @@ def fit(
         validation = feeds.make(request, strategy.seed)
     _build(strategy, model, feed)
     passes = Passes(feed, steps)
-    agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
+    if strategy.world.world_size > 1:
+        agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
     callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
     run_epoch = _epoch_runner(strategy, model, "train", passes, callbacks)
 
@@ -247,6 +248,7 @@ def _facts(model: Any, passes: Passes, epochs: int, initial_epoch: int) -> dict[
     return {
         "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
         "the model": agreement.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
+        "the layers": agreement.fingerprint(keras_internals.layers(model)),
         "the optimizer": getattr(optimizer, "name", None),
         "its settings": agreement.fingerprint(_config(optimizer)),
         "the loss": tree.map_structure(_named, getattr(model, "loss", None)),

@@ -135,7 +135,7 @@ class Slurm:
 
     def output(self, number):
         path = self.folder / f"tfdist-{number}.out"
-        return path.read_text() if path.exists() else ""
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def end(self, number):
         """The state and the output of a job that has ended."""
@@ -145,7 +145,7 @@ class Slurm:
     def wait(self, until, seconds=120.0):
         end = time.monotonic() + seconds
         while not until():
-            logs = [path.read_text()[-2000:] for path in self.folder.glob("*.out")]
+            logs = [path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.out")]
             assert time.monotonic() < end, "\n".join(logs)
             time.sleep(0.2)
 
@@ -215,10 +215,22 @@ def test_a_job_that_is_cancelled_does_not_start_again(slurm):
     assert "putting it back" not in output
 
 
-def test_a_model_trains(slurm):
+def test_a_run_goes_on_after_a_failure(slurm):
     folder = slurm.folder / "run"
-    options = ["--dataset", "synthetic", "--model", "mlp", "--epochs", "2", "--run-dir", str(folder)]
-    job = Job(("-m", "tfdist.train", "--strategy", "multiworker", *options), workers=2)
+    # Rank 1 dies when the first epoch has been saved, the first time.
+    program = """if True:
+        import os, pathlib, runpy, signal, sys, threading, time
+        def die(folder):
+            while not list(folder.glob("checkpoints/*.ckpt")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["TFDIST_RESTART"] == "0" and os.environ["SLURM_PROCID"] == "1":
+            threading.Thread(target=die, args=[pathlib.Path(sys.argv[-1])], daemon=True).start()
+        runpy.run_module("tfdist.train", run_name="__main__", alter_sys=True)
+    """
+    options = ["--dataset", "synthetic", "--model", "mlp", "--epochs", "6", "--quiet", "--run-dir", str(folder)]
+    job = Job(("-c", program, "--strategy", "multiworker", *options), workers=2, restarts=1)
     state, output = slurm.end(slurm.submit(job, "--partition=one", "--nodes=1"))
     assert state == "COMPLETED", output
-    assert len(record.load(folder).epochs) == 2
+    assert "putting it back into the queue" in output
+    assert [epoch.epoch for epoch in record.load(folder).epochs] == list(range(1, 7)), output

@@ -251,7 +251,8 @@ spec:
       restartPolicy: Never
       automountServiceAccountToken: false
       securityContext:
-        # edit: where the image names no user, or not by number, add `runAsUser: 1000`.
+        # edit: where the image names no user, or not by number, add `runAsUser: 1000`; where a volume is root's,
+        # `fsGroup: 1000`.
         runAsNonRoot: true
         seccompProfile:
           type: RuntimeDefault
@@ -294,8 +295,8 @@ spec:
           #     cpu: 4
           #     memory: 8Gi
           #     nvidia.com/gpu: 1
-          # edit: a pod's own files go with it. Checkpoints that outlive a restart, and results, belong on a volume that
-          # rank 0 can write.
+          # edit: a pod's own files go with it. Run folders, where a restarted job finds its last checkpoint, belong on a
+          # volume that all pods can write (`ReadWriteMany`).
           # volumeMounts:
           #   - name: runs
           #     mountPath: /runs

@@ -1,0 +1,61 @@
+"""The contract suite, run by the processes of a job together: each of them passes all of its tests."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes.jobs import ROOT, clean_environment
+
+EQUALITY, CALLBACKS, CALL, ORDER = (
+    f"tests/contract/test_{name}.py" for name in ("equality", "callbacks", "same_call", "order")
+)
+QUICK = [
+    "remainder 1",
+    "single batch of one example",
+    "global clipnorm",
+    "gradient accumulation",
+    "mixed float16, inf on one replica",
+    "mask, loss sum",
+    "synchronized batch norm",
+    "sparse gradients, adam",
+    "several inputs and outputs",
+    "own train_step",
+    "auc",
+]
+QUICK_CALLBACKS = "EarlyStopping or CSVLogger or all_hooks or backup_and_restore or once_an_epoch"
+
+
+def run_together(strategy, workers, *arguments, cwd, ps=0):
+    """Runs the tests `arguments` in every process of a job, and returns pytest's last line in the chief."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--ps", str(ps)),
+            *("--log-dir", str(cwd / "logs"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
+            *("--strategies", strategy, *arguments),
+        ],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    return done.stdout.splitlines()[-1]
+
+
+def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
+    tests = [f"{EQUALITY}::test_equals_stock_keras_on_one_device[multiworker-2-{name}]" for name in QUICK]
+    assert f"{len(tests)} passed" in run_together("multiworker", 2, *tests, cwd=tmp_path)
+
+
+def test_two_workers_have_the_callbacks_of_one_device(tmp_path):
+    assert "passed" in run_together("multiworker", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER])
+def test_the_whole_contract(tmp_path, workers, part):
+    assert "passed" in run_together("multiworker", workers, part, cwd=tmp_path)

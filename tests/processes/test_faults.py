@@ -1,0 +1,235 @@
+"""What goes wrong in a job of real processes is named, and ends it in time; `--restarts` goes on from a checkpoint."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import psutil
+import pytest
+
+from tests.processes.jobs import ROOT, RunningJob, clean_environment, epochs_done, train
+
+LONG = ("--epochs", "2000", "--timeout-seconds", "10")
+
+
+def weights(run_dir):
+    return keras.saving.load_model(run_dir / "model.keras").get_weights()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The folder of a run of six epochs that nothing happened to."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    with train("--epochs", "6", run_dir=run_dir) as job:
+        code, out, err = job.end()
+    assert code == 0, err
+    assert "test accuracy" in out
+    return run_dir
+
+
+def test_a_run_leaves_the_chiefs_files_and_the_same_history_in_every_rank(unbroken):
+    chief = json.loads((unbroken / "run.json").read_text())
+    other = json.loads((unbroken / "rank-1" / "run.json").read_text())
+    assert chief["world"]["world_size"] == other["world"]["world_size"] == 2
+    assert [epoch["metrics"] for epoch in chief["epochs"]] == [epoch["metrics"] for epoch in other["epochs"]]
+    assert chief["test_metrics"] == other["test_metrics"]
+    assert sorted(path.name for path in (unbroken / "rank-1").iterdir()) == ["history.csv", "log.txt", "run.json"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_end_when_a_worker_is_killed_and_the_error_names_it(tmp_path, rank):
+    run_dir = tmp_path / "run"
+    with train(*LONG, run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        job.process("worker", rank).kill()
+        began = time.monotonic()
+        code, _, err = job.end()
+        assert time.monotonic() - began < 30
+        assert job.left() == []
+    assert code == 128 + signal.SIGKILL
+    assert f"worker {rank} was ended by SIGKILL" in err
+
+
+def test_the_others_name_the_killed_worker_by_themselves(tmp_path):
+    """Without a launcher, as on several machines."""
+    run_dir = tmp_path / "run"
+    with by_hand(run_dir, *LONG) as (chief, worker):
+        wait_for_epochs(run_dir, 2, chief)
+        worker.kill()
+        _, err = chief.communicate(timeout=30)
+    assert chief.returncode == 3
+    assert "worker 1 (localhost:" in err and "Gone" in err
+
+
+def test_a_stopped_worker_is_named_after_the_timeout(tmp_path):
+    run_dir = tmp_path / "run"
+    with by_hand(run_dir, *LONG) as (chief, worker):
+        wait_for_epochs(run_dir, 2, chief)
+        worker.send_signal(signal.SIGSTOP)
+        _, err = chief.communicate(timeout=10 + 30)
+    assert chief.returncode == 3
+    assert "silent for 10 s: worker 1 (localhost:" in err
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_equals_an_unbroken_one(tmp_path, unbroken):
+    run_dir = tmp_path / "run"
+    with train("--epochs", "6", "--restarts", "1", run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        job.process("worker", 1).kill()
+        code, _, err = job.end()
+    assert code == 0, err
+    assert "Starting the job again, 1 of 1" in err
+    for found, wanted in zip(weights(run_dir), weights(unbroken), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    found = json.loads((run_dir / "run.json").read_text())
+    assert [epoch["epoch"] for epoch in found["epochs"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_ends_all_within_ten_seconds(tmp_path):
+    run_dir = tmp_path / "run"
+    with train(*LONG, run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 1)
+        began = time.monotonic()
+        job.signal(signal.SIGINT)
+        code, _, err = job.end()
+        assert time.monotonic() - began < 10
+        assert job.left() == []
+    assert code == 130, err
+    assert json.loads((run_dir / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_a_worker_that_never_starts_is_named(tmp_path):
+    config = {"cluster": {"worker": free_addresses(2)}, "task": {"type": "worker", "index": 0}}
+    done = start_by_hand(tmp_path / "run", config, environment={"TFDIST_START_SECONDS": "3"})
+    _, err = done.communicate(timeout=60)
+    assert done.returncode == 3
+    assert f"worker 1 ({config['cluster']['worker'][1]}) did not start within 3 s" in err
+
+
+@pytest.mark.parametrize(
+    ("chief", "other", "shown"),
+    [
+        (("--batch-size", "64"), ("--batch-size", "32"), ("--batch-size", "64", "32")),
+        (("--model", "mlp"), ("--model", "cnn"), ("--model", "mlp", "cnn")),
+        (("--limit", "100"), ("--limit", "200"), ("--limit", "100", "200")),
+    ],
+)
+def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, other, shown):
+    with by_hand(tmp_path / "run", chief=chief, other=other) as processes:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    for err in errors:
+        assert "disagree on" in err
+        assert all(part in err for part in shown)
+
+
+@pytest.mark.parametrize(
+    ("what", "shown"),
+    [
+        ("model", ["disagree on the model", "[4,3]", "[4,4]"]),
+        ("activation", ["disagree on `the layers`", "worker 0", "worker 1"]),
+        ("data", ["disagree on", "10", "11", "worker 1"]),
+    ],
+)
+def test_processes_of_a_script_that_disagree_are_refused_before_the_first_step(tmp_path, what, shown):
+    script = """
+import sys, numpy, keras, tfdist
+strategy = tfdist.strategy("multiworker")
+more = {what: strategy.world.rank * (what == sys.argv[1]) for what in ("model", "activation", "data")}
+with strategy.scope():
+    activation = ["relu", "tanh"][more["activation"]]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3 + more["model"], activation)])
+    model.compile("sgd", "mse")
+x, y = numpy.ones((10 + more["data"], 4)), numpy.ones((10 + more["data"], 1))
+strategy.fit(model, x, y, batch_size=5, verbose=0)
+"""
+    (tmp_path / "script.py").write_text(script)
+    with RunningJob("--log-dir", "logs", "script.py", what, cwd=tmp_path) as job:
+        code, _, err = job.end()
+    assert code == 2, err
+    assert all(part in err for part in shown) and "hint:" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ("{", "not JSON"),
+        ({"cluster": {"worker": ["localhost:1001", "localhost:1002"]}}, "lacks `task`"),
+        ({"cluster": {"worker": ["localhost:1001"]}, "task": {"type": "worker", "index": 1}}, "`worker 1`"),
+        (
+            {"cluster": {"worker": ["localhost:1001", "localhost:1001"]}, "task": {"type": "worker", "index": 0}},
+            "for worker 0 and for worker 1",
+        ),
+        (
+            {"cluster": {"worker": ["localhost:1001", "localhost:0"]}, "task": {"type": "worker", "index": 0}},
+            "`localhost:0` for worker 1",
+        ),
+        (
+            {"cluster": {"worker": ["localhost:1001", "10.0.0.2:1001"]}, "task": {"type": "worker", "index": 0}},
+            "beside `10.0.0.2:1001`",
+        ),
+    ],
+)
+def test_a_malformed_tf_config_is_refused_by_its_field(tmp_path, config, field):
+    done = start_by_hand(tmp_path / "run", config)
+    _, err = done.communicate(timeout=60)
+    assert done.returncode == 2
+    assert field in err and "hint:" in err and "Traceback" not in err
+
+
+class by_hand:  # noqa: N801 - used as a function
+    """Two processes with a TF_CONFIG each, as on two machines."""
+
+    def __init__(self, run_dir, *options, chief=(), other=()):
+        addresses = free_addresses(2)
+        self.processes = [
+            start_by_hand(
+                run_dir,
+                {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}},
+                *options,
+                *own,
+            )
+            for index, own in enumerate((chief, other))
+        ]
+
+    def __enter__(self):
+        return self.processes
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def start_by_hand(run_dir, config, *options, environment=None):
+    text = config if isinstance(config, str) else json.dumps(config)
+    arguments = ["--strategy", "multiworker", "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, "--quiet"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tfdist.train", *map(str, arguments), *options],
+        cwd=ROOT,
+        env=clean_environment() | {"TF_CONFIG": text} | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_addresses(count):
+    held = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    addresses = [f"localhost:{listener.getsockname()[1]}" for listener in held]
+    for listener in held:
+        listener.close()
+    return addresses
+
+
+def wait_for_epochs(run_dir, count, process):
+    until = time.monotonic() + 120
+    while epochs_done(run_dir) < count:
+        assert psutil.pid_exists(process.pid) and process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.1)
