@@ -41,18 +41,18 @@ HARD_TO_QUOTE = (
     "{name}",
 )
 
-# Starts every task on this machine, as `srun` would on its nodes, one after the other. The exit code is the worst.
+# Runs every task on this machine, one after the other. Its exit code is that of a task that failed.
 SRUN = """\
 #!/bin/sh
 echo "srun $*" >> "$RECORD"
 while case "$1" in --*) true;; *) false;; esac; do shift; done
-rank=0 worst=0
+rank=0 code=0
 while [ "$rank" -lt "$SLURM_NTASKS" ]; do
-  out=$(SLURM_PROCID=$rank SLURM_LOCALID=0 "$@") || worst=1
+  out=$(SLURM_PROCID=$rank SLURM_LOCALID=0 "$@") || code=$?
   printf '%s\\n' "$out" | sed "s/^/$rank: /"
   rank=$((rank + 1))
 done
-exit $worst
+exit $code
 """
 
 
@@ -144,20 +144,15 @@ def test_a_job_of_slurm_tells_its_name_and_its_patience(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("failing", "count", "code", "requeued"),
-    [
-        ("1", None, 1, True),
-        ("1", "1", 1, True),
-        ("1", "2", 1, False),
-        ("none", None, 0, False),
-        ("none", "2", 0, False),
-    ],
-    ids=["first failure", "second", "last", "success", "success at last"],
+    ("code", "count", "requeued"),
+    [(3, None, True), (3, "1", True), (3, "2", False), (0, None, False), (0, "2", False), (2, None, False)],
+    ids=["first failure", "second", "last", "success", "success at last", "wrong input"],
 )
-def test_a_job_of_slurm_goes_back_into_the_queue_so_often(failing, count, code, requeued, tmp_path):
-    program = "import os, sys; print(os.environ['TFDIST_RESTART']); sys.exit(os.environ['SLURM_PROCID'] == sys.argv[1])"
+def test_a_job_of_slurm_goes_back_into_the_queue_so_often(code, count, requeued, tmp_path):
+    # One of the processes fails.
+    program = "import os, sys; print(os.environ['TFDIST_RESTART']); sys.exit(int(os.environ['SLURM_PROCID']) * {})"
     more = {} if count is None else {"SLURM_RESTART_COUNT": count}
-    job = Job(("-c", program, failing), workers=2, restarts=2)
+    job = Job(("-c", program.format(code)), workers=2, restarts=2)
     done, calls = run_slurm(emit.slurm(job), tmp_path, 2, **more)
     assert done.returncode == code
     assert done.stdout == f"0: {count or 0}\n1: {count or 0}\n"
@@ -173,7 +168,7 @@ def test_a_job_that_slurm_has_restarted_too_often_ends(tmp_path):
 
 def test_a_job_without_restarts_fails_with_its_program(tmp_path):
     done, calls = run_slurm(emit.slurm(Job(("-c", "import sys; sys.exit(5)"))), tmp_path, 2)
-    assert done.returncode == 1 and len(calls) == 1
+    assert done.returncode == 5 and len(calls) == 1
 
 
 def test_a_step_takes_the_cores_that_its_job_was_given(tmp_path):
@@ -283,6 +278,7 @@ def test_the_parts_of_a_job_find_each_other():
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"], pod["restartPolicy"]) == (3, 0, "Never")
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert rule["onExitCodes"]["values"] == [2, 126, 127]
     assert container["image"] == 'a "b":1'
 
 

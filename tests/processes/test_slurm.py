@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import random
 import re
 import shutil
 import signal
@@ -37,6 +38,8 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
+# Ports follow from a job's number, and other such clusters may run on this machine.
+FirstJobId={first_job}
 # A job that was put back starts when the permission of its last start has expired.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={ports[0]}
@@ -81,6 +84,7 @@ class Slurm:
                 user=getpass.getuser(),
                 folder=self.folder,
                 ports=free_ports(4),
+                first_job=random.randrange(1, 600),
             )
         )
         for name in ("state", "spool-n1", "spool-n2", "spool-localhost"):
@@ -106,9 +110,9 @@ class Slurm:
             )
 
     def stop(self):
-        with contextlib.suppress(subprocess.SubprocessError):
+        with contextlib.suppress(subprocess.SubprocessError, AssertionError):
             self.run("scancel", "--user", getpass.getuser())
-            self.wait(lambda: not self.run("squeue", "--noheader"))
+            self.wait(lambda: not self.run("squeue", "--noheader"), 30.0)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in self.daemons:

@@ -19,7 +19,7 @@ import re
 import shlex
 import textwrap
 
-from tfdist.errors import UsageError
+from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.launcher.job import JOB, RESTART, START_SECONDS, Job
 from tfdist.world import PARAMETER_SERVERS
 
@@ -57,7 +57,9 @@ def slurm(job: Job) -> str:
                 requeue=_REQUEUE if job.restarts else _NO_REQUEUE,
             ),
             *variables,
-            _SLURM_RESTARTS.format(restarts=job.restarts, variable=RESTART, step=step) if job.restarts else step,
+            _SLURM_RESTARTS.format(restarts=job.restarts, variable=RESTART, step=step, usage=EXIT_USAGE)
+            if job.restarts
+            else step,
             "",
         ]
     )
@@ -112,7 +114,8 @@ fi
 # One process that fails ends them all; then all start again.
 status=0
 {step} || status=$?
-if [ "$status" -ne 0 ] && [ "${variable}" -lt "$restarts" ]; then
+# With {usage}, which `srun` returns if no process has a higher one, the program says that its input needs a change.
+if [ "$status" -ne 0 ] && [ "$status" -ne {usage} ] && [ "${variable}" -lt "$restarts" ]; then
   echo "The job failed with exit code $status; putting it back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -150,6 +153,7 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
         start_variable=START_SECONDS,
         start_seconds=_quoted(f"{job.start_seconds:g}"),
         restart_variable=RESTART,
+        usage=EXIT_USAGE,
     )
 
 
@@ -234,12 +238,14 @@ spec:
   podReplacementPolicy: Failed
   podFailurePolicy:
     rules:
-      # The image has no `python`, or one that cannot be run: trying again does not help.
+      # Trying again does not help: the program says that its input needs a change ({usage}), or the image has no
+      # `python`, or none that runs (127, 126).
       - action: FailJob
         onExitCodes:
           containerName: tfdist
           operator: In
           values:
+            - {usage}
             - 126
             - 127
   template:
@@ -295,7 +301,7 @@ spec:
           #     cpu: 4
           #     memory: 8Gi
           #     nvidia.com/gpu: 1
-          # edit: a pod's own files go with it. Run folders, where a restarted job finds its last checkpoint, belong on a
+          # edit: a pod's own files go with it. Run folders, where a restarted job finds its checkpoints, belong on a
           # volume that all pods can write (`ReadWriteMany`).
           # volumeMounts:
           #   - name: runs
