@@ -1,0 +1,191 @@
+"""A job across two hosts: network namespaces with an address each, joined by a link that can be slowed and cut."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from tests.processes.jobs import ROOT, clean_environment, epochs_done
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+FIRST_PORT = 2222
+LINK = "eth0"
+SLOWED = "tbf rate 1gbit burst 128kb latency 50ms"
+TIMEOUT_SECONDS = 15
+# A worker on each host; a role's list has the host of each of its processes.
+WORKERS = {"worker": [0, 1]}
+
+
+class Hosts:
+    """Two network namespaces of this machine; what they hold ends with them."""
+
+    def __init__(self):
+        # The names are this process' own: others may run the same tests.
+        self.names = [f"tfdist-{os.getpid()}-{index}" for index in range(len(ADDRESSES))]
+        self.processes = []
+
+    def open(self):
+        for name in self.names:
+            ip("netns", "add", name)
+        one, other = self.names
+        ip("link", "add", LINK, "netns", one, "type", "veth", "peer", "name", LINK, "netns", other)
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", LINK)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", LINK, "up")
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def slow_down(self):
+        for name in self.names:
+            run_or_skip("tc", "-n", name, "qdisc", "add", "dev", LINK, "root", *SLOWED.split())
+
+    def cut(self):
+        ip("-n", self.names[1], "link", "set", LINK, "down")
+
+    def mend(self):
+        ip("-n", self.names[1], "link", "set", LINK, "up")
+
+    def start(self, roles, run_dir, *options, strategy="multiworker"):
+        """Starts the processes of a job, each with its TF_CONFIG on its host, and returns them in the order of `roles`.
+
+        Args:
+            roles: the host of each process by its role, as `WORKERS`.
+        """
+        places = [(role, index, host) for role, hosts in roles.items() for index, host in enumerate(hosts)]
+        cluster = {role: [] for role in roles}
+        for position, (role, _, host) in enumerate(places):
+            cluster[role].append(f"{ADDRESSES[host]}:{FIRST_PORT + position}")
+        options = ("--timeout-seconds", TIMEOUT_SECONDS, *options)
+        started = [
+            start_training(
+                strategy,
+                run_dir,
+                *options,
+                inside=("ip", "netns", "exec", self.names[host]),
+                environment={"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})},
+            )
+            for role, index, host in places
+        ]
+        self.processes += started
+        return started
+
+
+def ip(*arguments):
+    run_or_skip("ip", *arguments)
+
+
+def run_or_skip(*command):
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this system does not allow `{' '.join(command)}`: {done.stderr.strip()}")
+
+
+def start_training(strategy, run_dir, *options, inside=(), environment=None):
+    arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, "--quiet"]
+    return subprocess.Popen(
+        [*inside, sys.executable, "-m", "tfdist.train", *map(str, arguments), *map(str, options)],
+        cwd=ROOT,
+        env=clean_environment() | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_epochs(run_dir, count, processes, seconds=120):
+    until = time.monotonic() + seconds
+    while epochs_done(run_dir) < count:
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes if p.poll()]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def end(processes, seconds):
+    """Waits for all, `seconds` together, and returns the exit code and the errors of each."""
+    until = time.monotonic() + seconds
+    errors = [process.communicate(timeout=max(0.0, until - time.monotonic()))[1] for process in processes]
+    return list(zip([process.returncode for process in processes], errors, strict=True))
+
+
+def histories(run_dir):
+    """The metrics of each epoch in the chief, and in the other rank."""
+    records = [json.loads((folder / "run.json").read_text()) for folder in (run_dir, run_dir / "rank-1")]
+    return [[epoch["metrics"] for epoch in found["epochs"]] for found in records]
+
+
+def weights(run_dir):
+    return keras.saving.load_model(run_dir / "model.keras").get_weights()
+
+
+@pytest.fixture
+def hosts():
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        pytest.skip("only root can make network namespaces, with `ip` and `tc`")
+    found = Hosts()
+    with contextlib.closing(found):
+        found.open()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def weights_on_one_host(tmp_path_factory):
+    """Of as many processes: each drops units of its own, so that one process alone would train another model."""
+    run_dir = tmp_path_factory.mktemp("one-host") / "run"
+    ((code, err),) = end([start_training("multiworker", run_dir, "--epochs", 2, "--workers", 2)], seconds=120)
+    assert code == 0, err
+    return weights(run_dir)
+
+
+@pytest.mark.parametrize("slowed", [False, True], ids=["free link", "link of 1 Gbit/s"])
+def test_a_job_across_two_hosts_equals_one_on_one_host(hosts, tmp_path, weights_on_one_host, slowed):
+    if slowed:
+        hosts.slow_down()
+    run_dir = tmp_path / "run"
+    ended = end(hosts.start(WORKERS, run_dir, "--epochs", 2), seconds=120)
+    assert [code for code, _ in ended] == [0, 0], ended
+    chief, other = histories(run_dir)
+    assert chief == other and len(chief) == 2
+    for found, wanted in zip(weights(run_dir), weights_on_one_host, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=5e-5, atol=5e-5)
+
+
+def test_a_job_outlives_a_link_that_is_cut_for_a_while(hosts, tmp_path):
+    """A cut of 5 s, shorter than the timeout: TCP sends again what was lost, and the job goes on to its end."""
+    epochs = 12
+    run_dir = tmp_path / "run"
+    processes = hosts.start(WORKERS, run_dir, "--epochs", epochs)
+    wait_for_epochs(run_dir, 2, processes)
+    hosts.cut()
+    time.sleep(5)
+    assert epochs_done(run_dir) < epochs, "the job was not cut in its middle"
+    hosts.mend()
+    ended = end(processes, seconds=60)
+    assert [code for code, _ in ended] == [0, 0], ended
+    chief, other = histories(run_dir)
+    assert chief == other and len(chief) == epochs
+
+
+def test_both_name_the_other_when_the_link_is_cut_for_good(hosts, tmp_path):
+    run_dir = tmp_path / "run"
+    processes = hosts.start(WORKERS, run_dir, "--epochs", 2000)
+    wait_for_epochs(run_dir, 2, processes)
+    hosts.cut()
+    ended = end(processes, seconds=TIMEOUT_SECONDS + 20)
+    assert [code for code, _ in ended] == [3, 3], ended
+    for rank, (_, err) in enumerate(ended):
+        other = 1 - rank
+        assert f"Gone, or silent for {TIMEOUT_SECONDS} s: worker {other} ({ADDRESSES[other]}:" in err
+        assert "Traceback" not in err
