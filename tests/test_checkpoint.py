@@ -344,6 +344,14 @@ class TestAnotherRun:
         assert_same_bits(values(found.model), trained[1])
 
 
+class Jitter(keras.callbacks.Callback):
+    """Changes the rate at the beginning of each epoch, by chance."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        chance = random.random() + np.random.rand() + float(keras.random.uniform(()))
+        self.model.optimizer.learning_rate *= 0.7 + 0.1 * chance
+
+
 class TestResume:
     """A run that is killed and resumed ends as an unbroken one, to the bit: weights, optimizer, history."""
 
@@ -365,6 +373,12 @@ class TestResume:
         weights, history = self.unbroken(strategy, EVERY)
         assert_same_bits(values(found.model), weights)
         assert found.history == history
+
+    def test_what_callbacks_do_as_an_epoch_begins_is_not_done_twice(self, tmp_path):
+        unbroken = run(callbacks=[Jitter(), Checkpoint(tmp_path / "unbroken", EVERY)])
+        killed(10, callbacks=[Jitter(), Checkpoint(tmp_path / "broken", EVERY)])
+        found = resumed(callbacks=[Jitter(), Checkpoint(tmp_path / "broken", EVERY, resume=True)])
+        assert_same_bits(values(found.model), values(unbroken.model))
 
     def test_again_and_again(self, tmp_path):
         for number, step in enumerate((5, 11, 18)):
