@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist import reduction, rendezvous, tensorflow_internals
+from tfdist import reduction, rendezvous, tensorflow_internals, waiting
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
 from tfdist.launcher import job
 from tfdist.strategies import base, distribute
@@ -207,8 +207,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", message)
         if shapes is not None:
             return DisagreementError(
-                f"The processes of the job disagree on the model, or on the data: a tensor has the shape {shapes[1]} in "
-                f"one and {shapes[2]} in another",
+                f"The processes of the job disagree on the model, or on the data: a tensor has the shape {shapes[1]} "
+                f"in one and {shapes[2]} in another",
                 "build the same model, on the same data, in all processes",
             )
         silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
@@ -230,9 +230,7 @@ def _join(
     world: World, communication: str, timeout_seconds: float, start_timeout_seconds: float, card: tuple[Any, ...]
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Joins the job, which a process can do once."""
-    options = tf.distribute.experimental.CommunicationOptions(
-        timeout_seconds=timeout_seconds, implementation=COMMUNICATIONS[communication]
-    )
+    options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATIONS[communication])
     if world.world_size == 1:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     if tensorflow_internals.runtime_started():
@@ -253,7 +251,10 @@ def _join(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(world.cluster()), task_type=task.role, task_id=task.index, rpc_layer="grpc"
     )
-    return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
+    watch = waiting.Watch(timeout_seconds, tensorflow_internals.abort_collectives)
+    tensorflow_internals.around_collectives(watch.around)
+    return strategy
 
 
 STRATEGY = MultiWorkerStrategy

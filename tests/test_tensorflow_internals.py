@@ -2,7 +2,13 @@
 
 import pytest
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib, values
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    cross_device_utils,
+    distribute_lib,
+    values,
+)
+from tensorflow.python.ops import collective_ops
 
 from tfdist import tensorflow_internals
 
@@ -16,6 +22,9 @@ def test_the_functions_that_are_replaced_or_called_exist():
     assert callable(distribute_lib._push_per_thread_mode) and callable(distribute_lib._pop_per_thread_mode)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     assert callable(strategy.extended._use_merge_call)
+    # The modules that make collectives look them up there at each call.
+    assert cross_device_utils.collective_ops is collective_all_reduce_strategy.collective_ops is collective_ops
+    assert all(callable(getattr(collective_ops, name)) for name in tensorflow_internals.COLLECTIVES)
 
 
 def test_updates_in_a_condition_write_each_copy_without_a_meeting():

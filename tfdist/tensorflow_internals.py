@@ -8,18 +8,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import collective_ops, resource_variable_ops
 
 from tfdist.world import World
 
 SEEN_IN = "2.21.0"
+
+# Those that `tf.distribute.MultiWorkerMirroredStrategy` makes: in its steps, and when it makes a variable.
+COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")
 
 
 class _Thread(threading.local):
@@ -126,6 +129,27 @@ def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds
         shutdown_barrier_timeout_in_ms=5_000,
         coordinated_jobs=jobs,
     )
+
+
+def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Tensor]], tf.Tensor]) -> None:
+    """Has each collective operation that TensorFlow's strategies make from now on made by `around(make, inputs)`."""
+
+    def surrounded(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        @functools.wraps(original)
+        def call(first: Any, *arguments: Any, **named: Any) -> tf.Tensor:
+            # Who receives a broadcast has a shape in the place of a tensor.
+            inputs = [first] if tf.is_tensor(first) else []
+            return around(lambda: original(first, *arguments, **named), inputs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(collective_ops, name, surrounded(getattr(collective_ops, name)))
+
+
+def abort_collectives(reason: str) -> None:
+    """Ends all collective operations of this process, those to come too, with a `tf.errors.DeadlineExceededError`."""
+    context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, reason)
 
 
 def silent_peers(world: World, seconds: float) -> list[int]:

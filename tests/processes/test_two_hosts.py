@@ -10,6 +10,7 @@ import time
 
 import keras
 import numpy as np
+import psutil
 import pytest
 
 from tests.processes.jobs import ROOT, clean_environment, epochs_done
@@ -182,6 +183,8 @@ def test_both_name_the_other_when_the_link_is_cut_for_good(hosts, tmp_path):
     run_dir = tmp_path / "run"
     processes = hosts.start(WORKERS, run_dir, "--epochs", 2000)
     wait_for_epochs(run_dir, 2, processes)
+    # Each collective operation with a timeout of TensorFlow's own would hold a thread until it has passed.
+    assert all(psutil.Process(process.pid).num_threads() < 500 for process in processes)
     hosts.cut()
     ended = end(processes, seconds=TIMEOUT_SECONDS + 20)
     assert [code for code, _ in ended] == [3, 3], ended
