@@ -4,7 +4,7 @@ Synopsis:
 
     >>> from tfdist import strategies
     >>> strategies.names()
-    ['custom', 'mirrored', 'multiworker', 'single']
+    ['custom', 'mirrored', 'multiworker', 'parameter_server', 'single']
 
 A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. Names are found without
 importing TensorFlow.

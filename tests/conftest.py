@@ -7,7 +7,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import pytest
 import tensorflow as tf
 
-TOGETHER = "TF_CONFIG" in os.environ  # with other processes, which run the same tests
+TOGETHER = "TF_CONFIG" in os.environ  # with other processes, which run the same tests, or serve this one
 if not TOGETHER:
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
@@ -18,7 +18,8 @@ tf.config.threading.set_inter_op_parallelism_threads(2)
 if TOGETHER:
     import tfdist
 
-    tfdist.strategy("multiworker")  # TensorFlow must know the others when it starts
+    # TensorFlow must know the others when it starts.
+    tfdist.strategy("parameter_server" if '"ps"' in os.environ["TF_CONFIG"] else "multiworker")
 
 
 def pytest_addoption(parser):

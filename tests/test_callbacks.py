@@ -337,6 +337,12 @@ class TestLearningRateWarmup:
     def model(self):
         return compiled_model(keras.optimizers.SGD(0.01))
 
+    def test_a_run_resumed_where_the_warmup_ends_has_the_full_rate(self):
+        rates, model = Rates(), self.model()
+        fit([self.warmup()], model, epochs=2)
+        fit([self.warmup(base_learning_rate=0.01), rates], model, epochs=3, initial_epoch=2)
+        assert rates.rates == pytest.approx([0.04] * 9)
+
     def test_the_rate_rises_linearly_to_factor_times_the_base_and_stays(self):
         rates = Rates()
         history = fit([self.warmup(), rates], self.model(), epochs=3).history

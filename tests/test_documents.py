@@ -14,6 +14,7 @@ WITH_SYNOPSIS = [
     "tfdist.config",
     "tfdist.data.order",
     "tfdist.errors",
+    "tfdist.launcher.emit",
     "tfdist.models",
     "tfdist.plugins",
     "tfdist.record",

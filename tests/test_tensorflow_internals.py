@@ -81,3 +81,11 @@ def test_a_graph_is_flat_when_nothing_in_it_but_a_loop_calls_a_function():
         looped = tf.function(lambda v, step=step: tf.while_loop(lambda v: v < 5.0, lambda v: [step(v)], [v]))
         graph = looped.get_concrete_function(tf.constant(0.0)).graph
         assert tensorflow_internals.flat(graph) is expected, name
+
+
+def test_a_trace_that_is_being_taken_is_known(tmp_path):
+    assert not tensorflow_internals.profiling()
+    tf.profiler.experimental.start(str(tmp_path))
+    assert tensorflow_internals.profiling()
+    tf.profiler.experimental.stop()
+    assert not tensorflow_internals.profiling()

@@ -34,7 +34,8 @@ OPTIMIZERS = (
     "sgd",
 )
 # The strategies whose replicas are in several processes.
-OF_SEVERAL_PROCESSES = ("multiworker",)
+OF_SEVERAL_PROCESSES = ("multiworker", "parameter_server")
+WITH_SERVERS = ("parameter_server",)
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
@@ -53,6 +54,7 @@ class TrainConfig:
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches whose gradients are averaged before an update.
         compression: of gradients between processes, "none" or "bf16"; `None` is the strategy's default.
+        staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
         timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
@@ -80,6 +82,7 @@ class TrainConfig:
     dtype_policy: str = "float32"
     gradient_accumulation: int = 1
     compression: str | None = None
+    staleness: int | None = None
     timeout_seconds: float | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
@@ -111,18 +114,23 @@ class TrainConfig:
             raise UsageError(f"`--learning-rate` is {self.learning_rate}", "use a number above 0")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
-        for name in ("compression", "timeout_seconds"):
-            if getattr(self, name) is not None and self.strategy not in OF_SEVERAL_PROCESSES:
-                raise UsageError(
-                    f"`{_option(name)}` is set, and `{self.strategy}` trains in one process",
-                    "leave it out, or use the strategy `multiworker`",
-                )
+        _only_for(self, "compression", ("multiworker",))
+        _only_for(self, "staleness", WITH_SERVERS)
+        _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise UsageError(f"`--timeout-seconds` is {self.timeout_seconds}", "use a number above 0")
         if self.resume and self.run_dir is None:
             raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
         if self.quiet and self.verbose:
             raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
+
+
+def _only_for(config: TrainConfig, name: str, strategies_with_it: tuple[str, ...]) -> None:
+    if getattr(config, name) is not None and config.strategy not in strategies_with_it:
+        raise UsageError(
+            f"`{_option(name)}` is set, and `{config.strategy}` has no use for it",
+            f"leave it out, or use the strategy {' or '.join(f'`{s}`' for s in strategies_with_it)}",
+        )
 
 
 def parse_devices(text: str) -> int | tuple[str, ...]:

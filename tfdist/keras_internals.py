@@ -283,6 +283,39 @@ class VariableUpdates(keras.StatelessScope):
             write(floats + others)
 
 
+class CarriedMetrics(VariableUpdates):
+    """The same, where the metrics are not written either: `metrics` has what the step made of the given `values`."""
+
+    def __init__(self, metrics_variables: Sequence[Any], values: Sequence[tf.Tensor]):
+        super().__init__(metrics_variables)
+        self._metrics_variables = list(metrics_variables)
+        self.state_mapping.update({id(v): value for v, value in zip(metrics_variables, values, strict=True)})
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if id(variable) in self._metrics:
+            self.metrics_updated.add(id(variable))
+            self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
+        else:
+            super().add_update(update)
+
+    @property
+    def metrics(self) -> list[tf.Tensor]:
+        """The metrics' variables after the step."""
+        return [self.state_mapping[id(variable)] for variable in self._metrics_variables]
+
+
+@contextlib.contextmanager
+def counting(optimizer: Any, count: Callable[[Any], None]) -> Iterator[None]:
+    """Meanwhile `count(variable)` adds one to the `iterations` of `optimizer`, which Keras reads and then writes."""
+    iterations = optimizer._iterations
+    object.__setattr__(iterations, "assign_add", lambda value: count(iterations._value))
+    try:
+        yield
+    finally:
+        object.__delattr__(iterations, "assign_add")
+
+
 def build(model: Any, spec: Any, *, for_prediction: bool = False) -> None:
     """Makes every variable of `model`, its loss, its metrics and its optimizer, from the `spec` of a global batch.
 

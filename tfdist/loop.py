@@ -385,6 +385,7 @@ def _epoch_runner(
 
     def run_epoch(done: int) -> Logs:
         first, logs = done, {}
+        program.begin_epoch()
         left = passes.begin_epoch()
         limits = [limit for limit in (passes.num_batches, None if left is None else done + left) if limit is not None]
         total = min(limits) if limits else None

@@ -40,7 +40,7 @@ class Outcome:
     logs: Logs
 
 
-class _OwnLogs(Exception):  # noqa: N818 - not an error
+class OwnLogs(Exception):  # noqa: N818 - not an error
     """Raised while tracing: the model's step returns logs that are not its metrics, so the loop must carry them."""
 
     def __init__(self, spec: Any):
@@ -48,7 +48,18 @@ class _OwnLogs(Exception):  # noqa: N818 - not an error
         self.spec = spec
 
 
-class StepProgram:
+class Program:
+    """What the loop over an epoch runs its steps with."""
+
+    def begin_epoch(self) -> None:
+        """What comes next belongs to another epoch."""
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
+        raise NotImplementedError
+
+
+class StepProgram(Program):
     """Runs `model.train_step` or `model.test_step`.
 
     Args:
@@ -70,24 +81,23 @@ class StepProgram:
         self._one_step, self._many_steps = self._make_functions()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
         arguments = state, tf.constant(first), tf.constant(count)
         try:
             steps, more, logs = self._function(count)(*arguments)
-        except _OwnLogs as found:
+        except OwnLogs as found:
             self._own_logs = found.spec
             self._one_step, self._many_steps = self._make_functions()
             steps, more, logs = self._function(count)(*arguments)
         return Outcome(int(steps), not bool(more), logs if int(steps) else {})
 
     def _function(self, count: int) -> Callable[..., Any]:
-        return self._one_step if count == 1 else self._many_steps
+        # TensorFlow's profiler loses the markers of steps that run inside a graph's loop. Otherwise one graph runs all
+        # steps, since two of them can differ in the last bit.
+        return self._one_step if count == 1 and tensorflow_internals.profiling() else self._many_steps
 
     def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if self._model.run_eagerly:
             return self._steps_eagerly, self._steps_eagerly
-        # TensorFlow's profiler loses the markers of steps that run inside a graph's loop, so one step has a graph of
-        # its own, which is only built where single steps are asked for.
         return _Graph(self._single_step, self._strategy), _Graph(self._steps, self._strategy)
 
     def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
@@ -150,7 +160,7 @@ class StepProgram:
         if self._own_logs is not None:
             logs = results[0]  # all replicas have the same
         elif set(results[0]) != set(self._metrics()):
-            raise _OwnLogs(tf.nest.map_structure(_float_spec, results[0]))
+            raise OwnLogs(tf.nest.map_structure(_float_spec, results[0]))
         finite = tf.constant(True)
         if self._stop_at_nan:
             with self._strategy.scope():
@@ -185,7 +195,7 @@ class StepProgram:
             return self._model.get_metrics_result()
 
 
-class PredictProgram:
+class PredictProgram(Program):
     """Runs `model.predict_step`."""
 
     def __init__(self, strategy: Strategy, model: Any, batches: Batches):
@@ -205,17 +215,17 @@ class PredictProgram:
                     break
                 batch = batch.get_value()
             outputs.append(self._function(state, batch))
-        return Outcome(len(outputs), len(outputs) < count, {"outputs": _joined(outputs)} if outputs else {})
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
             data, _ = self._batches.part(state, batch, replica.index, replica.count)
             return self._model.predict_step(data)
 
-        return self._strategy.run_joined(on_replica, _joined)
+        return self._strategy.run_joined(on_replica, joined)
 
 
-def _joined(parts: list[Any]) -> Any:
+def joined(parts: list[Any]) -> Any:
     """The examples of several structures of outputs in one."""
     if len(parts) == 1:
         return parts[0]

@@ -108,8 +108,10 @@ def add(tensors: Sequence[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def fused(optimizer: Any, enabled: bool = True) -> Iterator[None]:
+def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterator[None]:
     """While a step is traced in this context, `optimizer` updates each variable with one TensorFlow kernel.
+
+    With `locking` a kernel is alone with its variables, where several processes update them.
 
     Only for the Keras optimizers whose update a kernel computes with the same formula (`KERNELS`); the others, and
     sparse gradients, keep Keras' own update. The results agree to rounding.
@@ -120,7 +122,7 @@ def fused(optimizer: Any, enabled: bool = True) -> Iterator[None]:
         yield
         return
     # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
-    object.__setattr__(inner, "update_step", _update_step(inner, kernel))
+    object.__setattr__(inner, "update_step", _update_step(inner, kernel, locking))
     try:
         yield
     finally:
@@ -130,8 +132,9 @@ def fused(optimizer: Any, enabled: bool = True) -> Iterator[None]:
 class _Scalars:
     """An optimizer's scalars as tensors of one dtype: made once a graph, used for all variables."""
 
-    def __init__(self, optimizer: Any, learning_rate: Any, dtype: tf.DType):
+    def __init__(self, optimizer: Any, learning_rate: Any, dtype: tf.DType, locking: bool):
         self.optimizer = optimizer
+        self.locking = locking
         self.dtype = dtype
         self.learning_rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)
         self._step: tf.Tensor | None = None
@@ -150,7 +153,7 @@ class _Scalars:
         return self._powers[base]
 
 
-def _update_step(optimizer: Any, kernel: Callable[..., None]) -> Callable[..., None]:
+def _update_step(optimizer: Any, kernel: Callable[..., None], locking: bool) -> Callable[..., None]:
     original = optimizer.update_step
     memo: dict[Any, _Scalars] = {}
 
@@ -161,7 +164,7 @@ def _update_step(optimizer: Any, kernel: Callable[..., None]) -> Callable[..., N
         dtype = variable.dtype.base_dtype
         key = (tf.compat.v1.get_default_graph(), variable.device, dtype)
         if key not in memo or tf.executing_eagerly():
-            memo[key] = _Scalars(optimizer, learning_rate, dtype)
+            memo[key] = _Scalars(optimizer, learning_rate, dtype, locking)
         index = optimizer._get_variable_index(variable)
         kernel(optimizer, memo[key], variable.handle, index, tf.cast(gradient, dtype))
 
@@ -174,7 +177,9 @@ def _handle(slots: Sequence[Any], index: int) -> tf.Tensor:
 
 def _sgd(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
     if optimizer.momentum == 0:
-        tf.raw_ops.ResourceApplyGradientDescent(var=variable, alpha=scalars.learning_rate, delta=gradient)
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=variable, alpha=scalars.learning_rate, delta=gradient, use_locking=scalars.locking
+        )
         return
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=variable,
@@ -183,6 +188,7 @@ def _sgd(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gra
         grad=gradient,
         momentum=scalars.constant(optimizer.momentum),
         use_nesterov=optimizer.nesterov,
+        use_locking=scalars.locking,
     )
 
 
@@ -198,6 +204,7 @@ def _adam(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gr
         "beta2": scalars.constant(optimizer.beta_2),
         "epsilon": scalars.constant(optimizer.epsilon),
         "grad": gradient,
+        "use_locking": scalars.locking,
     }
     if optimizer.amsgrad:
         tf.raw_ops.ResourceApplyAdamWithAmsgrad(vhat=_handle(optimizer._velocity_hats, index), **arguments)
@@ -216,6 +223,7 @@ def _adamax(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, 
         beta2=scalars.constant(optimizer.beta_2),
         epsilon=scalars.constant(optimizer.epsilon),
         grad=gradient,
+        use_locking=scalars.locking,
     )
 
 
@@ -229,6 +237,7 @@ def _rmsprop(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int,
         "momentum": scalars.constant(optimizer.momentum),
         "epsilon": scalars.constant(optimizer.epsilon),
         "grad": gradient,
+        "use_locking": scalars.locking,
     }
     if optimizer.centered:
         tf.raw_ops.ResourceApplyCenteredRMSProp(mg=_handle(optimizer._average_gradients, index), **arguments)
@@ -245,6 +254,7 @@ def _adadelta(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int
         rho=scalars.constant(optimizer.rho),
         epsilon=scalars.constant(optimizer.epsilon),
         grad=gradient,
+        use_locking=scalars.locking,
     )
 
 
@@ -260,6 +270,7 @@ def _ftrl(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gr
         l2=l2 + scalars.constant(optimizer.beta) / (2.0 * scalars.learning_rate),
         l2_shrinkage=scalars.constant(optimizer.l2_shrinkage_regularization_strength),
         lr_power=scalars.constant(optimizer.learning_rate_power),
+        use_locking=scalars.locking,
     )
 
 

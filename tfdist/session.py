@@ -126,8 +126,8 @@ class Session:
             options["threads"] = 1
         if config.strategy in OF_SEVERAL_PROCESSES:
             options["card"] = _card(config)
-            given = {"compression": config.compression, "timeout_seconds": config.timeout_seconds}
-            options |= {name: value for name, value in given.items() if value is not None}
+            names = ("compression", "staleness", "timeout_seconds")
+            options |= {name: value for name in names if (value := getattr(config, name)) is not None}
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
             count = len(strategy.devices)

@@ -16,6 +16,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops, resource_variable_ops
+from tensorflow.python.profiler import profiler_v2
 
 from tfdist.world import World
 
@@ -169,3 +170,18 @@ def silent_peers(world: World, seconds: float) -> list[int]:
 def runtime_started() -> bool:
     """Whether TensorFlow has fixed its devices and threads for the life of this process."""
     return context.context()._initialized
+
+
+def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns on each worker, as an argument of what is scheduled; made again when one comes back."""
+    return coordinator._create_per_worker_resources(function, args=arguments)
+
+
+def finished(remote_value: Any, seconds: float) -> bool:
+    """Whether what was scheduled has ended, or does so within `seconds`."""
+    return remote_value._status_available_event.wait(seconds)
+
+
+def profiling() -> bool:
+    """Whether a trace is being taken in this process."""
+    return profiler_v2._profiler is not None

@@ -57,8 +57,10 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 )
 @click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
 @click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16")
+@click.option("--staleness", type=int, metavar="S", help="bound on the updates between a step's reading and its own")
 @click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
 @click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
+@click.option("--ps", type=int, metavar="N", help="and so many parameter servers")
 @click.option("--restarts", type=int, default=0, show_default=True, help="start them again so often after a failure")
 @click.option("--expose", is_flag=True, help="leave them in this machine's network, open to others")
 @click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
@@ -76,6 +78,7 @@ def command(
     devices: str | None,
     profile: str | None,
     workers: int | None,
+    ps: int | None,
     restarts: int,
     expose: bool,
     **options: Any,
@@ -88,9 +91,10 @@ def command(
             profile=None if profile is None else configs.parse_range(profile),
         )
         world = World.detect()
-        _check_processes(config, world, workers)
-        starts = workers is not None and not world.tasks
-        code = _launch(config, workers or 1, restarts, expose) if starts else run(config, world)
+        counts = {"worker": workers, "ps": ps}
+        _check_processes(config, world, counts)
+        starts = not world.tasks and any(count is not None for count in counts.values())
+        code = _launch(config, counts, restarts, expose) if starts else run(config, world)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
@@ -118,17 +122,20 @@ def run(config: TrainConfig, world: World) -> int:
         return _reported(config, folder, show, terminal)
 
 
-def _check_processes(config: TrainConfig, world: World, workers: int | None) -> None:
-    if workers is not None and config.strategy not in configs.OF_SEVERAL_PROCESSES:
-        raise UsageError(
-            f"`--workers` is {workers}, and `{config.strategy}` trains in one process",
-            "use `--devices`, or one of the strategies " + _names(configs.OF_SEVERAL_PROCESSES),
-        )
-    if workers is not None and world.tasks and workers != len(world.tasks_of("worker")):
-        raise UsageError(
-            f"`--workers` is {workers}, and {world.source} has {len(world.tasks_of('worker'))}",
-            "leave `--workers` out where the job is described already",
-        )
+def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | None]) -> None:
+    able = {"worker": configs.OF_SEVERAL_PROCESSES, "ps": configs.WITH_SERVERS}
+    for role, count in counts.items():
+        option = "--workers" if role == "worker" else f"--{role}"
+        if count is not None and config.strategy not in able[role]:
+            raise UsageError(
+                f"`{option}` is {count}, and `{config.strategy}` has no use for it",
+                "use `--devices`, or one of the strategies " + _names(able[role]),
+            )
+        if count is not None and world.tasks and count != len(world.tasks_of(role)):
+            raise UsageError(
+                f"`{option}` is {count}, and {world.source} has {len(world.tasks_of(role))}",
+                f"leave `{option}` out where the job is described already",
+            )
     if world.tasks and config.strategy not in configs.OF_SEVERAL_PROCESSES:
         raise UsageError(
             f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
@@ -136,7 +143,7 @@ def _check_processes(config: TrainConfig, world: World, workers: int | None) -> 
         )
 
 
-def _launch(config: TrainConfig, workers: int, restarts: int, expose: bool) -> int:
+def _launch(config: TrainConfig, counts: dict[str, int | None], restarts: int, expose: bool) -> int:
     """Starts this same command in several processes."""
     from tfdist.launcher import run as launcher
 
@@ -144,7 +151,8 @@ def _launch(config: TrainConfig, workers: int, restarts: int, expose: bool) -> i
     run_dir = config.run_dir or _new_run_dir(config, name)
     wanted = job.Job(
         command=("-m", "tfdist.train", *_arguments(), *(() if config.run_dir else ("--run-dir", str(run_dir)))),
-        workers=workers,
+        workers=2 if counts["worker"] is None else counts["worker"],
+        ps=int(config.strategy in configs.WITH_SERVERS) if counts["ps"] is None else counts["ps"],
         restarts=restarts,
         expose=expose,
         log_dir=run_dir / "output",

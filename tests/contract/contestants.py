@@ -16,6 +16,7 @@ REPLICAS = {
     "mirrored": (1, 2, 3),
     "custom": (1, 2, 3),
     "multiworker": (WORLD.world_size,),
+    "parameter_server": (len(WORLD.tasks_of("worker")),),
     "stock_mirrored": (2,),
 }
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
@@ -24,16 +25,23 @@ FEW = {
     "mirrored": (2,),
     "custom": (2,),
     "multiworker": (WORLD.world_size,),
+    "parameter_server": (len(WORLD.tasks_of("worker")),),
     "stock_mirrored": (2,),
 }
 # What arrives at a step does not depend on where the variables are: whole batches, and parts of batches.
-WHOLE_AND_PARTS = {"single": (1,), "custom": (2,), "multiworker": (WORLD.world_size,)}
+WHOLE_AND_PARTS = {
+    "single": (1,),
+    "custom": (2,),
+    "multiworker": (WORLD.world_size,),
+    "parameter_server": (len(WORLD.tasks_of("worker")),),
+}
 # Whole batches, halves and thirds.
 EACH_COUNT = {
     "single": (1,),
     "mirrored": (2, 3),
     "custom": (2, 3),
     "multiworker": (WORLD.world_size,),
+    "parameter_server": (len(WORLD.tasks_of("worker")),),
     "stock_mirrored": (2,),
 }
 
@@ -58,7 +66,9 @@ def start(name, replicas, **options):
     """A strategy to train with."""
     if name == "stock_mirrored":
         return StockMirrored(replicas)
-    if name != "multiworker":
+    if name == "parameter_server":
+        options["staleness"] = 0  # with more than that a result depends on the moment
+    elif name != "multiworker":
         options["devices"] = replicas
     return tfdist.strategy(name, **{"seed": 7} | options)
 

@@ -115,7 +115,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         if epoch == 0:
             return
         restored = _steps_taken(self.model.optimizer) > 0
-        if epoch >= self.warmup_epochs:
+        if epoch > self.warmup_epochs:
             self._done = restored
         elif self._optimizer_was_used and self.base_learning_rate is None:
             raise UsageError(

@@ -206,6 +206,17 @@ class DatasetBatches(Batches):
         return tree.pack_sequence_as(batch, [None if part is None else part[0] for part in parts]), share
 
 
+@dataclass(frozen=True)
+class FetchedBatches(DatasetBatches):
+    """A batch that was fetched already is the state itself."""
+
+    counted: bool = True
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        del step
+        return state
+
+
 def _none_if_empty(value: Any) -> Any:
     """Keras' generators carry an absent target or weight as an empty optional."""
     return None if isinstance(value, tf.experimental.Optional) else value

@@ -1,0 +1,233 @@
+"""`parameter_server`: `tf.distribute.ParameterServerStrategy`, one copy of the variables, on servers.
+
+    chief     runs the user's program, and hands out the steps       (the coordinator)
+    worker    computes steps, whichever comes next, at its own pace
+    ps        has its part of the variables, and updates them
+
+Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import closures, keras_internals, rendezvous, tensorflow_internals
+from tfdist.errors import ClusterError, UsageError
+from tfdist.launcher import job
+from tfdist.strategies import base, distribute
+from tfdist.world import World
+
+# How long a server waits after its chief can no longer be reached.
+SECONDS_WITHOUT_CHIEF = 6.0
+
+
+class ServedReplica(base.Replica):
+    """A worker's step on a whole batch; others update the same variables meanwhile."""
+
+    alone = False
+
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        del variables
+        self.once_a_copy(apply, list(gradients))
+
+    def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+        with tensorflow_internals.without_strategy():
+            function(values)
+
+    @contextlib.contextmanager
+    def timed(self, optimizer: Any) -> Iterator[Callable[[], tf.Tensor]]:
+        """Counts the updates of others between the reading of the variables in this context and `optimizer`'s update.
+
+        Yields a function for the number, int32 scalar, to be called at the end.
+        """
+        if optimizer is None:
+            yield lambda: tf.constant(0)
+            return
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        counter = inner._iterations._value
+        counted: list[tf.Tensor] = []
+
+        def count(variable: Any) -> None:
+            counted.append(tf.convert_to_tensor(variable.assign_add(1, read_value=True)))
+
+        def late() -> tf.Tensor:
+            # An update under a condition, such as loss scaling's, is only seen from outside, a little later.
+            inside = counted and counted[-1].graph is read.graph
+            written = counted[-1] if inside else tf.convert_to_tensor(counter)
+            return tf.maximum(tf.cast(written - read, tf.int32) - 1, 0)
+
+        read = tf.identity(tf.convert_to_tensor(counter))
+        with tf.control_dependencies([read]), keras_internals.counting(inner, count):
+            yield late
+
+
+class ParameterServerStrategy(distribute.DistributeStrategy):
+    """Trains on the workers of a job, with the variables on its parameter servers.
+
+    Every process of the job makes the strategy with the same program. In the chief that returns, and the program goes
+    on; a worker or a parameter server serves the chief until it ends, and exits.
+
+    Each step is one worker's, on a whole batch, with the variables as they are when it reads them: steps do not wait
+    for each other. `staleness` bounds how many updates of others may come between a step's reading and its own update.
+
+    Args:
+        staleness: at most so many; `None` for no bound. Bounds as in Ho et al., More Effective Distributed ML via a
+            Stale Synchronous Parallel Parameter Server, NeurIPS 2013; with 0 the steps come one after the other, and
+            the result is that of one device.
+        timeout_seconds: how long to wait for a worker that is silent, before its steps are given to another.
+        start_timeout_seconds: how long the start waits for all processes; `None` is what the launcher says, else 60.
+        card: what must be the same in all processes besides the versions.
+        options: see `tfdist.strategies.base.Strategy`.
+
+    Raises:
+        UsageError: the job has no chief or no parameter servers, or TensorFlow has already started.
+        ClusterError: a process is missing, or differs.
+    """
+
+    name = "parameter_server"
+
+    def __init__(
+        self,
+        *,
+        staleness: int | None = None,
+        timeout_seconds: float = 60.0,
+        start_timeout_seconds: float | None = None,
+        card: Mapping[str, str] | None = None,
+        **options: Any,
+    ):
+        if staleness is not None and staleness < 0:
+            raise UsageError(f"`staleness` is {staleness}", "use 0 or more, or leave it out for no bound")
+        self.staleness = staleness
+        self.timeout_seconds = timeout_seconds
+        self._start_timeout_seconds = start_timeout_seconds or float(os.environ.get(job.START_SECONDS, "60"))
+        self._card = dict(card or {})
+        super().__init__(**options)
+
+    def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
+        if wanted is not None:
+            raise UsageError(
+                f"`devices` is `{wanted}`, and `parameter_server` uses the job's workers",
+                "leave `devices` out; start more workers",
+            )
+        return ["CPU:0"]
+
+    def set_up(self) -> None:
+        self._job = World.detect(os.environ)
+        if not self._job.tasks_of("ps") or not self._job.tasks_of("chief") or not self._job.tasks_of("worker"):
+            raise UsageError(
+                f"The job ({self._job.source}) has {_counted(self._job)}, and `parameter_server` needs a chief, "
+                "workers and parameter servers",
+                "start it with `--workers 2 --ps 1`, or name all three roles in `TF_CONFIG`",
+            )
+        card = tuple(self._card.items())
+        self.tf_strategy, self._coordinator = _join(self._job, self._start_timeout_seconds, card)
+
+    @property
+    def num_workers(self) -> int:
+        """The workers of the job."""
+        return len(self._job.tasks_of("worker"))
+
+    @property
+    def serial(self) -> bool:
+        return False
+
+    def options(self) -> dict[str, Any]:
+        servers = len(self._job.tasks_of("ps"))
+        return super().options() | {"staleness": self.staleness, "workers": self.num_workers, "ps": servers}
+
+    def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
+        if kind == "predict":
+            return closures.ClosurePredictProgram(self, model, batches)
+        return closures.ClosureProgram(self, model, f"{kind}_step", batches, stop_at_nan)
+
+    def run(self, step: base.Step) -> list[Any]:
+        return base.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(ServedReplica())))
+
+    def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
+        """Has a worker that is free run `function(*arguments)`; returns a `RemoteValue`."""
+        return self._coordinator.schedule(function, args=tuple(arguments))
+
+    def on_each_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What `function` returns on each worker, as an argument of what is scheduled."""
+        return tensorflow_internals.on_each_worker(self._coordinator, function, *arguments)
+
+    def names_of(self, role: str) -> list[str]:
+        """The tasks of a role, as messages name them."""
+        return [str(task) for task in self._job.tasks_of(role)]
+
+    def unreachable(self, role: str) -> list[str]:
+        """Those of a role whose port does not answer, as messages name them."""
+        return [str(task) for task in self._job.tasks_of(role) if not _answers(task.host, task.port)]
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            gone = self.unreachable("ps")
+            if not gone:
+                raise
+            raise ClusterError(
+                f"Gone: {', '.join(gone)}, with its part of the variables",
+                "see that process' own output; start the job again with `--resume`",
+            ) from error
+
+
+def _counted(world: World) -> str:
+    return ", ".join(f"{len(world.tasks_of(role))} of the role `{role}`" for role in ("chief", "worker", "ps"))
+
+
+@functools.cache
+def _join(world: World, start_timeout_seconds: float, card: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Joins the job, which a process can do once; returns in the chief alone."""
+    if tensorflow_internals.runtime_started():
+        raise UsageError(
+            "TensorFlow has already started, and must know the cluster when it starts",
+            "create the strategy before anything else uses TensorFlow",
+        )
+    versions = {name: importlib.metadata.version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")}
+    rendezvous.meet(world, versions | {"strategy": "parameter_server"} | dict(card), start_timeout_seconds)
+    cluster = tf.train.ClusterSpec(world.cluster())
+    if not world.is_chief:
+        _serve(world, cluster)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    return strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
+def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
+    """Serves the chief until it ends, then ends this process."""
+    task = world.task
+    assert task is not None
+    server = tf.distribute.Server(cluster, job_name=task.role, task_index=task.index, protocol="grpc", start=True)
+    chief = world.tasks_of("chief")[0]
+    seen = time.monotonic()
+    while time.monotonic() - seen < SECONDS_WITHOUT_CHIEF:
+        time.sleep(1.0)
+        if _answers(chief.host, chief.port):
+            seen = time.monotonic()
+    del server
+    sys.exit(0)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+STRATEGY = ParameterServerStrategy

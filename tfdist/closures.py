@@ -1,0 +1,296 @@
+"""The inner loop of workers that share the variables of parameter servers, each at its own pace.
+
+    run(state, first, count)            on the coordinator
+        cut the steps into closures     whichever worker is free takes the next one
+        on a worker: its steps          read the variables from the servers, and send updates to them
+        add up the metrics              a closure returns what it added to them, so that nothing is lost
+
+A closure that was begun twice, because its worker was gone or silent, counts once.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import keras_internals, reduction, tensorflow_internals
+from tfdist.data.feed import ArrayBatches, Batches, DatasetBatches, FetchedBatches
+from tfdist.errors import ClusterError
+from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, joined
+
+STEPS_OF_A_CLOSURE = 10
+# So many that a worker which is done early finds another one.
+CLOSURES_OF_A_WORKER = 3
+
+
+class ClosureProgram(StepProgram):
+    """Runs `model.train_step` or `model.test_step` on the workers."""
+
+    _strategy: Any
+
+    def __init__(self, strategy: Any, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
+        self._sender = _Sender(strategy, batches)
+        self._trains = step_name == "train_step"
+        self._late = _Late()
+        super().__init__(strategy, model, step_name, self._sender.batches, stop_at_nan)
+
+    def begin_epoch(self) -> None:
+        self._late = _Late()
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        before = self._iterations()
+        done, ended, own = 0, False, self._own_logs
+        for wanted in self._rounds(count):
+            work = list(self._sender.closures(state, first + done, wanted, self._closure_length(wanted)))
+            results = [self._read(vector) for vector in self._run_all(work)]
+            self._merge([result.metrics for result in results])
+            done += sum(result.steps for result in results)
+            if results:
+                own = results[-1].own_logs
+            ended = sum(closure.steps for closure in work) < wanted
+            if ended or not all(result.finite for result in results):
+                break
+        self._note_repeated(self._iterations() - before - done)
+        late = self._late.logs() if self._strategy.staleness != 0 else {}  # with no other's updates, none of it
+        return Outcome(done, ended, self._results(own or {}) | late if done else {})
+
+    def _rounds(self, count: int) -> list[int]:
+        """Within a round of S + 1 steps, at most S updates come between a step's reading and its writing."""
+        if self._strategy.staleness is None or not self._trains:
+            return [count]
+        each = self._strategy.staleness + 1
+        return [min(each, count - begin) for begin in range(0, count, each)]
+
+    def _closure_length(self, count: int) -> int:
+        closures = CLOSURES_OF_A_WORKER * self._strategy.num_workers
+        return max(1, min(STEPS_OF_A_CLOSURE, count // closures))
+
+    def _run_all(self, work: Sequence[Closure]) -> list[Any]:
+        try:
+            return run_all(self._strategy, self._many_steps, work)
+        except OwnLogs as found:
+            self._own_logs = found.spec
+            self._one_step, self._many_steps = self._make_functions()
+            return run_all(self._strategy, self._many_steps, work)
+
+    def _make_functions(self) -> Any:
+        function = tf.function(self._closure, autograph=False, reduce_retracing=True)
+        return function, function
+
+    def _closure(self, state: Any, count: tf.Tensor) -> tf.Tensor:
+        """Up to `count` steps on a worker; all that the coordinator must know of them comes back in one vector."""
+
+        def proceed(done: tf.Tensor, finite: tf.Tensor, *carried: Any) -> tf.Tensor:
+            del carried
+            return (done < count) & finite
+
+        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, metrics: Any, own: Any) -> Any:
+            del finite, own
+            metrics, late, logs = self._worker_step(state, self._batches.fetch(state, done), metrics)
+            own = logs if self._own_logs is not None else {}
+            return done + 1, self._finite(metrics), total + late, tf.maximum(largest, late), metrics, own
+
+        variables = self._model.metrics_variables
+        metrics = [tf.zeros(variable.shape, variable._value.dtype) for variable in variables]
+        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), metrics, self._no_logs()]
+        numbers = tf.nest.flatten(tf.while_loop(proceed, body, start))
+        return tf.concat([tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers], 0)
+
+    def _read(self, vector: np.ndarray) -> _Result:
+        """The parts of what `_closure` returned."""
+        steps, finite, late_total, late_max = vector[:4]
+        if self._trains:
+            self._late.note(int(steps), int(late_total), int(late_max))
+        position, metrics = 4, []
+        for variable in self._model.metrics_variables:
+            size = int(np.prod(variable.shape))
+            metrics.append(vector[position : position + size].reshape(variable.shape))
+            position += size
+        own = None
+        if self._own_logs is not None:
+            own = tf.nest.pack_sequence_as(self._own_logs, list(vector[position:].astype(np.float32)))
+        return _Result(int(steps), bool(finite), metrics, own)
+
+    def _worker_step(self, state: Any, batch: Any, metrics: Any) -> tuple[Any, tf.Tensor, Logs]:
+        """One step of one worker: the metrics after it, how many updates came in between, the step's logs."""
+
+        def on_replica(replica: Any) -> Any:
+            data, _ = self._batches.part(state, batch, replica.index, replica.count)
+            updates = keras_internals.CarriedMetrics(self._model.metrics_variables, metrics)
+            with replica.timed(self._model.optimizer if self._trains else None) as late:
+                with keras_internals.on_replica(replica):
+                    with updates:
+                        logs = self._step_function(replica)(data)
+                    updates.merge(replica, replica.write)
+                self._metrics_updated |= updates.metrics_updated
+                return updates.metrics, late(), tf.nest.map_structure(_as_float, logs)
+
+        with reduction.fused(self._model.optimizer, self._strategy.fused, locking=True):
+            ((metrics, late, logs),) = self._strategy.run(on_replica)
+        if self._own_logs is None and set(logs) != set(self._metrics()):
+            raise OwnLogs(tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), logs))
+        return metrics, late, logs
+
+    def _finite(self, metrics: Sequence[tf.Tensor]) -> tf.Tensor:
+        if not self._stop_at_nan:
+            return tf.constant(True)
+        total = self._model._loss_tracker.total
+        index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
+        return tf.math.is_finite(metrics[index])
+
+    def _merge(self, results: Sequence[Sequence[np.ndarray]]) -> None:
+        with self._strategy.scope():
+            for variable, *added in zip(self._model.metrics_variables, *results, strict=True):
+                if added:
+                    variable._value.assign_add(np.sum(added, axis=0).astype(variable._value.dtype.as_numpy_dtype))
+
+    def _iterations(self) -> int:
+        return int(self._model.optimizer._iterations.numpy()) if self._trains else 0
+
+    def _note_repeated(self, steps: int) -> None:
+        # An update that the optimizer left out, for a loss that is not finite, counts for nothing.
+        if self._trains and steps > 0:
+            warnings.warn(f"{steps} steps ran twice, since a worker was gone or silent", stacklevel=2)
+
+
+class ClosurePredictProgram(Program):
+    """Runs `model.predict_step` on the workers."""
+
+    def __init__(self, strategy: Any, model: Any, batches: Batches):
+        self._strategy = strategy
+        self._model = model
+        self._sender = _Sender(strategy, batches)
+        self._function = tf.function(self._predict, autograph=False, reduce_retracing=True)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
+        work = list(self._sender.closures(state, first, count, 1))
+        outputs = run_all(self._strategy, self._function, work)
+        return Outcome(len(work), len(work) < count, {"outputs": joined(outputs)} if outputs else {})
+
+    def _predict(self, state: Any, count: tf.Tensor) -> Any:
+        del count
+        batches = self._sender.batches
+
+        def on_replica(replica: Any) -> Any:
+            data, _ = batches.part(state, batches.fetch(state, tf.constant(0)), replica.index, replica.count)
+            return self._model.predict_step(data)
+
+        return self._strategy.run(on_replica)[0]
+
+
+@dataclass(frozen=True)
+class Closure:
+    """Some steps, as the arguments of the function that a worker runs."""
+
+    arguments: tuple[Any, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
+class _Result:
+    steps: int
+    finite: bool
+    metrics: list[np.ndarray]
+    own_logs: Logs | None
+
+
+class _Late:
+    """The staleness of an epoch's steps: the updates of others between a step's reading and its own update."""
+
+    def __init__(self) -> None:
+        self._steps = self._total = self._max = 0
+
+    def note(self, steps: int, total: int, largest: int) -> None:
+        self._steps += steps
+        self._total += total
+        self._max = max(self._max, largest)
+
+    def logs(self) -> Logs:
+        if not self._steps:
+            return {}
+        return {"staleness_mean": self._total / self._steps, "staleness_max": float(self._max)}
+
+
+class _Sender:
+    """Cuts a pass over the data into closures.
+
+    Arrays are sent to each worker once, and a closure has the indices of its examples; other batches are fetched by the
+    coordinator, one for each closure.
+    """
+
+    def __init__(self, strategy: Any, batches: Batches):
+        self._strategy = strategy
+        self._fetching = batches
+        self.batches = batches if isinstance(batches, ArrayBatches) else FetchedBatches()
+        self._sent: tuple[Any, Any] = (None, None)
+
+    def closures(self, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
+        """The work of `count` steps from batch `first` of the pass on; less when the data end."""
+        if not isinstance(self._fetching, ArrayBatches):
+            yield from (Closure((batch, tf.constant(1)), 1) for batch in self._fetch(state, first, count))
+            return
+        arrays, indices = state
+        if self._sent[0] is not arrays:
+            self._sent = arrays, self._strategy.on_each_worker(_received, arrays)
+        size = self._fetching.batch_size
+        for begin in range(first, first + count, length):
+            steps = min(length, first + count - begin)
+            examples = indices[begin * size : (begin + steps) * size]
+            yield Closure(((self._sent[1], examples), tf.constant(steps)), steps)
+
+    def _fetch(self, state: Any, first: int, count: int) -> Iterator[Any]:
+        assert isinstance(self._fetching, DatasetBatches)
+        for step in range(first, first + count):
+            batch = self._fetching.fetch(state, tf.constant(step))
+            if not self._fetching.counted:
+                if not batch.has_value():
+                    return
+                batch = batch.get_value()
+            yield keras_internals.tree.map_structure(lambda part: part, batch)
+
+
+@tf.function(autograph=False)
+def _received(arrays: Any) -> Any:
+    return tf.nest.map_structure(tf.identity, arrays)
+
+
+def run_all(strategy: Any, function: Any, work: Sequence[Closure]) -> list[Any]:
+    """What `function` returns for each closure, as NumPy arrays; a closure that stays away is given to another worker.
+
+    Raises:
+        ClusterError: no worker finishes anything any more.
+    """
+    begun = [[strategy.schedule(function, closure.arguments)] for closure in work]
+    pending = set(range(len(work)))
+    last_news, again = time.monotonic(), 0
+    while pending:
+        news = {i for i in pending if any(tensorflow_internals.finished(value, 0) for value in begun[i])}
+        if news:
+            pending -= news
+            last_news = time.monotonic()
+            continue
+        tensorflow_internals.finished(begun[min(pending)][-1], 0.1)
+        if time.monotonic() - last_news > strategy.timeout_seconds:
+            silent = strategy.unreachable("worker")
+            if again == strategy.num_workers:
+                names = ", ".join(silent or strategy.names_of("worker"))
+                raise ClusterError(
+                    f"No worker has finished a step for {(again + 1) * strategy.timeout_seconds:g} s: {names}",
+                    "see the workers' own output; start the job again with `--resume`",
+                )
+            again += 1
+            for index in pending:
+                begun[index].append(strategy.schedule(function, work[index].arguments))
+            last_news = time.monotonic()
+    return [next(v for v in values if tensorflow_internals.finished(v, 0)).fetch() for values in begun]
+
+
+def _as_float(value: Any) -> tf.Tensor:
+    return tf.cast(value, tf.float32)
