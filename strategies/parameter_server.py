@@ -13,7 +13,6 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import closures, keras_internals, rendezvous, tensorflow_internals
+from tfdist import closures, keras_internals, ports, rendezvous, tensorflow_internals
 from tfdist.errors import ClusterError, UsageError
 from tfdist.launcher import job
 from tfdist.strategies import base, distribute
@@ -166,8 +165,18 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return [str(task) for task in self._job.tasks_of(role)]
 
     def unreachable(self, role: str) -> list[str]:
-        """Those of a role whose port does not answer, as messages name them."""
-        return [str(task) for task in self._job.tasks_of(role) if not _answers(task.host, task.port)]
+        """Those of a role that do not answer, as messages name them."""
+        return [str(task) for task in self._job.tasks_of(role) if not rendezvous.serves(task)]
+
+    def drop_silent_workers(self) -> list[str]:
+        """Ends the connections to workers that do not answer, and says which, as messages name them.
+
+        What waits for such a worker then fails, as if the worker had ended; if it ever answers, it is taken back.
+        """
+        silent = [task for task in self._job.tasks_of("worker") if not rendezvous.serves(task)]
+        for task in silent:
+            ports.hang_up(task.host, task.port)
+        return [str(task) for task in silent]
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -204,7 +213,7 @@ def _join(world: World, start_timeout_seconds: float, card: tuple[Any, ...]) -> 
         cluster, task_type="chief", task_id=0, rpc_layer="grpc"
     )
     strategy = tf.distribute.ParameterServerStrategy(resolver)
-    return strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
+    return strategy, tensorflow_internals.coordinator(strategy)
 
 
 def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
@@ -216,18 +225,10 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
     seen = time.monotonic()
     while time.monotonic() - seen < SECONDS_WITHOUT_CHIEF:
         time.sleep(1.0)
-        if _answers(chief.host, chief.port):
+        if rendezvous.can_connect(chief):
             seen = time.monotonic()
     del server
     sys.exit(0)
-
-
-def _answers(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=2.0).close()
-    except OSError:
-        return False
-    return True
 
 
 STRATEGY = ParameterServerStrategy

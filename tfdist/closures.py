@@ -27,6 +27,9 @@ from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, joined
 STEPS_OF_A_CLOSURE = 10
 # So many that a worker which is done early finds another one.
 CLOSURES_OF_A_WORKER = 3
+SECONDS_BETWEEN_LOOKS = 0.1
+# TensorFlow takes so long to notice that a worker was dropped, and to give its steps to others.
+SECONDS_TO_GO_ON = 30.0
 
 
 class ClosureProgram(StepProgram):
@@ -262,34 +265,33 @@ def _received(arrays: Any) -> Any:
 
 
 def run_all(strategy: Any, function: Any, work: Sequence[Closure]) -> list[Any]:
-    """What `function` returns for each closure, as NumPy arrays; a closure that stays away is given to another worker.
+    """What `function` returns for each closure, as NumPy arrays; one whose worker is silent is given to another worker.
 
     Raises:
         ClusterError: no worker finishes anything any more.
     """
-    begun = [[strategy.schedule(function, closure.arguments)] for closure in work]
-    pending = set(range(len(work)))
-    last_news, again = time.monotonic(), 0
+    values = [strategy.schedule(function, closure.arguments) for closure in work]
+    pending, last_news, patience = list(values), time.monotonic(), strategy.timeout_seconds
     while pending:
-        news = {i for i in pending if any(tensorflow_internals.finished(value, 0) for value in begun[i])}
-        if news:
-            pending -= news
-            last_news = time.monotonic()
+        left = [value for value in pending if not tensorflow_internals.finished(value, 0)]
+        if len(left) < len(pending):
+            pending, last_news, patience = left, time.monotonic(), strategy.timeout_seconds
             continue
-        tensorflow_internals.finished(begun[min(pending)][-1], 0.1)
-        if time.monotonic() - last_news > strategy.timeout_seconds:
-            silent = strategy.unreachable("worker")
-            if again == strategy.num_workers:
-                names = ", ".join(silent or strategy.names_of("worker"))
-                raise ClusterError(
-                    f"No worker has finished a step for {(again + 1) * strategy.timeout_seconds:g} s: {names}",
-                    "see the workers' own output; start the job again with `--resume`",
-                )
-            again += 1
-            for index in pending:
-                begun[index].append(strategy.schedule(function, work[index].arguments))
-            last_news = time.monotonic()
-    return [next(v for v in values if tensorflow_internals.finished(v, 0)).fetch() for values in begun]
+        tensorflow_internals.finished(pending[0], SECONDS_BETWEEN_LOOKS)
+        waited = time.monotonic() - last_news
+        if waited < patience:
+            continue
+        if patience > strategy.timeout_seconds:
+            names = strategy.unreachable("worker") or strategy.names_of("worker")
+            raise ClusterError(
+                f"No worker has finished a step for {waited:.0f} s: {', '.join(names)}",
+                "see the workers' own output; start the job again with `--resume`",
+            )
+        silent = strategy.drop_silent_workers()
+        if silent:
+            warnings.warn(f"Silent for {strategy.timeout_seconds:g} s: {', '.join(silent)}", stacklevel=2)
+        patience += max(strategy.timeout_seconds, SECONDS_TO_GO_ON)
+    return [value.fetch() for value in values]
 
 
 def _as_float(value: Any) -> tf.Tensor:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
+import stat
 
 # TensorFlow's servers, told so by this variable, take a port although another process of the same user holds it, if
 # that one does not listen. So a port can be held for a process until it ends.
 SHARE = "TF_GRPC_REUSE_PORT"
 
 
-def hold() -> socket.socket:
-    """A port that was free and that nobody else gets while this socket is open."""
+def hold(port: int = 0) -> socket.socket:
+    """A port that was free, or `port`, that nobody else gets while this socket is open."""
     held = _on_every_interface()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind(("", 0))
+    held.bind(("", port))
     return held
 
 
@@ -36,6 +38,22 @@ def listen(port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def hang_up(host: str, port: int) -> int:
+    """Ends the connections of this process to a port, whoever in it opened them; returns how many there were."""
+    places = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    ended = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            descriptor = int(name)
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    peer = connection.getpeername()
+                    if (str(peer[0]).removeprefix("::ffff:"), peer[1]) in places:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        ended += 1
+    return ended
 
 
 def shared() -> bool:

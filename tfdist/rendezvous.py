@@ -34,6 +34,7 @@ SECONDS_TO_INTRODUCE = 5.0
 SECONDS_FOR_ANSWER = 5.0
 SECONDS_TO_CONNECT = 5.0
 SECONDS_TO_CLOSE = 1.0
+SECONDS_TO_ANSWER = 3.0
 MOST_STRANGERS = 64
 MOST_NAMES = 8
 # The first frame of an HTTP/2 server, such as TensorFlow's, after three bytes that say its length: type 4, no flags,
@@ -377,3 +378,21 @@ def _understood(text: bytes, chief: Task) -> _Answer:
 
 def _line(message: BaseModel) -> bytes:
     return message.model_dump_json().encode() + b"\n"
+
+
+def can_connect(task: Task) -> bool:
+    """Whether something listens where a task should; its process may be stopped."""
+    try:
+        socket.create_connection((task.host, task.port), timeout=SECONDS_TO_ANSWER).close()
+    except OSError:
+        return False
+    return True
+
+
+def serves(task: Task) -> bool:
+    """Whether a task's server answers: TensorFlow's speaks first."""
+    try:
+        with socket.create_connection((task.host, task.port), timeout=SECONDS_TO_ANSWER) as connection:
+            return connection.recv(3 + len(HTTP2_SETTINGS))[3:] == HTTP2_SETTINGS
+    except OSError:
+        return False

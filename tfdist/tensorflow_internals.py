@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +171,16 @@ def silent_peers(world: World, seconds: float) -> list[int]:
 def runtime_started() -> bool:
     """Whether TensorFlow has fixed its devices and threads for the life of this process."""
     return context.context()._initialized
+
+
+def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
+    """The coordinator of a strategy, which lives as long as this process.
+
+    Deleting one waits for a thread that may itself be waiting for a worker that never comes back.
+    """
+    found = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    return found
 
 
 def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -116,7 +116,10 @@ def run(config: TrainConfig, world: World) -> int:
         config = dataclasses.replace(config, run_dir=run_dir, resume=True)
     if not world.is_chief:
         config = dataclasses.replace(config, quiet=not config.verbose)
-    folder = RunFolder(run_dir if world.is_chief else run_dir / f"rank-{world.rank}", resume=config.resume)
+    # One that serves has its log there, and goes on with it when it comes back.
+    serves = config.strategy in configs.WITH_SERVERS and not world.is_chief
+    path = run_dir if world.is_chief else run_dir / f"rank-{world.rank}"
+    folder = RunFolder(path, resume=config.resume or serves)
     with console.stderr_to(None if config.verbose else folder.log) as terminal:
         show = (lambda *lines: None) if config.quiet else click.echo
         return _reported(config, folder, show, terminal)

@@ -45,8 +45,13 @@ def run_together(strategy, workers, *arguments, cwd, ps=0):
     return done.stdout.splitlines()[-1]
 
 
+def equality_cases(strategy, workers, names):
+    """The tests of these cases."""
+    return [f"{EQUALITY}::test_equals_stock_keras_on_one_device[{strategy}-{workers}-{name}]" for name in names]
+
+
 def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
-    tests = [f"{EQUALITY}::test_equals_stock_keras_on_one_device[multiworker-2-{name}]" for name in QUICK]
+    tests = equality_cases("multiworker", 2, QUICK)
     assert f"{len(tests)} passed" in run_together("multiworker", 2, *tests, cwd=tmp_path)
 
 

@@ -33,11 +33,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 Part = TypeVar("Part")
 
 
-def main() -> int:
-    """Keeps one process, and returns its exit code: 128 and the signal's number if a signal ended it."""
+def main(port: str = "0") -> int:
+    """Keeps one process, and returns its exit code: 128 and the signal's number if a signal ended it.
+
+    `port` is that of the process before, whose place this one takes.
+    """
     # What the process starts and leaves becomes a child of the keeper, and is ended with it.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with ports.hold() as held:
+    with ports.hold(int(port)) as held:
         print(json.dumps({"port": held.getsockname()[1]}), flush=True)
         order = sys.stdin.readline()
         if not order.strip():
@@ -116,4 +119,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -29,6 +29,8 @@ from tfdist.launcher.job import Job
 SECONDS_AFTER_SIGNAL = 4.0
 # A process that says that another one is gone can be seen before that one.
 SECONDS_FOR_THE_CAUSE = 5.0
+# With parameter servers a job goes on without a worker, which comes back so often.
+STARTS_OF_A_WORKER = 4
 LAST_LINES = 20
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +47,7 @@ class Process:
     keeper: asyncio.subprocess.Process
     terminal: int | None  # what the keeper has as its terminal, seen from here
     port: int = 0
+    starts: int = 1
 
     @property
     def name(self) -> str:
@@ -127,20 +130,28 @@ class _Run:
             raise UsageError(
                 f"The logs cannot be written to `{self.job.log_dir}`: {error.strerror}", "choose another `--log-dir`"
             ) from error
-        for rank, (role, index) in enumerate(self.job.roles):
-            self.processes.append(await self._start_keeper(rank, role, index))
+        for rank in range(len(self.job.roles)):
+            self.processes.append(await self._start_keeper(rank))
         deadline = asyncio.get_running_loop().time() + self.job.start_seconds
         for process in self.processes:
             await self._read_port(process, deadline)
-        cluster: dict[str, list[str]] = {}
         for process in self.processes:
-            cluster.setdefault(process.role, []).append(f"{process.host or 'localhost'}:{process.port}")
-        for process in self.processes:
-            process.tell(json.dumps(self._order(process, cluster)))
+            process.tell(json.dumps(self._order(process)))
 
-    async def _start_keeper(self, rank: int, role: str, index: int) -> Process:
+    async def _start_again(self, process: Process) -> Process:
+        """Starts a process in the place of one that has ended, with its address."""
+        rank = self.processes.index(process)
+        again = await self._start_keeper(rank, process.port)
+        again.starts = process.starts + 1
+        await self._read_port(again, asyncio.get_running_loop().time() + self.job.start_seconds)
+        self.processes[rank] = again
+        again.tell(json.dumps(self._order(again)))
+        return again
+
+    async def _start_keeper(self, rank: int, port: int = 0) -> Process:
+        role, index = self.job.roles[rank]
         host = self.job.host(rank)
-        command = [sys.executable, "-m", keeper.__name__]
+        command = [sys.executable, "-m", keeper.__name__, str(port)]
         if host is not None:
             # The user's own keys and agent; no question can be answered here.
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
@@ -170,7 +181,7 @@ class _Run:
         else:
             assert process.keeper.stdout is not None
             reader = process.keeper.stdout
-        file = process.log.open("ab" if self.restart else "wb")
+        file = process.log.open("ab" if self.restart or process.starts > 1 else "wb")
         line = b""
         with contextlib.suppress(TimeoutError):
             line = await asyncio.wait_for(reader.readline(), max(0.0, deadline - loop.time()))
@@ -206,7 +217,10 @@ class _Run:
 
         self._pumps.append(asyncio.create_task(pump()))
 
-    def _order(self, process: Process, cluster: dict[str, list[str]]) -> dict[str, Any]:
+    def _order(self, process: Process) -> dict[str, Any]:
+        cluster: dict[str, list[str]] = {}
+        for other in self.processes:
+            cluster.setdefault(other.role, []).append(f"{other.host or 'localhost'}:{other.port}")
         task = {"type": process.role, "index": process.index}
         trains = [other for other in self.processes if other.host == process.host and other.role == "worker"]
         return {
@@ -240,6 +254,13 @@ class _Run:
                     signalled = asyncio.create_task(self.signals.get())
                 running -= done
                 failed = [ends[end] for end in done if end in ends and ends[end].keeper.returncode]
+                for process in [process for process in failed if self._can_come_back(process)]:
+                    self.console.print(f"{process.name} {process.how_it_ended()}; it is started again.")
+                    failed.remove(process)
+                    again = await self._start_again(process)
+                    end = asyncio.create_task(again.keeper.wait())
+                    ends[end] = again
+                    running.add(end)
                 if failed:
                     return await self._failed(failed, running, ends)
                 # Servers serve until the chief, whom they serve, has ended.
@@ -248,6 +269,10 @@ class _Run:
             return 0
         finally:
             signalled.cancel()
+
+    def _can_come_back(self, process: Process) -> bool:
+        told = process.keeper.returncode in (EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
+        return bool(self.job.ps) and process.role == "worker" and process.starts < STARTS_OF_A_WORKER and not told
 
     async def _failed(self, failed: list[Process], running: set[Any], ends: dict[Any, Process]) -> int:
         """Shows what the process said that failed first, and returns its exit code."""

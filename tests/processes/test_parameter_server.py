@@ -1,0 +1,170 @@
+"""What `parameter_server` promises, on real servers: exact counts however the workers race, and a job that goes on."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.processes.jobs import RunningJob, epochs_done, train
+from tests.processes.test_contract import QUICK, equality_cases, run_together
+
+SCRIPT = """
+import json, sys
+import keras, numpy as np, tensorflow as tf, tfdist
+
+strategy = tfdist.strategy("parameter_server", seed=1, **json.loads(sys.argv[1]))
+keras.utils.set_random_seed(3)
+
+
+class Total(keras.metrics.Metric):  # of the numbers of the examples that were seen
+    def __init__(self):
+        super().__init__(name="total")
+        self.seen = self.add_weight(shape=(), initializer="zeros", name="seen")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.seen.assign_add(keras.ops.sum(keras.ops.cast(y_true, "float32")))
+
+    def result(self):
+        return self.seen
+
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(1e-4), "mse", metrics=[Total()])
+numbers = np.arange(643)
+x = np.random.default_rng(0).random((643, 4), "float32")
+history = strategy.fit(model, x, numbers, batch_size=8, epochs=3, validation_data=(x, numbers), verbose=0).history
+print("HISTORY", json.dumps(history))
+print("STEPS", int(model.optimizer.iterations.numpy()))
+print("EVALUATE", json.dumps(strategy.evaluate(model, x, numbers, batch_size=8, verbose=0, return_dict=True)))
+print("LOCAL", float(np.mean((model(x).numpy()[:, 0] - numbers) ** 2)))
+predictions = strategy.predict(model, x, batch_size=50, verbose=0)
+print("PREDICT", float(np.abs(predictions - model(x).numpy()).max()), predictions.shape)
+data = tf.data.Dataset.from_tensor_slices((x[:100], numbers[:100])).batch(8)
+print("DATASET", strategy.fit(model, data, epochs=1, verbose=0).history["total"][0], int(model.optimizer.iterations))
+"""
+
+
+def run_script(tmp_path, **options):
+    """What the script said in the chief, by its first word."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with RunningJob("--workers", "2", "--ps", "2", "script.py", json.dumps(options), cwd=tmp_path) as job:
+        code, out, err = job.end()
+    assert code == 0, err
+    return dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
+
+
+@pytest.mark.parametrize("staleness", [None, 2])
+def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race(tmp_path, staleness):
+    said = run_script(tmp_path, staleness=staleness)
+    history = json.loads(said["HISTORY"])
+    every_number_once = sum(range(643))
+    assert int(said["STEPS"]) == 3 * 81
+    assert history["total"] == [every_number_once] * 3
+    assert history["val_total"] == [every_number_once] * 3
+    evaluated = json.loads(said["EVALUATE"])
+    assert evaluated["total"] == every_number_once
+    assert evaluated["loss"] == pytest.approx(float(said["LOCAL"]), rel=1e-5)
+    difference, shape = said["PREDICT"].split(" ", 1)
+    assert float(difference) < 1e-4 and shape == "(643, 1)"
+    assert said["DATASET"].split() == [str(float(sum(range(100)))), str(3 * 81 + 13)]
+    assert all(
+        0 <= mean <= largest for mean, largest in zip(history["staleness_mean"], history["staleness_max"], strict=True)
+    )
+    if staleness is not None:
+        assert max(history["staleness_max"]) <= staleness
+
+
+def test_without_staleness_it_equals_one_device(tmp_path):
+    tests = equality_cases("parameter_server", 2, QUICK)
+    assert f"{len(tests)} passed" in run_together("parameter_server", 2, *tests, cwd=tmp_path, ps=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_case_of_equality_holds_without_staleness(tmp_path, workers):
+    equality = "tests/contract/test_equality.py"
+    assert "59 passed" in run_together("parameter_server", workers, equality, cwd=tmp_path, ps=2)
+
+
+def serving(*options, run_dir):
+    return train("--ps", "1", "--timeout-seconds", "5", *options, run_dir=run_dir, strategy="parameter_server")
+
+
+def record(run_dir):
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
+    run_dir = tmp_path / "run"
+    with serving("--epochs", "60", run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        job.process("worker", 0).kill()
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 0, err
+    assert "worker 0 was ended by SIGKILL; it is started again." in err
+    assert "/job:worker/replica:0/task:0 failed" in (run_dir / "log.txt").read_text()
+    assert len(record(run_dir)["epochs"]) == 60
+    late = [epoch["metrics"]["staleness_max"] for epoch in record(run_dir)["epochs"]]
+    assert max(late[-5:]) > 0  # two workers again
+
+
+def test_training_goes_on_without_a_stopped_worker(tmp_path):
+    run_dir = tmp_path / "run"
+    with serving("--epochs", "20", run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        job.process("worker", 0).send_signal(signal.SIGSTOP)
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 0, err
+    assert len(record(run_dir)["epochs"]) == 20
+    assert "Silent for 5 s: worker 0" in (run_dir / "log.txt").read_text()
+
+
+def test_a_killed_parameter_server_is_named_and_the_job_can_go_on_from_its_checkpoint(tmp_path):
+    run_dir = tmp_path / "run"
+    with serving("--epochs", "20", "--restarts", "1", run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        job.process("ps", 0).kill()
+        code, _, err = job.end()
+    assert code == 0, err
+    assert "ps 0 was ended by SIGKILL" in err
+    assert "Starting the job again, 1 of 1" in err
+    assert [epoch["epoch"] for epoch in record(run_dir)["epochs"]] == list(range(1, 21))
+
+
+def test_the_error_of_the_chief_names_a_parameter_server_that_is_gone(tmp_path):
+    run_dir = tmp_path / "run"
+    with serving("--epochs", "2000", run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        job.process("ps", 0).kill()
+        began = time.monotonic()
+        code, _, _ = job.end()
+        assert time.monotonic() - began < 30
+        assert job.left() == []
+    assert code == 128 + signal.SIGKILL
+    assert "Gone: ps 0 (localhost:" in (run_dir / "output" / "chief-0.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_all_end_with_the_chief(tmp_path, number):
+    run_dir = tmp_path / "run"
+    with serving("--epochs", "2000", run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 1)
+        servers = [job.process("worker", 0), job.process("worker", 1), job.process("ps", 0)]
+        job.process("chief", 0).send_signal(number)
+        began = time.monotonic()
+        code, _, _ = job.end()
+        assert time.monotonic() - began < 10
+        assert job.left() == [] and not any(server.is_running() for server in servers)
+    assert code == (128 + number)
+
+
+def test_a_job_without_servers_is_refused(tmp_path):
+    (tmp_path / "script.py").write_text("import tfdist\ntfdist.strategy('parameter_server')\n")
+    with RunningJob("--workers", "2", "script.py", cwd=tmp_path) as job:
+        code, _, err = job.end()
+    assert code == 2
+    assert "0 of the role `ps`" in err and "--ps 1" in err and "Traceback" not in err
