@@ -21,10 +21,10 @@ train: env
 	$(BIN)/python -m tfdist.train --strategy $(STRATEGY) --model $(MODEL) --dataset $(DATASET) $(ARGS)
 
 test: env
-	scripts/run_tests.sh $(BIN)/python -m "not thorough" $(TESTS)
+	scripts/run_tests.sh $(BIN)/python "not thorough" $(TESTS)
 
 test-all: env
-	scripts/run_tests.sh $(BIN)/python $(TESTS)
+	scripts/run_tests.sh $(BIN)/python "thorough or not thorough" $(TESTS)
 
 lint: env
 	$(BIN)/ruff check .

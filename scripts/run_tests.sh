@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
-# Runs the tests, spread over the cores: one process a core, since a TensorFlow test keeps about one core busy.
-# Usage: scripts/run_tests.sh PYTHON [PATH ...]
+# Runs the tests whose marks EXPRESSION takes, such as "not thorough"; see `markers` in pyproject.toml.
+# Usage: scripts/run_tests.sh PYTHON EXPRESSION [PATH ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
-shift
-exec "$python" -m pytest --numprocesses "${TEST_PROCESSES:-$(nproc)}" --dist worksteal "$@"
+marks=$2
+shift 2
+
+run() {
+  "$python" -m pytest "$@" || [ $? -eq 5 ] # there may be none of this kind
+}
+
+# One process a core, since a TensorFlow test keeps about one core busy.
+run --numprocesses "${TEST_PROCESSES:-$(nproc)}" --dist worksteal -m "not processes and ($marks)" "$@"
+# These start several processes each, and some have seconds to end.
+run -m "processes and ($marks)" "$@"

@@ -220,7 +220,13 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
     """Serves the chief until it ends, then ends this process."""
     task = world.task
     assert task is not None
-    server = tf.distribute.Server(cluster, job_name=task.role, task_index=task.index, protocol="grpc", start=True)
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
+        inter_op_parallelism_threads=_threads_to_serve(world),
+    )
+    server = tf.distribute.Server(
+        cluster, job_name=task.role, task_index=task.index, protocol="grpc", config=config, start=True
+    )
     chief = world.tasks_of("chief")[0]
     seen = time.monotonic()
     while time.monotonic() - seen < SECONDS_WITHOUT_CHIEF:
@@ -229,6 +235,14 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
             seen = time.monotonic()
     del server
     sys.exit(0)
+
+
+def _threads_to_serve(world: World) -> int:
+    """Closures wait for each other for ever where a server has fewer threads than closures that it takes part in.
+
+    Source: TensorFlow's guide on parameter server training, which asks for one more than there are workers.
+    """
+    return max(len(os.sched_getaffinity(0)), 2 * len(world.tasks_of("worker")) + 2)
 
 
 STRATEGY = ParameterServerStrategy

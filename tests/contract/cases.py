@@ -309,3 +309,34 @@ CASES = {
     "run eagerly": Case(dense(adam(), run_eagerly=True)),
     "jit_compile": Case(dense(adam(), jit_compile=True)),
 }
+
+# Optimizers by their formulas, which see one gradient, however many replicas it came from.
+FORMULAS = {
+    "sgd nesterov",
+    "adam amsgrad",
+    "adamw",
+    "adamax",
+    "nadam",
+    "rmsprop",
+    "rmsprop momentum",
+    "rmsprop centered",
+    "adagrad",
+    "adadelta",
+    "ftrl",
+    "lion",
+    "lamb",
+    "adafactor",
+    "schedule-free adamw",
+    "muon",
+    "clipvalue",
+    "ema overwriting",
+    "loss scaling, fixed",
+    "learning rate schedule",
+    "constraint",
+    "loss given by name",
+    "loss as a function",
+    "mask, mean_with_sample_weight",
+    "sparse gradients, sgd",
+    "jit_compile",
+}
+assert set(CASES) >= FORMULAS

@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 240
 class RunningJob:
     """A launcher and its processes; ends all of them when the test does."""
 
-    def __init__(self, *arguments, cwd, module="tfdist.launch", environment=None):
+    def __init__(self, *arguments, cwd, module="tfdist.launch", environment=None, cores=None):
         self.launcher = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd,
@@ -26,6 +26,7 @@ class RunningJob:
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,  # noqa: PLW1509
         )
         self._seen = set()
 

@@ -1,6 +1,7 @@
 """What `parameter_server` promises, on real servers: exact counts however the workers race, and a job that goes on."""
 
 import json
+import os
 import signal
 import time
 
@@ -88,8 +89,17 @@ def test_every_case_of_equality_holds_without_staleness(tmp_path, workers):
     assert "59 passed" in run_together("parameter_server", workers, equality, cwd=tmp_path, ps=2)
 
 
-def serving(*options, run_dir):
-    return train("--ps", "1", "--timeout-seconds", "5", *options, run_dir=run_dir, strategy="parameter_server")
+def serving(*options, run_dir, **more):
+    options = ("--ps", "1", "--timeout-seconds", "5", *options)
+    return train(*options, run_dir=run_dir, strategy="parameter_server", **more)
+
+
+def test_one_core_for_all_processes_is_enough(tmp_path):
+    with serving(
+        "--epochs", "1", "--limit", "320", run_dir=tmp_path / "run", cores={min(os.sched_getaffinity(0))}
+    ) as job:
+        code, _, err = job.end()
+    assert code == 0, err
 
 
 def record(run_dir):
