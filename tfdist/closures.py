@@ -10,6 +10,7 @@ A closure that was begun twice, because its worker was gone or silent, counts on
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, joined
 STEPS_OF_A_CLOSURE = 10
 # So many that a worker which is done early finds another one.
 CLOSURES_OF_A_WORKER = 3
+BYTES_OF_A_SMALL_STATE = 1 << 16
 SECONDS_BETWEEN_LOOKS = 0.1
 # TensorFlow takes so long to notice that a worker was dropped, and to give its steps to others.
 SECONDS_TO_GO_ON = 30.0
@@ -93,16 +95,20 @@ class ClosureProgram(StepProgram):
             del carried
             return (done < count) & finite
 
-        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, metrics: Any, own: Any) -> Any:
+        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, values: Any, own: Any) -> Any:
             del finite, own
-            metrics, late, logs = self._worker_step(state, self._batches.fetch(state, done), metrics)
+            values, late, logs = self._worker_step(state, self._batches.fetch(state, done), values)
             own = logs if self._own_logs is not None else {}
-            return done + 1, self._finite(metrics), total + late, tf.maximum(largest, late), metrics, own
+            return done + 1, self._finite(values), total + late, tf.maximum(largest, late), values, own
 
-        variables = self._model.metrics_variables
-        metrics = [tf.zeros(variable.shape, variable._value.dtype) for variable in variables]
-        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), metrics, self._no_logs()]
-        numbers = tf.nest.flatten(tf.while_loop(proceed, body, start))
+        states = _small_states(self._model)
+        begun = [tf.convert_to_tensor(variable._value) for variable in states]
+        metrics = [tf.zeros(v.shape, v._value.dtype) for v in self._model.metrics_variables]
+        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), metrics + begun, self._no_logs()]
+        done, finite, total, largest, values, own = tf.while_loop(proceed, body, start)
+        for variable, before, after in zip(states, begun, values[len(metrics) :], strict=True):
+            variable._value.assign_add(after - before)  # others may have added theirs
+        numbers = tf.nest.flatten([done, finite, total, largest, values[: len(metrics)], own])
         return tf.concat([tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers], 0)
 
     def _read(self, vector: np.ndarray) -> _Result:
@@ -120,32 +126,33 @@ class ClosureProgram(StepProgram):
             own = tf.nest.pack_sequence_as(self._own_logs, list(vector[position:].astype(np.float32)))
         return _Result(int(steps), bool(finite), metrics, own)
 
-    def _worker_step(self, state: Any, batch: Any, metrics: Any) -> tuple[Any, tf.Tensor, Logs]:
-        """One step of one worker: the metrics after it, how many updates came in between, the step's logs."""
+    def _worker_step(self, state: Any, batch: Any, values: Any) -> tuple[Any, tf.Tensor, Logs]:
+        """One step of one worker: what it carries, how many updates came in between, the step's logs."""
+        carried = self._model.metrics_variables + _small_states(self._model)
 
         def on_replica(replica: Any) -> Any:
             data, _ = self._batches.part(state, batch, replica.index, replica.count)
-            updates = keras_internals.CarriedMetrics(self._model.metrics_variables, metrics)
+            updates = keras_internals.Carried(carried, values)
             with replica.timed(self._model.optimizer if self._trains else None) as late:
                 with keras_internals.on_replica(replica):
                     with updates:
                         logs = self._step_function(replica)(data)
                     updates.merge(replica, replica.write)
-                self._metrics_updated |= updates.metrics_updated
-                return updates.metrics, late(), tf.nest.map_structure(_as_float, logs)
+                self._metrics_updated |= updates.written
+                return updates.values, late(), tf.nest.map_structure(_as_float, logs)
 
         with reduction.fused(self._model.optimizer, self._strategy.fused, locking=True):
-            ((metrics, late, logs),) = self._strategy.run(on_replica)
+            ((values, late, logs),) = self._strategy.run(on_replica)
         if self._own_logs is None and set(logs) != set(self._metrics()):
             raise OwnLogs(tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), logs))
-        return metrics, late, logs
+        return values, late, logs
 
-    def _finite(self, metrics: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         if not self._stop_at_nan:
             return tf.constant(True)
         total = self._model._loss_tracker.total
         index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
-        return tf.math.is_finite(metrics[index])
+        return tf.math.is_finite(values[index])
 
     def _merge(self, results: Sequence[Sequence[np.ndarray]]) -> None:
         with self._strategy.scope():
@@ -292,6 +299,16 @@ def run_all(strategy: Any, function: Any, work: Sequence[Closure]) -> list[Any]:
             warnings.warn(f"Silent for {strategy.timeout_seconds:g} s: {', '.join(silent)}", stacklevel=2)
         patience += max(strategy.timeout_seconds, SECONDS_TO_GO_ON)
     return [value.fetch() for value in values]
+
+
+def _small_states(model: Any) -> list[Any]:
+    """Seeds, moving averages and the like: a closure reads them once, and adds what its steps have changed."""
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if (variable._value.dtype.is_floating or variable._value.dtype.is_integer)
+        and math.prod(variable.shape) * variable._value.dtype.size <= BYTES_OF_A_SMALL_STATE
+    ]
 
 
 def _as_float(value: Any) -> tf.Tensor:

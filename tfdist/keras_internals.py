@@ -283,26 +283,32 @@ class VariableUpdates(keras.StatelessScope):
             write(floats + others)
 
 
-class CarriedMetrics(VariableUpdates):
-    """The same, where the metrics are not written either: `metrics` has what the step made of the given `values`."""
+class Carried(VariableUpdates):
+    """The same, where some variables are not written either: `values` has what the step made of theirs.
 
-    def __init__(self, metrics_variables: Sequence[Any], values: Sequence[tf.Tensor]):
-        super().__init__(metrics_variables)
-        self._metrics_variables = list(metrics_variables)
-        self.state_mapping.update({id(v): value for v, value in zip(metrics_variables, values, strict=True)})
+    Args:
+        variables: those, metrics among them.
+        values: what the step finds in them.
+    """
+
+    def __init__(self, variables: Sequence[Any], values: Sequence[tf.Tensor]):
+        super().__init__(())
+        self._carried = list(variables)
+        self.state_mapping.update({id(v): value for v, value in zip(variables, values, strict=True)})
+        self.written: set[int] = set()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if id(variable) in self._metrics:
-            self.metrics_updated.add(id(variable))
+        if any(variable is carried for carried in self._carried):
+            self.written.add(id(variable))
             self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
         else:
             super().add_update(update)
 
     @property
-    def metrics(self) -> list[tf.Tensor]:
-        """The metrics' variables after the step."""
-        return [self.state_mapping[id(variable)] for variable in self._metrics_variables]
+    def values(self) -> list[tf.Tensor]:
+        """The carried variables after the step."""
+        return [self.state_mapping[id(variable)] for variable in self._carried]
 
 
 @contextlib.contextmanager
