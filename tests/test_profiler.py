@@ -207,6 +207,13 @@ def tensorboard(plain_trace, tmp_path_factory):
     log_dir = tmp_path_factory.mktemp("logs")
     shutil.copytree(plain_trace, log_dir / "plain")
     traced_fit(log_dir / "compiled", jit_compile=True)
+    with serving(log_dir) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(log_dir):
+    """A TensorBoard over `log_dir`, ended with the context."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

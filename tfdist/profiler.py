@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -102,6 +103,16 @@ def stop() -> None:
     import tensorflow as tf
 
     tf.profiler.experimental.stop()
+
+
+def put_beside(own_dir: str | os.PathLike[str], log_dir: str | os.PathLike[str], run: str, rank: int) -> None:
+    """Moves the traces below `own_dir` to those of the other ranks below `log_dir`, where they are one run's hosts."""
+    together = Path(log_dir, "plugins", "profile", run)
+    together.mkdir(parents=True, exist_ok=True)
+    for path in Path(own_dir).glob("plugins/profile/*/*.xplane.pb"):
+        host = path.name.removesuffix(".xplane.pb")
+        shutil.move(path, together / f"{host}-rank-{rank}.xplane.pb")
+    shutil.rmtree(own_dir)
 
 
 @contextlib.contextmanager

@@ -9,13 +9,14 @@ Synopsis:
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
-from tfdist import profiler
+from tfdist import agreement, profiler
 from tfdist.callbacks.steps import StepCounter
 from tfdist.errors import UsageError
 
@@ -31,7 +32,8 @@ class Profile(keras.callbacks.Callback):
     Args:
         first: the first step to trace, 0 or more. Steps 0 and 1 are mostly TensorFlow's own tracing.
         last: the step to stop before.
-        log_dir: the folder; the trace is below `plugins/profile/<time>/`.
+        log_dir: the folder; the trace is below `plugins/profile/<time>/`. Processes that train together put theirs
+            side by side, if they see the same folder.
 
     Attributes:
         traced: whether a trace has been written by the latest `fit`.
@@ -51,6 +53,9 @@ class Profile(keras.callbacks.Callback):
         self.last = last
         self.log_dir = os.fspath(log_dir)
         self._running = False
+        self._own_dir = self.log_dir
+        self._run: str | None = None  # the name of the traces of several processes
+        self._rank = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -66,6 +71,8 @@ class Profile(keras.callbacks.Callback):
             self._running = False
             self._end_marker()
             profiler.stop()
+            if self._run is not None:
+                profiler.put_beside(self._own_dir, self.log_dir, self._run, self._rank)
             self.traced = True
 
     def batches_until_hook(self, batch: int) -> int | None:
@@ -84,6 +91,11 @@ class Profile(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts counting."""
         self._reset()
+        peers = self.params.get("peers") or agreement.Alone()
+        if peers.world.world_size > 1:
+            self._run = agreement.of_chief(peers, time.strftime("%Y_%m_%d_%H_%M_%S"))
+            self._rank = peers.world.rank
+            self._own_dir = os.path.join(self.log_dir, f"of-rank-{self._rank}")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the epoch's count."""
@@ -96,7 +108,7 @@ class Profile(keras.callbacks.Callback):
         if self.traced or step >= self.last or step + self._chunk_length() <= self.first:
             return
         if not self._running:
-            profiler.start(self.log_dir)
+            profiler.start(self._own_dir)
             self._running = True
         self._marker = profiler.step_marker(step)
         self._marker.__enter__()
