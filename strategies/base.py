@@ -92,6 +92,7 @@ class Strategy:
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
+    seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback wants to see more
 
     def __init__(
         self,

@@ -381,7 +381,7 @@ def _epoch_runner(
     unwatched = kind == "train" and own_loss and pace.stops_at_nan(callbacks.callbacks)
     # The outputs of each call go to the host; a loop that is no graph gains nothing from being long.
     at_most = chunk if kind == "predict" or model.run_eagerly or unwatched else strategy.steps_per_call
-    pacer = pace.Pace(callbacks.callbacks, kind, chunk, at_most)
+    pacer = pace.Pace(callbacks.callbacks, kind, chunk, at_most, strategy.seconds_per_call)
 
     def run_epoch(done: int) -> Logs:
         first, logs = done, {}

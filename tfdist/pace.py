@@ -40,9 +40,18 @@ class Pace:
         steps_per_execution: how many batches belong to one call of the hooks, where they are needed; the clock does
             not shorten a call below it.
         at_most: a bound on the steps of a call, `None` for no bound but the clock's.
+        seconds: how long a call should last, by the clock.
     """
 
-    def __init__(self, callbacks: Sequence[Any], kind: str, steps_per_execution: int, at_most: int | None):
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        kind: str,
+        steps_per_execution: int,
+        at_most: int | None,
+        seconds: float = SECONDS_PER_CALL,
+    ):
+        self._seconds = seconds
         self._needs = [need for c in callbacks if (need := _need(c, kind, steps_per_execution)) is not None]
         self._at_least = steps_per_execution
         self._at_most = at_most
@@ -61,7 +70,7 @@ class Pace:
             self._step_seconds = seconds / steps if known else 0.0
 
     def _by_the_clock(self) -> int:
-        steps = int(SECONDS_PER_CALL / self._step_seconds) if self._step_seconds else STEPS_OF_FIRST_CALL
+        steps = int(self._seconds / self._step_seconds) if self._step_seconds else STEPS_OF_FIRST_CALL
         return max(self._at_least, steps)
 
 
