@@ -27,7 +27,7 @@ import psutil
 
 from tfdist import ports
 
-SECONDS_TO_END = 5.0
+SECONDS_TO_END = 4.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 Part = TypeVar("Part")
