@@ -230,6 +230,34 @@ def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step(tmp_path):
     assert record.load(tmp_path / "r").status == "failed"
 
 
+def test_an_interrupt_that_is_lost_on_its_way_still_ends_the_run(tmp_path):
+    """As one that arrives while an object is being deleted."""
+    script = """
+import os, signal, sys, keras
+class Deaf(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+from tfdist import session, train
+of_session = session.Session._callbacks
+session.Session._callbacks = lambda self, strategy: [Deaf(), *of_session(self, strategy)]
+train.main()
+"""
+    command = [sys.executable, "-c", script, "--strategy", "single", *QUICK[:4], "--epochs", "1000", "--run-dir", "r"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 130
+    assert record.load(tmp_path / "r").status == "interrupted"
+
+
 def test_ctrl_c_closes_the_run_within_five_seconds(tmp_path):
     process = subprocess.Popen(
         [

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 
@@ -31,3 +33,22 @@ def stderr_to(log: Path | None) -> Iterator[TextIO]:
         sys.stderr.flush()
         os.dup2(terminal.fileno(), 2)
         terminal.close()
+
+
+@contextlib.contextmanager
+def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
+    """Calls `notice` at Ctrl-C, before `KeyboardInterrupt` is raised as usual.
+
+    An exception that is raised while an object is being deleted, or inside a callback of C code, is lost, and so would
+    be the interrupt.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        notice()
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

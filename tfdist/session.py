@@ -49,6 +49,16 @@ class Session:
         self._started = started
         self._show = show
         self._profile: callbacks.Profile | None = None
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        """Ends the run with `KeyboardInterrupt`, after the current steps at the latest."""
+        self._interrupted = True
+
+    def raise_if_interrupted(self) -> None:
+        """Raises what was asked for by `interrupt`."""
+        if self._interrupted:
+            raise KeyboardInterrupt
 
     def run(self) -> RunRecord:
         """Trains, evaluates, saves; returns the record as it is on the disk."""
@@ -229,6 +239,7 @@ class _Recorder(keras.callbacks.Callback):
         found.epochs = [earlier for earlier in found.epochs if earlier.epoch <= epoch]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._session.raise_if_interrupted()
         found = self._session.record
         if found is not None and found.startup_seconds is None:
             found.startup_seconds = (datetime.now(UTC) - found.started).total_seconds()

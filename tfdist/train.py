@@ -178,7 +178,8 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         from tfdist.session import Session
 
         session = Session(config, folder, _command(), _process_start(), show)
-        record = session.run()
+        with console.noticed_interrupts(session.interrupt):
+            record = session.run()
     except TfdistError as error:
         _close(session, "failed", error.sentence)
         click.echo(f"error: {error}", file=terminal)
