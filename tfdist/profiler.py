@@ -29,6 +29,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -151,9 +152,9 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
         RunFolderError: there is no trace, or it cannot be read.
     """
     files = _newest_trace(Path(log_dir))
-    with _silent_stderr():
-        ops = _op_costs(_tool(files, "framework_op_stats"))
-        steps = _analyzed_steps(_tool(files, "input_pipeline_analyzer"))
+    with _aside(files) as links, _silent_stderr():
+        ops = _op_costs(_tool(links, "framework_op_stats"))
+        steps = _analyzed_steps(_tool(links, "input_pipeline_analyzer"))
         if not steps:
             steps = [step for file in files for step in _marked_steps(_events(file))]
     if not ops and not steps:
@@ -179,6 +180,16 @@ def _newest_trace(log_dir: Path) -> list[str]:
     return [str(file) for file in files if file.parent == newest]
 
 
+@contextlib.contextmanager
+def _aside(files: Sequence[str]) -> Iterator[list[str]]:
+    """Links to `files` in a folder of their own, where xprof may leave what it saves."""
+    with tempfile.TemporaryDirectory(prefix="tfdist-profile-") as folder:
+        links = [Path(folder, Path(file).name) for file in files]
+        for link, file in zip(links, files, strict=True):
+            link.symlink_to(Path(file).resolve())
+        yield [str(link) for link in links]
+
+
 def _tool(files: Sequence[str], name: str) -> Any:
     """What one of the Profile plugin's tools has to say about `files`, as parsed JSON."""
     from xprof.convert import raw_to_tool_data
@@ -192,7 +203,7 @@ def _tool(files: Sequence[str], name: str) -> Any:
 
 def _unreadable(files: Sequence[str], reason: str) -> RunFolderError:
     return RunFolderError(
-        f"The trace `{files[0]}` cannot be read: {reason}",
+        f"The trace `{Path(files[0]).resolve()}` cannot be read: {reason}",
         "trace again; a process that was killed while it wrote leaves an incomplete file",
     )
 
