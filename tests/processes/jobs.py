@@ -107,9 +107,51 @@ def train(*options, run_dir, strategy="multiworker", **more):
     return RunningJob(*arguments, module="tfdist.train", cwd=run_dir.parent, **more)
 
 
+def after_two_epochs(job, run_dir, role, index, number):
+    """Sends a signal to one process in the middle of training; the launcher's exit code, output and errors."""
+    job.wait_for(lambda: epochs_done(run_dir) >= 2)
+    job.process(role, index).send_signal(number)
+    return job.end()
+
+
+def start_by_hand(run_dir, config, *options, strategy="multiworker", inside=(), environment=None):
+    """One process of a job, with its TF_CONFIG, as people start it on its own machine."""
+    text = config if isinstance(config, str) else json.dumps(config)
+    arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, "--quiet"]
+    return subprocess.Popen(
+        [*inside, sys.executable, "-m", "tfdist.train", *map(str, arguments), *map(str, options)],
+        cwd=ROOT,
+        env=clean_environment() | {"TF_CONFIG": text} | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_epochs(run_dir, count, processes, seconds=120):
+    """Until so many epochs are in the record, while all processes are there."""
+    until = time.monotonic() + seconds
+    while epochs_done(run_dir) < count:
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes if p.poll()]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def record(run_dir):
+    """The run's record."""
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def weights(run_dir):
+    """Those of the model that a run left."""
+    import keras
+
+    return keras.saving.load_model(run_dir / "model.keras").get_weights()
+
+
 def epochs_done(run_dir):
     """The epochs in the run's record."""
     try:
-        return len(json.loads((run_dir / "run.json").read_text())["epochs"])
+        return len(record(run_dir)["epochs"])
     except (OSError, ValueError):
         return 0

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.processes.jobs import RunningJob, epochs_done, train
+from tests.processes.jobs import RunningJob, after_two_epochs, epochs_done, record, train
 from tests.processes.test_contract import QUICK, equality_cases, run_together
 
 SCRIPT = """
@@ -102,16 +102,10 @@ def test_one_core_for_all_processes_is_enough(tmp_path):
     assert code == 0, err
 
 
-def record(run_dir):
-    return json.loads((run_dir / "run.json").read_text())
-
-
 def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "60", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("worker", 0).kill()
-        code, _, err = job.end()
+        code, _, err = after_two_epochs(job, run_dir, "worker", 0, signal.SIGKILL)
         assert job.left() == []
     assert code == 0, err
     assert "worker 0 was ended by SIGKILL; it is started again." in err
@@ -124,9 +118,7 @@ def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
 def test_training_goes_on_without_a_stopped_worker(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "20", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("worker", 0).send_signal(signal.SIGSTOP)
-        code, _, err = job.end()
+        code, _, err = after_two_epochs(job, run_dir, "worker", 0, signal.SIGSTOP)
         assert job.left() == []
     assert code == 0, err
     assert len(record(run_dir)["epochs"]) == 20
@@ -136,9 +128,7 @@ def test_training_goes_on_without_a_stopped_worker(tmp_path):
 def test_a_killed_parameter_server_is_named_and_the_job_can_go_on_from_its_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "20", "--restarts", "1", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("ps", 0).kill()
-        code, _, err = job.end()
+        code, _, err = after_two_epochs(job, run_dir, "ps", 0, signal.SIGKILL)
     assert code == 0, err
     assert "ps 0 was ended by SIGKILL" in err
     assert "Starting the job again, 1 of 1" in err
