@@ -293,14 +293,13 @@ class Carried(VariableUpdates):
 
     def __init__(self, variables: Sequence[Any], values: Sequence[tf.Tensor]):
         super().__init__(())
-        self._carried = list(variables)
+        self._carried = {id(variable): variable for variable in variables}
         self.state_mapping.update({id(v): value for v, value in zip(variables, values, strict=True)})
-        self.written: set[int] = set()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if any(variable is carried for carried in self._carried):
-            self.written.add(id(variable))
+        if id(variable) in self._carried:
+            self.metrics_updated.add(id(variable))
             self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
         else:
             super().add_update(update)
@@ -308,7 +307,7 @@ class Carried(VariableUpdates):
     @property
     def values(self) -> list[tf.Tensor]:
         """The carried variables after the step."""
-        return [self.state_mapping[id(variable)] for variable in self._carried]
+        return [self.state_mapping[key] for key in self._carried]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from tfdist.launcher import job
 @click.command(
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "ignore_unknown_options": False,
         # What comes after the program's name is the program's own.
         "allow_interspersed_args": False,
     }

@@ -82,13 +82,17 @@ class StepProgram(Program):
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         arguments = state, tf.constant(first), tf.constant(count)
+        steps, more, logs = self._traced(lambda: self._function(count)(*arguments))
+        return Outcome(int(steps), not bool(more), logs if int(steps) else {})
+
+    def _traced(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, with graphs that carry the step's own logs where tracing shows that it has some."""
         try:
-            steps, more, logs = self._function(count)(*arguments)
+            return call()
         except OwnLogs as found:
             self._own_logs = found.spec
             self._one_step, self._many_steps = self._make_functions()
-            steps, more, logs = self._function(count)(*arguments)
-        return Outcome(int(steps), not bool(more), logs if int(steps) else {})
+            return call()
 
     def _function(self, count: int) -> Callable[..., Any]:
         # TensorFlow's profiler loses the markers of steps that run inside a graph's loop. Otherwise one graph runs all
@@ -133,17 +137,14 @@ class StepProgram(Program):
 
     def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         """The same, operation by operation, for `run_eagerly=True`."""
+        done, finite = 0, True
         logs: Logs = {}
-        for done in range(int(count)):
-            batch = self._batches.fetch(state, first + done)
-            if not self._batches.counted:
-                if not batch.has_value():
-                    return done, False, self._results(logs)
-                batch = batch.get_value()
+        for batch in self._batches.take(state, int(first), int(count)):
             finite, logs = self._step(state, batch)
+            done += 1
             if not bool(finite):
-                return done + 1, True, self._results(logs)
-        return count, True, self._results(logs)
+                break
+        return done, done == int(count) or not bool(finite), self._results(logs)
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
         """One step on all replicas: whether the loss is still finite, and the step's own logs."""
@@ -160,7 +161,7 @@ class StepProgram(Program):
         if self._own_logs is not None:
             logs = results[0]  # all replicas have the same
         elif set(results[0]) != set(self._metrics()):
-            raise OwnLogs(tf.nest.map_structure(_float_spec, results[0]))
+            raise OwnLogs(tf.nest.map_structure(float_spec, results[0]))
         finite = tf.constant(True)
         if self._stop_at_nan:
             with self._strategy.scope():
@@ -207,14 +208,7 @@ class PredictProgram(Program):
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
-        outputs: list[Any] = []
-        while len(outputs) < count:
-            batch = self._batches.fetch(state, tf.constant(first + len(outputs)))
-            if not self._batches.counted:
-                if not batch.has_value():
-                    break
-                batch = batch.get_value()
-            outputs.append(self._function(state, batch))
+        outputs = [self._function(state, batch) for batch in self._batches.take(state, first, count)]
         return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, batch: Any) -> Any:
@@ -279,5 +273,6 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
     return tf.nest.pack_sequence_as(weighed, replica.all_reduce(tf.nest.flatten(weighed)))
 
 
-def _float_spec(value: Any) -> tf.TensorSpec:
+def float_spec(value: Any) -> tf.TensorSpec:
+    """How a value travels among the logs of a step."""
     return tf.TensorSpec(keras.ops.convert_to_tensor(value).shape, tf.float32)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -126,6 +127,37 @@ def start_by_hand(run_dir, config, *options, strategy="multiworker", inside=(), 
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+class by_hand:  # noqa: N801 - used as a function
+    """The processes of a job on this machine, each started with its TF_CONFIG; `own` are the options of each."""
+
+    def __init__(self, run_dir, *options, roles=("worker", "worker"), own=((), (), ()), strategy="multiworker"):
+        addresses = free_addresses(len(roles))
+        cluster = {role: [a for r, a in zip(roles, addresses, strict=True) if r == role] for role in roles}
+        tasks = [{"type": role, "index": roles[:rank].count(role)} for rank, role in enumerate(roles)]
+        self.addresses = addresses
+        self.processes = [
+            start_by_hand(run_dir, {"cluster": cluster, "task": task}, *options, *more, strategy=strategy)
+            for task, more in zip(tasks, own, strict=False)
+        ]
+
+    def __enter__(self):
+        return self.processes
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def free_addresses(count):
+    """Addresses of this machine on which nobody listens."""
+    held = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    addresses = [f"localhost:{listener.getsockname()[1]}" for listener in held]
+    for listener in held:
+        listener.close()
+    return addresses
 
 
 def wait_for_epochs(run_dir, count, processes, seconds=120):

@@ -1,7 +1,6 @@
 """What goes wrong in a job of real processes is named, and ends it in time; `--restarts` goes on from a checkpoint."""
 
 import signal
-import socket
 import time
 
 import numpy as np
@@ -10,7 +9,9 @@ import pytest
 from tests.processes.jobs import (
     RunningJob,
     after_two_epochs,
+    by_hand,
     epochs_done,
+    free_addresses,
     record,
     start_by_hand,
     train,
@@ -117,7 +118,7 @@ def test_a_worker_that_never_starts_is_named(tmp_path):
     ],
 )
 def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, other, shown):
-    with by_hand(tmp_path / "run", chief=chief, other=other) as processes:
+    with by_hand(tmp_path / "run", own=(chief, other)) as processes:
         errors = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     for err in errors:
@@ -177,35 +178,3 @@ def test_a_malformed_tf_config_is_refused_by_its_field(tmp_path, config, field):
     _, err = done.communicate(timeout=60)
     assert done.returncode == 2
     assert field in err and "hint:" in err and "Traceback" not in err
-
-
-class by_hand:  # noqa: N801 - used as a function
-    """Two processes with a TF_CONFIG each, as on two machines."""
-
-    def __init__(self, run_dir, *options, chief=(), other=()):
-        addresses = free_addresses(2)
-        self.processes = [
-            start_by_hand(
-                run_dir,
-                {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}},
-                *options,
-                *own,
-            )
-            for index, own in enumerate((chief, other))
-        ]
-
-    def __enter__(self):
-        return self.processes
-
-    def __exit__(self, *error):
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
-def free_addresses(count):
-    held = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    addresses = [f"localhost:{listener.getsockname()[1]}" for listener in held]
-    for listener in held:
-        listener.close()
-    return addresses

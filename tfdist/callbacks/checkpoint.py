@@ -129,7 +129,8 @@ class Checkpoint(ClockedCallback):
         self._peers = self.params.get("peers") or agreement.Alone()
         if self._peers.world.is_chief:
             checkpoint.remove_temporaries(self.folder)
-        if self.resume:
+        # A machine of its own may not know that the run is resumed, and all must ask the chief, or none.
+        if agreement.of_chief(self._peers, self.resume):
             self._stored = self._choose_alike()
         elif self._peers.world.is_chief and self.saved is None and (found := checkpoint.paths(self.folder)):
             raise CheckpointError(

@@ -8,7 +8,7 @@ indexed, so that nothing but the order of the examples changes from pass to pass
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,16 @@ class Batches:
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         """Part `index` of `count` of a global batch, and its share: float32 scalar."""
         raise NotImplementedError
+
+    def take(self, state: Any, first: int, count: int) -> Iterator[Any]:
+        """Up to `count` batches from number `first` on, fetched one by one outside of a graph."""
+        for step in range(first, first + count):
+            batch = self.fetch(state, tf.constant(step))
+            if not self.counted:
+                if not batch.has_value():
+                    return
+                batch = batch.get_value()
+            yield batch
 
 
 class ArrayFeed(Feed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,6 +69,13 @@ class Job:
         """The role of each process and its number in that role, by rank."""
         chief = [("chief", 0)] if self.ps else []
         return [*chief, *(("worker", i) for i in range(self.workers)), *(("ps", i) for i in range(self.ps))]
+
+    def cluster(self, addresses: Sequence[str]) -> dict[str, list[str]]:
+        """The addresses of all ranks by role, as TF_CONFIG has them."""
+        found: dict[str, list[str]] = {}
+        for (role, _), address in zip(self.roles, addresses, strict=True):
+            found.setdefault(role, []).append(address)
+        return found
 
     def host(self, rank: int) -> str | None:
         """Where a rank runs; `None` is this machine."""

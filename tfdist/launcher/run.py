@@ -54,6 +54,11 @@ class Process:
         """Such as `worker 1`."""
         return f"{self.role} {self.index}"
 
+    @property
+    def address(self) -> str:
+        """Where the others of the job reach it."""
+        return f"{self.host or 'localhost'}:{self.port}"
+
     def tell(self, line: str) -> None:
         """Says something to the keeper, if it is still there."""
         assert self.keeper.stdin is not None
@@ -85,13 +90,9 @@ def run(wanted: Job, console: Console | None = None) -> int:
         UsageError: the logs cannot be written.
     """
     console = console or Console(stderr=True, soft_wrap=True)
-    if not wanted.hosts and not wanted.expose and not doors.close():
-        console.print(
-            "The system gives this job no network of its own: while it runs, whoever reaches this machine can "
-            "connect to its ports and run code as you."
-        )
+    closed = not wanted.hosts and not wanted.expose and doors.close()
     for restart in range(wanted.restarts + 1):
-        code = asyncio.run(_Run(wanted, restart, console).to_its_end())
+        code = asyncio.run(_Run(wanted, restart, console, closed).to_its_end())
         if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
             break
         if restart < wanted.restarts:
@@ -102,10 +103,11 @@ def run(wanted: Job, console: Console | None = None) -> int:
 class _Run:
     """One start of a job."""
 
-    def __init__(self, wanted: Job, restart: int, console: Console):
+    def __init__(self, wanted: Job, restart: int, console: Console, closed: bool):
         self.job = wanted
         self.restart = restart
         self.console = console
+        self.closed = closed
         self.processes: list[Process] = []
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
@@ -135,8 +137,20 @@ class _Run:
         deadline = asyncio.get_running_loop().time() + self.job.start_seconds
         for process in self.processes:
             await self._read_port(process, deadline)
+        if not self.closed:
+            self._say_what_is_open()
         for process in self.processes:
             process.tell(json.dumps(self._order(process)))
+
+    def _say_what_is_open(self) -> None:
+        refused = "" if self.job.hosts or self.job.expose else "The system gives this job no network of its own. "
+        ports_of: dict[str, list[str]] = {}
+        for process in self.processes:
+            ports_of.setdefault(process.host or "this machine", []).append(str(process.port))
+        places = "; ".join(f"{', '.join(numbers)} of {host}" for host, numbers in ports_of.items())
+        self.console.print(
+            f"{refused}While it runs, whoever reaches these ports can run code as you: {places}.", highlight=False
+        )
 
     async def _start_again(self, process: Process) -> Process:
         """Starts a process in the place of one that has ended, with its address."""
@@ -218,9 +232,7 @@ class _Run:
         self._pumps.append(asyncio.create_task(pump()))
 
     def _order(self, process: Process) -> dict[str, Any]:
-        cluster: dict[str, list[str]] = {}
-        for other in self.processes:
-            cluster.setdefault(other.role, []).append(f"{other.host or 'localhost'}:{other.port}")
+        cluster = self.job.cluster([other.address for other in self.processes])
         task = {"type": process.role, "index": process.index}
         trains = [other for other in self.processes if other.host == process.host and other.role == "worker"]
         return {
