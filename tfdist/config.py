@@ -34,7 +34,7 @@ OPTIMIZERS = (
     "sgd",
 )
 # The strategies whose replicas are in several processes.
-OF_SEVERAL_PROCESSES = ("multiworker", "parameter_server")
+OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
 WITH_SERVERS = ("parameter_server",)
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 

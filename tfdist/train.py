@@ -93,7 +93,7 @@ def command(
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
         _check_processes(config, world, counts)
-        starts = not world.tasks and any(count is not None for count in counts.values())
+        starts = world.world_size == 1 and any(count is not None for count in counts.values())
         code = _launch(config, counts, restarts, expose) if starts else run(config, world)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
@@ -134,12 +134,13 @@ def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | 
                 f"`{option}` is {count}, and `{config.strategy}` has no use for it",
                 "use `--devices`, or one of the strategies " + _names(able[role]),
             )
-        if count is not None and world.tasks and count != len(world.tasks_of(role)):
+        there = len(world.tasks_of(role)) if world.tasks else world.world_size
+        if count is not None and world.world_size > 1 and count != there:
             raise UsageError(
-                f"`{option}` is {count}, and {world.source} has {len(world.tasks_of(role))}",
+                f"`{option}` is {count}, and {world.source} has {there}",
                 f"leave `{option}` out where the job is described already",
             )
-    if world.tasks and config.strategy not in configs.OF_SEVERAL_PROCESSES:
+    if world.world_size > 1 and config.strategy not in configs.OF_SEVERAL_PROCESSES:
         raise UsageError(
             f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
             "unset it, or use one of the strategies " + _names(configs.OF_SEVERAL_PROCESSES),
