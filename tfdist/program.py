@@ -54,6 +54,10 @@ class Program:
     def begin_epoch(self) -> None:
         """What comes next belongs to another epoch."""
 
+    def end_epoch(self) -> Logs:
+        """The steps of an epoch are over; returns what is to be added to its logs."""
+        return {}
+
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ import click
 import psutil
 
 from tfdist import config as configs
-from tfdist import console, data, environment, models, strategies
+from tfdist import console, data, ending, environment, models, strategies
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
 from tfdist.world import World
@@ -100,6 +100,8 @@ def command(
         code = error.exit_code
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    if code:
+        ending.fail(code)
     sys.exit(code)
 
 

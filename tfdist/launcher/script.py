@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from tfdist import ending
 from tfdist.errors import TfdistError
 
 
@@ -24,6 +25,7 @@ def main(arguments: list[str]) -> None:
             runpy.run_path(arguments[0], run_name="__main__")
     except TfdistError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        ending.fail(error.exit_code)
         sys.exit(error.exit_code)
 
 
