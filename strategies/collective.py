@@ -17,12 +17,10 @@ import tensorflow as tf
 
 from tfdist import agreement, console, reduction
 from tfdist.communicators import Communicator
-from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
+from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.lookout import Lookout
 from tfdist.strategies import base, distribute
 from tfdist.world import World
-
-WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 class CollectiveReplica(base.Replica):
@@ -51,10 +49,6 @@ class CommunicatingStrategy(base.Strategy):
     """Trains on all processes of a job, of which each has one device.
 
     Args:
-        compression: "none"; "bf16" or "fp16": gradients travel in that type, half the bytes.
-        buffer_bytes: gradients below this size travel together in one buffer.
-        dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
-            for adaptive optimizers, see `tfdist.communicators.Communicator`.
         timeout_seconds: how long a process may be silent.
         start_timeout_seconds: how long the start waits for all; `None` is what the launcher says, else 60.
         card: what must be the same in all processes besides the versions.
@@ -66,26 +60,19 @@ class CommunicatingStrategy(base.Strategy):
     """
 
     seconds_per_call = 2.0
+    packing = reduction.Packing()
     parallel_steps = 1  # the exchanges of a step have the names of those of the step before
 
     def __init__(
         self,
         *,
-        compression: str = "none",
-        buffer_bytes: int = 1 << 20,
-        dense_below_bytes: int = 0,
         timeout_seconds: float = 20.0,
         start_timeout_seconds: float | None = None,
         card: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        if compression not in WIRE_DTYPES:
-            raise UnknownNameError("compression", compression, WIRE_DTYPES)
-        self.compression = compression
         self.timeout_seconds = timeout_seconds
-        self._packing = reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
-        self._dense_below_bytes = dense_below_bytes
         self._card = dict(card or {})
         super().__init__(**options)
         self.seed = agreement.of_chief(self, self.seed)
@@ -110,7 +97,6 @@ class CommunicatingStrategy(base.Strategy):
     def set_up(self) -> None:
         self.world = World.detect(os.environ)
         self.communicator = self.connect()
-        self.communicator.dense_below_bytes = self._dense_below_bytes
         if self.communicator.size != self.world.world_size:
             raise UsageError(
                 f"{self.world.source} says that there are {self.world.world_size} processes, and "
@@ -127,19 +113,13 @@ class CommunicatingStrategy(base.Strategy):
         return self.world.world_size == 1 and super().serial
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {
-            "engine": self.communicator.engine,
-            "compression": self.compression,
-            "buffer_bytes": self._packing.below_bytes,
-            "dense_below_bytes": self._dense_below_bytes,
-            "timeout_seconds": self.timeout_seconds,
-        }
+        return super().options() | {"engine": self.communicator.engine, "timeout_seconds": self.timeout_seconds}
 
     def run(self, step: base.Step) -> list[Any]:
         with tf.device(self.devices[0]):
             if self.world.world_size == 1:
                 return [step(base.Replica())]
-            return [step(CollectiveReplica(self.communicator, self._packing))]
+            return [step(CollectiveReplica(self.communicator, self.packing))]
 
     def run_joined(self, step: base.Step, join: Callable[[list[Any]], Any]) -> Any:
         del join  # every replica has all of it

@@ -15,28 +15,48 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import tensorflow as tf
 
-from tfdist import ports, rendezvous
+from tfdist import ports, reduction, rendezvous
 from tfdist.communicators import Communicator
 from tfdist.communicators import horovod as engine
+from tfdist.errors import UnknownNameError
 from tfdist.strategies import collective
 from tfdist.world import World, means_itself
 
 # Horovod looks for new tensors so often, in milliseconds. Its default, 1, is a part of a small step.
 CYCLE_TIME_MS = "0.1"
+WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 class HorovodStrategy(collective.CommunicatingStrategy):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
+        compression: "none"; "bf16" or "fp16": gradients travel in that type, half the bytes.
+        buffer_bytes: gradients below this size travel together in one buffer.
+        dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
+            for adaptive optimizers, see `tfdist.communicators.Communicator`.
         timeline: a file for Horovod's timeline of this job; each process writes one of its own beside it.
         options: see `tfdist.strategies.collective.CommunicatingStrategy`.
     """
 
     name = "horovod"
 
-    def __init__(self, *, timeline: str | os.PathLike[str] | None = None, **options: Any):
+    def __init__(
+        self,
+        *,
+        compression: str = "none",
+        buffer_bytes: int = 1 << 20,
+        dense_below_bytes: int = 0,
+        timeline: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ):
+        if compression not in WIRE_DTYPES:
+            raise UnknownNameError("compression", compression, WIRE_DTYPES)
+        self.compression = compression
+        self.packing = reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
+        self._dense_below_bytes = dense_below_bytes
         self._timeline = Path(timeline) if timeline is not None else None
         super().__init__(**options)
 
@@ -56,7 +76,16 @@ class HorovodStrategy(collective.CommunicatingStrategy):
             settings |= _places(world)
         # What the user has set holds.
         os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
-        return engine.HorovodCommunicator()
+        communicator = engine.HorovodCommunicator()
+        communicator.dense_below_bytes = self._dense_below_bytes
+        return communicator
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {
+            "compression": self.compression,
+            "buffer_bytes": self.packing.below_bytes,
+            "dense_below_bytes": self._dense_below_bytes,
+        }
 
 
 def rank_file(path: Path, rank: int) -> Path:

@@ -58,6 +58,8 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 @click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
 @click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16")
 @click.option("--staleness", type=int, metavar="S", help="bound on the updates between a step's reading and its own")
+@click.option("--sync-every", metavar="epoch|N", help="average the weights of mpi_split after so many steps")
+@click.option("--timeline", type=click.Path(path_type=Path), help="write Horovod's timeline there, one file a rank")
 @click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
 @click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
 @click.option("--ps", type=int, metavar="N", help="and so many parameter servers")
@@ -77,6 +79,7 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 def command(
     devices: str | None,
     profile: str | None,
+    sync_every: str | None,
     workers: int | None,
     ps: int | None,
     restarts: int,
@@ -89,6 +92,7 @@ def command(
             **options,
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
+            sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
@@ -159,6 +163,7 @@ def _launch(config: TrainConfig, counts: dict[str, int | None], restarts: int, e
         command=("-m", "tfdist.train", *_arguments(), *(() if config.run_dir else ("--run-dir", str(run_dir)))),
         workers=2 if counts["worker"] is None else counts["worker"],
         ps=int(config.strategy in configs.WITH_SERVERS) if counts["ps"] is None else counts["ps"],
+        mpi=config.strategy in configs.BY_MPI,
         restarts=restarts,
         expose=expose,
         log_dir=run_dir / "output",
