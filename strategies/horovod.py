@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,7 +36,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         buffer_bytes: gradients below this size travel together in one buffer.
         dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
             for adaptive optimizers, see `tfdist.communicators.Communicator`.
-        timeline: a file for Horovod's timeline of this job; each process writes one of its own beside it.
+        timeline: a file for Horovod's timeline of this job, which rank 0 writes, with when each rank was ready.
         options: see `tfdist.strategies.collective.CommunicatingStrategy`.
     """
 
@@ -57,7 +56,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         self.compression = compression
         self.packing = reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
         self._dense_below_bytes = dense_below_bytes
-        self._timeline = Path(timeline) if timeline is not None else None
+        self._timeline = timeline
         super().__init__(**options)
 
     def connect(self) -> Communicator:
@@ -65,7 +64,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         world = self.world
         settings = _settings(self.timeout_seconds)
         if self._timeline is not None:
-            settings["HOROVOD_TIMELINE"] = str(rank_file(self._timeline, world.rank))
+            settings["HOROVOD_TIMELINE"] = str(self._timeline)
         if world.tasks and world.world_size > 1:
             # Versions and options are compared here too, before anything of Horovod starts.
             rendezvous.meet(world, {"strategy": self.name}, self._start_timeout_seconds)
@@ -86,11 +85,6 @@ class HorovodStrategy(collective.CommunicatingStrategy):
             "buffer_bytes": self.packing.below_bytes,
             "dense_below_bytes": self._dense_below_bytes,
         }
-
-
-def rank_file(path: Path, rank: int) -> Path:
-    """Where a rank writes its part of what belongs to `path`: `timeline.json` is `timeline.1.json` of rank 1."""
-    return path.with_suffix(f".{rank}{path.suffix}")
 
 
 def _settings(timeout_seconds: float) -> dict[str, str]:
