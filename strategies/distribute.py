@@ -75,6 +75,15 @@ class DistributeStrategy(base.Strategy):
         return self.tf_strategy.extended.variable_created_in_scope(variable.value)
 
 
+def require_addresses(world: World, strategy: str) -> None:
+    """Refuses a job whose processes do not know each other's addresses."""
+    if world.world_size > 1 and not world.tasks:
+        raise UsageError(
+            f"{world.source} names no addresses, and `{strategy}` needs them",
+            "start the job with `python -m tfdist.launch`, with Slurm's `srun`, or with `TF_CONFIG` set",
+        )
+
+
 def start_timeout_seconds(wanted: float | None) -> float:
     """How long the start waits for all processes: what is wanted, else what the launcher says, else 60."""
     return wanted or float(os.environ.get(job.START_SECONDS, "60"))

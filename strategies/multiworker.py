@@ -123,6 +123,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 "`TF_CONFIG` has parameter servers, and `multiworker` has no use for them",
                 "use the strategy `parameter_server`, or a cluster of workers alone",
             )
+        distribute.require_addresses(self.world, self.name)
         card = tuple(self._card.items())
         self.tf_strategy = _join(
             self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, card

@@ -130,6 +130,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     def set_up(self) -> None:
         self._job = World.detect(os.environ)
+        distribute.require_addresses(self._job, self.name)
         if not self._job.tasks_of("ps") or not self._job.tasks_of("chief") or not self._job.tasks_of("worker"):
             raise UsageError(
                 f"The job ({self._job.source}) has {_counted(self._job)}, and `parameter_server` needs a chief, "

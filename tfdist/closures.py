@@ -142,7 +142,7 @@ class ClosureProgram(StepProgram):
 
         with reduction.fused(self._model.optimizer, self._strategy.fused, locking=True):
             ((values, late, logs),) = self._strategy.run(on_replica)
-        if self._own_logs is None and set(logs) != set(self._metrics()):
+        if self._own_logs is None and set(logs) != self._metric_names():
             raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         return values, late, logs
 

@@ -34,8 +34,9 @@ OPTIMIZERS = (
     "sgd",
 )
 # The strategies whose replicas are in several processes.
-OF_SEVERAL_PROCESSES = ("multiworker", "parameter_server")
+OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
 WITH_SERVERS = ("parameter_server",)
+BY_MPI = ("mpi_split",)
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
@@ -55,6 +56,8 @@ class TrainConfig:
         gradient_accumulation: batches whose gradients are averaged before an update.
         compression: of gradients between processes, "none" or "bf16"; `None` is the strategy's default.
         staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
+        sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
+        timeline: a file for Horovod's timeline.
         timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
@@ -83,6 +86,8 @@ class TrainConfig:
     gradient_accumulation: int = 1
     compression: str | None = None
     staleness: int | None = None
+    sync_every: int | str | None = None
+    timeline: Path | None = None
     timeout_seconds: float | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
@@ -114,7 +119,9 @@ class TrainConfig:
             raise UsageError(f"`--learning-rate` is {self.learning_rate}", "use a number above 0")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
-        _only_for(self, "compression", ("multiworker",))
+        _only_for(self, "compression", ("horovod", "multiworker"))
+        _only_for(self, "sync_every", BY_MPI)
+        _only_for(self, "timeline", ("horovod",))
         _only_for(self, "staleness", WITH_SERVERS)
         _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:

@@ -54,6 +54,10 @@ class Program:
     def begin_epoch(self) -> None:
         """What comes next belongs to another epoch."""
 
+    def end_epoch(self) -> Logs:
+        """The steps of an epoch are over; returns what is to be added to its logs."""
+        return {}
+
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
         raise NotImplementedError
@@ -129,7 +133,8 @@ class StepProgram(Program):
             return done + tf.cast(more, tf.int32), more, finite, logs
 
         start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
-        done, more, _, logs = tf.while_loop(proceed, body, start)
+        parallel = self._strategy.parallel_steps
+        done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
         return done, more, self._results(logs)
 
     def _no_logs(self) -> Logs:
@@ -160,11 +165,11 @@ class StepProgram(Program):
         logs: Logs = {}
         if self._own_logs is not None:
             logs = results[0]  # all replicas have the same
-        elif set(results[0]) != set(self._metrics()):
+        elif set(results[0]) != self._metric_names():
             raise OwnLogs(tf.nest.map_structure(float_spec, results[0]))
         finite = tf.constant(True)
         if self._stop_at_nan:
-            with self._strategy.scope():
+            with self._strategy.merged([self._model._loss_tracker.total], "finite"):
                 finite = tf.math.is_finite(tf.convert_to_tensor(self._model._loss_tracker.total))
         return finite, logs
 
@@ -184,15 +189,19 @@ class StepProgram(Program):
         if not own_logs:
             return self._metrics()
         merged: Logs = {}
-        with self._strategy.scope():
-            for metric in self._model.metrics:
-                if any(id(variable) in self._metrics_updated for variable in metric.variables):
-                    result = metric.result()
-                    merged |= result if isinstance(result, dict) else {metric.name: result}
+        updated = [m for m in self._model.metrics if any(id(v) in self._metrics_updated for v in m.variables)]
+        with self._strategy.merged([variable for metric in updated for variable in metric.variables], "metrics"):
+            for metric in updated:
+                result = metric.result()
+                merged |= result if isinstance(result, dict) else {metric.name: result}
         return own_logs | {name: value for name, value in merged.items() if name in own_logs}
 
-    def _metrics(self) -> Logs:
+    def _metric_names(self) -> set[str]:
         with self._strategy.scope():
+            return set(self._model.get_metrics_result())
+
+    def _metrics(self) -> Logs:
+        with self._strategy.merged(self._model.metrics_variables, "metrics"):
             return self._model.get_metrics_result()
 
 

@@ -21,7 +21,7 @@ import click
 import psutil
 
 from tfdist import config as configs
-from tfdist import console, data, environment, models, strategies
+from tfdist import console, data, ending, environment, models, strategies
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
 from tfdist.world import World
@@ -58,6 +58,8 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 @click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
 @click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16")
 @click.option("--staleness", type=int, metavar="S", help="bound on the updates between a step's reading and its own")
+@click.option("--sync-every", metavar="epoch|N", help="average the weights of mpi_split after so many steps")
+@click.option("--timeline", type=click.Path(path_type=Path), help="write Horovod's timeline there")
 @click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
 @click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
 @click.option("--ps", type=int, metavar="N", help="and so many parameter servers")
@@ -77,6 +79,7 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 def command(
     devices: str | None,
     profile: str | None,
+    sync_every: str | None,
     workers: int | None,
     ps: int | None,
     restarts: int,
@@ -89,17 +92,20 @@ def command(
             **options,
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
+            sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
         _check_processes(config, world, counts)
-        starts = not world.tasks and any(count is not None for count in counts.values())
+        starts = world.world_size == 1 and any(count is not None for count in counts.values())
         code = _launch(config, counts, restarts, expose) if starts else run(config, world)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    if code:
+        ending.fail(code)
     sys.exit(code)
 
 
@@ -134,12 +140,13 @@ def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | 
                 f"`{option}` is {count}, and `{config.strategy}` has no use for it",
                 "use `--devices`, or one of the strategies " + _names(able[role]),
             )
-        if count is not None and world.tasks and count != len(world.tasks_of(role)):
+        there = len(world.tasks_of(role)) if world.tasks else world.world_size
+        if count is not None and world.world_size > 1 and count != there:
             raise UsageError(
-                f"`{option}` is {count}, and {world.source} has {len(world.tasks_of(role))}",
+                f"`{option}` is {count}, and {world.source} has {there}",
                 f"leave `{option}` out where the job is described already",
             )
-    if world.tasks and config.strategy not in configs.OF_SEVERAL_PROCESSES:
+    if world.world_size > 1 and config.strategy not in configs.OF_SEVERAL_PROCESSES:
         raise UsageError(
             f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
             "unset it, or use one of the strategies " + _names(configs.OF_SEVERAL_PROCESSES),
@@ -156,6 +163,7 @@ def _launch(config: TrainConfig, counts: dict[str, int | None], restarts: int, e
         command=("-m", "tfdist.train", *_arguments(), *(() if config.run_dir else ("--run-dir", str(run_dir)))),
         workers=2 if counts["worker"] is None else counts["worker"],
         ps=int(config.strategy in configs.WITH_SERVERS) if counts["ps"] is None else counts["ps"],
+        mpi=config.strategy in configs.BY_MPI,
         restarts=restarts,
         expose=expose,
         log_dir=run_dir / "output",

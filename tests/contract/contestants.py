@@ -12,7 +12,11 @@ from tfdist.world import World
 WORLD = World.detect(os.environ)
 
 # However many this job has.
-OF_THE_JOB = {"multiworker": (WORLD.world_size,), "parameter_server": (len(WORLD.tasks_of("worker")),)}
+OF_THE_JOB = {
+    "horovod": (WORLD.world_size,),
+    "multiworker": (WORLD.world_size,),
+    "parameter_server": (len(WORLD.tasks_of("worker")),),
+}
 
 REPLICAS = OF_THE_JOB | {
     "single": (1,),
@@ -60,7 +64,7 @@ def start(name, replicas, **options):
         return StockMirrored(replicas)
     if name == "parameter_server":
         options["staleness"] = 0  # with more than that a result depends on the moment
-    elif name != "multiworker":
+    elif name not in OF_THE_JOB:
         options["devices"] = replicas
     return tfdist.strategy(name, **{"seed": 7} | options)
 

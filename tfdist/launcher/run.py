@@ -91,6 +91,7 @@ def run(wanted: Job, console: Console | None = None) -> int:
     """
     console = console or Console(stderr=True, soft_wrap=True)
     closed = not wanted.hosts and not wanted.expose and doors.close()
+    wanted.argv()  # whatever is missing is said before anything starts
     for restart in range(wanted.restarts + 1):
         code = asyncio.run(_Run(wanted, restart, console, closed).to_its_end())
         if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
@@ -137,7 +138,7 @@ class _Run:
         deadline = asyncio.get_running_loop().time() + self.job.start_seconds
         for process in self.processes:
             await self._read_port(process, deadline)
-        if not self.closed:
+        if not self.closed and not self.job.mpi:
             self._say_what_is_open()
         for process in self.processes:
             process.tell(json.dumps(self._order(process)))
@@ -170,7 +171,7 @@ class _Run:
             # The user's own keys and agent; no question can be answered here.
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
             options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={int(self.job.start_seconds) or 1}"]
-            command = ["ssh", *options, host, remote]
+            command = ["ssh", *options, *self.job.ssh_options, host, remote]
         log = self.job.log_dir / f"{role}-{index}.log"
         terminal, theirs = None, PIPE
         if rank == 0 and sys.stdout.isatty():
@@ -235,11 +236,15 @@ class _Run:
         cluster = self.job.cluster([other.address for other in self.processes])
         task = {"type": process.role, "index": process.index}
         trains = [other for other in self.processes if other.host == process.host and other.role == "worker"]
+        # MPI has its own way to tell its processes who they are.
+        known = (
+            {job.SHARE_CORES: "1"} if self.job.mpi else {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+        )
         return {
-            "argv": [sys.executable, "-m", "tfdist.launcher.script", *self.job.command],
+            "argv": self.job.argv(),
             "cwd": os.getcwd(),
-            "environment": {
-                "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
+            "environment": known
+            | {
                 ports.SHARE: "1",
                 "PYTHONUNBUFFERED": "1",
                 job.JOB: self.job.name,
