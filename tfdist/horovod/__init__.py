@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdist.communicators import horovod as engine
 from tfdist.horovod import callbacks
 from tfdist.horovod.collectives import allgather, allreduce, broadcast, broadcast_variables, reducescatter
-from tfdist.horovod.library import operations
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
 
 __all__ = [
@@ -36,4 +36,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(operations(), name)
+    return getattr(engine.load(), name)

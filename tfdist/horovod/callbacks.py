@@ -13,9 +13,9 @@ import keras
 import numpy as np
 
 from tfdist.callbacks import rate
+from tfdist.communicators import horovod as engine
 from tfdist.errors import UsageError
 from tfdist.horovod import collectives
-from tfdist.horovod.library import operations
 
 Logs = dict[str, Any] | None
 
@@ -78,7 +78,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         names = sorted(logs)
         values = np.array([logs[name] for name in names], np.float64)
-        means = collectives.allreduce(values, name="tfdist.metrics", op=operations().Average)
+        means = collectives.allreduce(values, name="tfdist.metrics", op=engine.load().Average)
         logs.update(zip(names, means.numpy().tolist(), strict=True))
 
 
@@ -202,7 +202,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Adds `lr` to `logs`, and says when the warm-up ends."""
         super().on_epoch_end(epoch, logs)
-        if self.verbose and epoch == self.warmup_epochs - 1 and operations().rank() == 0:
+        if self.verbose and epoch == self.warmup_epochs - 1 and engine.load().rank() == 0:
             reached = rate.current(self.model.optimizer)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {reached:g}.")
 
@@ -210,7 +210,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         # That of the last batch that runs with it, so that the rate ends at `initial_lr`.
         assert self.steps_per_epoch is not None
         epoch = min(epoch + self.model.steps_per_execution / self.steps_per_epoch, self.warmup_epochs)
-        size = operations().size()
+        size = engine.load().size()
         return (1 + (size - 1) * epoch / self.warmup_epochs) / size
 
 

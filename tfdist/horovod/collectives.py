@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.horovod.library import operations
+from tfdist.communicators import horovod as engine
 from tfdist.reduction import Packing, packed
 
 
@@ -21,27 +21,27 @@ def allreduce(value: Any, *arguments: Any, **options: Any) -> Any:
 
     All processes must pass the same shape.
     """
-    return operations().allreduce(_tensor(value), *arguments, **options)
+    return engine.load().allreduce(_tensor(value), *arguments, **options)
 
 
 def allgather(value: Any, *arguments: Any, **options: Any) -> Any:
     """`horovod.tensorflow.allgather`: the values of all processes, joined along the first dimension."""
-    return operations().allgather(_tensor(value), *arguments, **options)
+    return engine.load().allgather(_tensor(value), *arguments, **options)
 
 
 def broadcast(value: Any, root_rank: int, *arguments: Any, **options: Any) -> Any:
     """`horovod.tensorflow.broadcast`: the value of the process `root_rank`."""
-    return operations().broadcast(_tensor(value), root_rank, *arguments, **options)
+    return engine.load().broadcast(_tensor(value), root_rank, *arguments, **options)
 
 
 def reducescatter(value: Any, *arguments: Any, **options: Any) -> Any:
     """`horovod.tensorflow.reducescatter`: this process' part, along the first dimension, of the reduced value."""
-    return operations().reducescatter(_tensor(value), *arguments, **options)
+    return engine.load().reducescatter(_tensor(value), *arguments, **options)
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
     """Gives `variables`, Keras' or TensorFlow's, the values that they have in the process `root_rank`."""
-    hvd = operations()
+    hvd = engine.load()
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
 
     def send(tensors: list[Any]) -> list[Any]:

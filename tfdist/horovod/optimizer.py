@@ -15,8 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfdist import keras_internals, reduction
+from tfdist.communicators import horovod as engine
+from tfdist.communicators import opaque
 from tfdist.errors import UsageError
-from tfdist.horovod.library import operations
 
 # Arguments of Horovod's own function that have no place here, and what to do instead.
 LEFT_OUT = {
@@ -63,7 +64,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         UsageError: an argument that cannot work, Horovod is missing, or the optimizer is distributed already.
     """
-    hvd = operations()
+    hvd = engine.load()
     op = hvd.Average if op is None else op
     _check(optimizer, others, op, gradient_predivide_factor, backward_passes_per_step)
     name = name or f"DistributedOptimizer.{next(_numbers)}"
@@ -73,7 +74,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             with tf.device(device_sparse):
                 return _gather_rows(tensor, op, what)
         return hvd.allreduce(
-            tensor,
+            opaque(tensor),
             op=op,
             device_dense=device_dense,
             compression=compression or hvd.Compression.none,
@@ -128,7 +129,7 @@ def load_model(
 
 
 def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: float, passes: int) -> None:
-    hvd = operations()
+    hvd = engine.load()
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
             f"DistributedOptimizer takes an optimizer of Keras 3. Received: `{optimizer!r}`",
@@ -157,9 +158,9 @@ def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: fl
 
 
 def _gather_rows(slices: tf.IndexedSlices, op: Any, name: str) -> tf.IndexedSlices:
-    hvd = operations()
-    values = hvd.allgather(slices.values, name=f"{name}.values", ignore_name_scope=True)
-    indices = hvd.allgather(slices.indices, name=f"{name}.indices", ignore_name_scope=True)
+    hvd = engine.load()
+    values = hvd.allgather(opaque(slices.values), name=f"{name}.values", ignore_name_scope=True)
+    indices = hvd.allgather(opaque(slices.indices), name=f"{name}.indices", ignore_name_scope=True)
     if op == hvd.Average:
         values = values / tf.cast(hvd.size_op(), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
