@@ -1,4 +1,4 @@
-"""Which hosts an elastic job runs on, and which options it refuses. Processes are in tests/processes/test_elastic.py."""
+"""Which hosts an elastic job runs on, and which options it refuses; processes: tests/processes/test_elastic.py."""
 
 import os
 import subprocess
