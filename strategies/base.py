@@ -92,6 +92,7 @@ class Strategy:
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
+    metrics_by_process: bool = False  # each has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback wants to see more
     parallel_steps: ClassVar[int] = 10  # how many steps of the inner loop may be begun at a time
 

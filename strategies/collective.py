@@ -60,6 +60,7 @@ class CommunicatingStrategy(base.Strategy):
         ClusterError: a process is missing, or differs.
     """
 
+    metrics_by_process = True
     seconds_per_call = 2.0
     packing = reduction.Packing()
     parallel_steps = 1  # the exchanges of a step have the names of those of the step before

@@ -18,6 +18,7 @@ class Peers(Protocol):
     """How a process reaches the others; a strategy is one."""
 
     world: World
+    metrics_by_process: bool  # each process has its own part of a metric's state, in an ordinary variable
 
     def exchange(self, message: bytes) -> list[bytes]:
         """What each process says, by rank."""
@@ -28,6 +29,7 @@ class Alone:
     """A process without others."""
 
     world = World()
+    metrics_by_process = False
 
     def exchange(self, message: bytes) -> list[bytes]:
         """What this process says."""

@@ -35,6 +35,7 @@ OPTIMIZERS = (
 )
 # The strategies whose replicas are in several processes.
 OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
+ELASTIC = ("horovod", "multiworker")  # their workers may come and go
 WITH_SERVERS = ("parameter_server",)
 BY_MPI = ("mpi_split",)
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -65,6 +66,7 @@ class TrainConfig:
         data_dir: where prepared datasets lie.
         run_dir: the run's folder; `None` makes one below `runs/`.
         resume: go on with the run in `run_dir`.
+        checkpoint_steps: save a checkpoint after so many steps too; `None` is at the end of an epoch alone.
         target_accuracy: validation accuracy at which to stop, 0 to 1.
         tensorboard: write TensorBoard logs.
         profile: the first step to trace and the step to stop before.
@@ -95,6 +97,7 @@ class TrainConfig:
     data_dir: Path | None = None
     run_dir: Path | None = None
     resume: bool = False
+    checkpoint_steps: int | None = None
     target_accuracy: float | None = None
     tensorboard: bool = False
     profile: tuple[int, int] | None = None
@@ -109,7 +112,7 @@ class TrainConfig:
             _known("dataset", self.dataset, data.names())
         _known("optimizer", self.optimizer, OPTIMIZERS)
         _known("dtype policy", self.dtype_policy, DTYPE_POLICIES)
-        for name in ("epochs", "batch_size", "gradient_accumulation", "limit"):
+        for name in ("epochs", "batch_size", "gradient_accumulation", "limit", "checkpoint_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"`{_option(name)}` is {value}", "use 1 or more")

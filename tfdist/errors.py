@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 
 EXIT_USAGE = 2
 EXIT_CLUSTER = 3
+EXIT_RESHAPED = 75  # the processes of an elastic job want to be started again; `EX_TEMPFAIL` of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 

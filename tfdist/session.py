@@ -183,7 +183,7 @@ class Session:
 
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config
-        keep = callbacks.Checkpoint(self.folder.checkpoints, resume=config.resume)
+        keep = callbacks.Checkpoint(self.folder.checkpoints, every_steps=config.checkpoint_steps, resume=config.resume)
         throughput = callbacks.Throughput()
         found: list[Any] = [keep, throughput, callbacks.StopAtNonFiniteLoss(keep)]
         timer = None

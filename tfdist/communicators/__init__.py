@@ -58,17 +58,17 @@ class Communicator:
 
     def reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Part `rank` of the sum of `tensor` `[size * n, ...]` over the processes: `[n, ...]`."""
-        return self._reduce_scatter(_opaque(tensor), name)
+        return self._reduce_scatter(opaque(tensor), name)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The `tensor` `[n_rank, ...]` of all processes along the first axis, by rank; `n_rank` may differ."""
         dtype = tensor.dtype
-        gathered = self._all_gather(_carried(_opaque(tensor)), name)
+        gathered = self._all_gather(_carried(opaque(tensor)), name)
         return _given_back(gathered, dtype)
 
     def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
         """The `tensor` of process `root`; all have the same shape and dtype."""
-        return _given_back(self._broadcast(_carried(_opaque(tensor)), name, root), tensor.dtype)
+        return _given_back(self._broadcast(_carried(opaque(tensor)), name, root), tensor.dtype)
 
     def barrier(self) -> None:
         """Waits until every process has come here; not inside a graph."""
@@ -96,9 +96,9 @@ class Communicator:
             parts = self.all_gather(tensor[tf.newaxis], name)
             return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
         if tensor.dtype in ADDED:
-            return self._sum(_opaque(tensor), name)
+            return self._sum(opaque(tensor), name)
         wide = tf.int64 if tensor.dtype.is_integer else tf.float32
-        return tf.cast(self._sum(_opaque(tf.cast(tensor, wide)), name), tensor.dtype)
+        return tf.cast(self._sum(opaque(tf.cast(tensor, wide)), name), tensor.dtype)
 
     def _all_reduce_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         if _dense_bytes(slices) >= self.dense_below_bytes:
@@ -128,7 +128,7 @@ class Communicator:
 Alone = Communicator
 
 
-def _opaque(tensor: Any) -> tf.Tensor:
+def opaque(tensor: Any) -> tf.Tensor:
     """`tensor` as something of which nothing is known while a graph is optimized.
 
     An engine's operation on a constant would be computed then, once, by a process that finds it to be one.

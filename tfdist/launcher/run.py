@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from tfdist import ports
-from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_USAGE, ClusterError, UsageError
+from tfdist import elastic, ports
+from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.launcher import doors, job, keeper
 from tfdist.launcher.job import Job
 
@@ -32,6 +32,7 @@ SECONDS_FOR_THE_CAUSE = 5.0
 # With parameter servers a job goes on without a worker, which comes back so often.
 STARTS_OF_A_WORKER = 4
 LAST_LINES = 20
+SECONDS_BETWEEN_LOOKS = 1.0
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -93,7 +94,7 @@ def run(wanted: Job, console: Console | None = None) -> int:
     closed = not wanted.hosts and not wanted.expose and doors.close()
     wanted.argv()  # whatever is missing is said before anything starts
     for restart in range(wanted.restarts + 1):
-        code = asyncio.run(_Run(wanted, restart, console, closed).to_its_end())
+        code = asyncio.run(OneStart(wanted, restart, console, closed).to_its_end())
         if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
             break
         if restart < wanted.restarts:
@@ -101,14 +102,29 @@ def run(wanted: Job, console: Console | None = None) -> int:
     return code
 
 
-class _Run:
-    """One start of a job."""
+class OneStart:
+    """One start of a job.
 
-    def __init__(self, wanted: Job, restart: int, console: Console, closed: bool):
+    Args:
+        wanted: the job.
+        restart: how often it was started before.
+        console: what is said about the job goes there.
+        closed: it has a network of its own.
+        leave: asked now and then whether the processes shall leave at their next checkpoint, in an elastic job.
+
+    Attributes:
+        culprits: the ranks that are to blame for its end.
+    """
+
+    def __init__(
+        self, wanted: Job, restart: int, console: Console, closed: bool, leave: Callable[[], bool] | None = None
+    ):
         self.job = wanted
         self.restart = restart
         self.console = console
         self.closed = closed
+        self.leave = leave
+        self.culprits: list[int] = []
         self.processes: list[Process] = []
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
@@ -205,6 +221,7 @@ class _Run:
         except (ValueError, KeyError, TypeError):
             where = f" on the host `{process.host}`" if process.host else ""
             said = line.decode(errors="replace").strip() or "it said nothing"
+            self.culprits = [self.processes.index(process)]
             raise ClusterError(
                 f"{process.name}{where} did not start within {self.job.start_seconds:g} s: {said}",
                 "see that `ssh -o BatchMode=yes` reaches the host, and that tfdist lies there at the same place"
@@ -250,7 +267,8 @@ class _Run:
                 job.JOB: self.job.name,
                 job.RESTART: str(self.restart),
                 job.START_SECONDS: f"{self.job.start_seconds:g}",
-            },
+            }
+            | ({job.ELASTIC: "1"} if self.leave else {}),
             "share": [trains.index(process), len(trains)] if process in trains else None,
         }
 
@@ -258,6 +276,7 @@ class _Run:
         """Until all processes have ended, one has failed, or the user wants an end."""
         ends = {asyncio.create_task(process.keeper.wait()): process for process in self.processes}
         signalled = asyncio.create_task(self.signals.get())
+        watching = asyncio.create_task(self._watch())
         running = set(ends)
         try:
             while running:
@@ -278,6 +297,10 @@ class _Run:
                     end = asyncio.create_task(again.keeper.wait())
                     ends[end] = again
                     running.add(end)
+                if failed and all(process.keeper.returncode == EXIT_RESHAPED for process in failed):
+                    if running:  # they have left too, and end now
+                        await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE)
+                    return EXIT_RESHAPED
                 if failed:
                     return await self._failed(failed, running, ends)
                 # Servers serve until the chief, whom they serve, has ended.
@@ -286,6 +309,14 @@ class _Run:
             return 0
         finally:
             signalled.cancel()
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """Tells the chief of an elastic job that all shall leave; again and again, as it may be starting still."""
+        while self.leave is not None:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            if await asyncio.to_thread(self.leave):
+                self.processes[0].tell(str(int(elastic.SIGNAL)))
 
     def _can_come_back(self, process: Process) -> bool:
         told = process.keeper.returncode in (EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
@@ -297,6 +328,10 @@ class _Run:
             done, _ = await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE, return_when=asyncio.FIRST_COMPLETED)
             failed += [ends[end] for end in done if ends[end].keeper.returncode]
         first = min(failed, key=lambda process: process.keeper.returncode == EXIT_CLUSTER)
+        # Where all others say that one is gone or silent, it is the one that says nothing.
+        silent = [process for process in self.processes if process.keeper.returncode is None]
+        told = first.keeper.returncode == EXIT_CLUSTER
+        self.culprits = [self.processes.index(process) for process in (silent if told and silent else [first])]
         await asyncio.wait(self._pumps, timeout=0.5)
         title = f"{first.name} {first.how_it_ended()}; its last lines"
         # What a program prints is text: it must not be taken for markup.

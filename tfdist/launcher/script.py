@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from tfdist import ending
+from tfdist import elastic, ending
 from tfdist.errors import TfdistError
 from tfdist.launcher import job, keeper
 from tfdist.world import World
@@ -22,6 +22,8 @@ def main(arguments: list[str]) -> None:
         world = World.detect(os.environ)
         mine = keeper.share(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
+    if job.ELASTIC in os.environ:
+        elastic.listen()
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
