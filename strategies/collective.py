@@ -7,6 +7,7 @@ gradients. A metric's state is each process' own part, and is added up when it i
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,7 +108,7 @@ class CommunicatingStrategy(base.Strategy):
         agreement.require(self, {name: importlib.metadata.version(name) for name in distribute.PACKAGES} | self._card)
         self._lookout = None
         if self.world.world_size > 1:
-            self._lookout = Lookout(self.world, self.exchange, self.timeout_seconds, self._give_up)
+            self._lookout = _lookout(self.communicator, self.world, self.timeout_seconds)
 
     @property
     def serial(self) -> bool:
@@ -164,12 +165,19 @@ class CommunicatingStrategy(base.Strategy):
                 "build the same model, on the same data, in all processes",
             )
         silent = self._lookout.silent() if self._lookout is not None else []
-        return self._lost(silent) if silent else None
+        return _lost(self.world, silent, self.timeout_seconds) if silent else None
 
-    def _lost(self, ranks: Sequence[int]) -> ClusterError:
-        names = ", ".join(map(self.world.named, ranks))
-        return ClusterError.lost(f"Gone, or silent for {self.timeout_seconds:g} s: {names}")
 
-    def _give_up(self, ranks: list[int]) -> None:
-        """The engine waits for ever for processes that are silent, and nothing can end its waiting."""
-        console.end_process(self._lost(ranks), self.communicator.abort)
+@functools.cache
+def _lookout(communicator: Communicator, world: World, seconds: float) -> Lookout:
+    """The lookout of this process, whose threads live as long as it does."""
+
+    def give_up(ranks: list[int]) -> None:
+        # The engine waits for ever for processes that are silent, and nothing can end its waiting.
+        console.end_process(_lost(world, ranks, seconds), communicator.abort)
+
+    return Lookout(world, communicator.exchange, seconds, give_up)
+
+
+def _lost(world: World, ranks: Sequence[int], seconds: float) -> ClusterError:
+    return ClusterError.lost(f"Gone, or silent for {seconds:g} s: {', '.join(map(world.named, ranks))}")

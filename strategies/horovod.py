@@ -8,6 +8,7 @@ Source: Sergeev and Del Balso, Horovod: fast and easy distributed deep learning 
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections import Counter
@@ -19,7 +20,7 @@ import tensorflow as tf
 from tfdist import ports, reduction, rendezvous
 from tfdist.communicators import Communicator
 from tfdist.communicators import horovod as engine
-from tfdist.errors import UnknownNameError
+from tfdist.errors import UnknownNameError, UsageError
 from tfdist.strategies import collective
 from tfdist.world import World, means_itself
 
@@ -60,22 +61,8 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         super().__init__(**options)
 
     def connect(self) -> Communicator:
-        engine.load()
-        world = self.world
-        settings = _settings(self.timeout_seconds)
-        if self._timeline is not None:
-            settings["HOROVOD_TIMELINE"] = str(self._timeline)
-        if world.tasks and world.world_size > 1:
-            # Versions and options are compared here too, before anything of Horovod starts.
-            rendezvous.meet(world, {"strategy": self.name}, self._start_timeout_seconds)
-            settings |= _places(world)
-            if world.is_chief:
-                _serve_places(world.tasks[0].port)
-        elif world.world_size == 1:
-            settings |= _places(world)
-        # What the user has set holds.
-        os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
-        communicator = engine.HorovodCommunicator()
+        timeline = None if self._timeline is None else str(self._timeline)
+        communicator = _join(self.world, self.timeout_seconds, self._start_timeout_seconds, timeline)
         communicator.dense_below_bytes = self._dense_below_bytes
         return communicator
 
@@ -85,6 +72,36 @@ class HorovodStrategy(collective.CommunicatingStrategy):
             "buffer_bytes": self.packing.below_bytes,
             "dense_below_bytes": self._dense_below_bytes,
         }
+
+
+@functools.cache
+def _join(world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: str | None) -> Communicator:
+    """Joins the job, which a process can do once."""
+    engine.load()
+    settings = _settings(timeout_seconds)
+    if timeline is not None:
+        settings["HOROVOD_TIMELINE"] = timeline
+    if world.world_size == 1:
+        settings |= _places(world)
+    elif world.tasks:
+        rendezvous.meet(world, {"strategy": HorovodStrategy.name}, start_timeout_seconds)
+        settings |= _places(world)
+        if world.is_chief:
+            _serve_places(world.tasks[0].port)
+    # What the user has set holds.
+    os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
+    _check_interface(os.environ.get("HOROVOD_GLOO_IFACE"))
+    return engine.HorovodCommunicator()
+
+
+def _check_interface(name: str | None) -> None:
+    # Gloo would end the process.
+    if name and name not in psutil.net_if_addrs():
+        there = ", ".join(f"`{found}`" for found in sorted(psutil.net_if_addrs()))
+        raise UsageError(
+            f"`HOROVOD_GLOO_IFACE` is `{name}`, and this machine has the network interfaces {there}",
+            "name one of these, or unset it",
+        )
 
 
 def _settings(timeout_seconds: float) -> dict[str, str]:

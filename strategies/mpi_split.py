@@ -6,6 +6,7 @@ process 0 broadcasts the initial weights, mpi4py averages outside the graph. `ev
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tfdist import averaging, ending
@@ -38,10 +39,7 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
         super().__init__(**options)
 
     def connect(self) -> mpi.MpiCommunicator:
-        communicator = mpi.MpiCommunicator()
-        # Whoever waits for this process in MPI would wait for ever.
-        ending.at_failure(communicator.abort)
-        return communicator
+        return _join()
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"sync_every": self._sync_every or EPOCH}
@@ -50,6 +48,15 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
         if kind == "train" and self.world.world_size > 1:
             return averaging.AveragingProgram(self, model, batches, self._sync_every)
         return super().program(model, kind, batches, stop_at_nan)
+
+
+@functools.cache
+def _join() -> mpi.MpiCommunicator:
+    """Joins MPI's world, which a process can do once."""
+    communicator = mpi.MpiCommunicator()
+    # Whoever waits for this process in MPI would wait for ever.
+    ending.at_failure(communicator.abort)
+    return communicator
 
 
 STRATEGY = MpiSplitStrategy

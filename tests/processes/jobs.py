@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 240
@@ -53,10 +55,9 @@ class RunningJob:
         def find():
             for process in self.everyone():
                 try:
-                    if "tfdist.launcher.script" in process.cmdline():
-                        task = json.loads(process.environ()["TF_CONFIG"])["task"]
-                        if (task["type"], task["index"]) == (role, index):
-                            return process
+                    started = "tfdist.launcher.script" in process.cmdline()
+                    if started and _place(process.environ()) == (role, index):
+                        return process
                 except (psutil.Error, KeyError):
                     continue
             return None
@@ -93,9 +94,27 @@ class RunningJob:
         return [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+def _place(environment):
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return "worker", int(environment["OMPI_COMM_WORLD_RANK"])
+    task = json.loads(environment["TF_CONFIG"])["task"]
+    return task["type"], task["index"]
+
+
+def require_horovod():
+    """Skips the tests of a module where Horovod is not installed."""
+    pytest.importorskip("horovod", reason="Horovod is not installed: run `make horovod`")
+
+
+def require_mpi():
+    """Skips the tests of a module where MPI is not installed."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no `mpirun`: run `make horovod`", allow_module_level=True)
+
+
 def clean_environment():
     """This environment without the variables of a job."""
-    dropped = ("TF_CONFIG", "TFDIST_", "SLURM_")
+    dropped = ("TF_CONFIG", "TFDIST_", "SLURM_", "HOROVOD_", "OMPI_", "PMIX_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return kept | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 

@@ -6,6 +6,7 @@ MPI pairs exchanges by their order, so that a graph keeps them in the order in w
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -69,6 +70,7 @@ class MpiCommunicator(Communicator):
 
     def abort(self, exit_code: int) -> None:
         if self.size > 1:
+            print(f"rank {self.rank} ends the job with exit code {exit_code}", file=sys.stderr, flush=True)
             self._world.Abort(exit_code)
 
     def barrier(self) -> None:
