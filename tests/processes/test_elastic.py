@@ -103,13 +103,14 @@ def test_every_example_is_seen_once_an_epoch_through_two_losses_and_one_gain(tmp
 
 
 @pytest.mark.thorough
-def test_a_host_that_leaves_the_list_is_given_up_at_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("strategy", ["horovod", "multiworker"])
+def test_a_host_that_leaves_the_list_is_given_up_at_a_checkpoint(tmp_path, strategy):
     script, listed, run_dir = tmp_path / "discover", tmp_path / "listed", tmp_path / "run"
     listed.write_text("localhost:1\n127.0.0.1:1\n")
     script.write_text(f"#!/bin/sh\ncat {listed}\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     options = ["--host-discovery-script", script, "--checkpoint-steps", COMMIT_STEPS]
-    with elastic(run_dir, *options, epochs=4) as job:
+    with elastic(run_dir, *options, epochs=4, strategy=strategy) as job:
         training(job, run_dir, 2, tmp_path / "steps.txt")
         listed.write_text("localhost:1\n")
         code, _, err = job.end()
@@ -117,6 +118,50 @@ def test_a_host_that_leaves_the_list_is_given_up_at_a_checkpoint(tmp_path):
     assert starts(err) == [2, 1]
     assert "Going on without" not in err
     assert [epoch["metrics"]["seen_at_most"] for epoch in record(run_dir)["epochs"]] == [1.0] * 4
+
+
+SCRIPT = """
+import time
+
+import keras
+
+import tfdist
+from tfdist import callbacks, data
+
+strategy = tfdist.strategy("horovod", seed=0)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+strategy.prepare(model)
+
+class Note(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(0.5)
+        if strategy.world.is_chief:
+            with open("rates.txt", "a") as file:
+                print(epoch, strategy.num_replicas, float(model.optimizer.learning_rate), file=file)
+
+x, y = data.load("digits").limit(64).arrays("train")
+warmup = callbacks.LearningRateWarmup(strategy.num_replicas, warmup_epochs=1)
+keep = callbacks.Checkpoint("checkpoints", resume=True)
+model.fit(x.reshape(64, 64), y, epochs=12, batch_size=16, callbacks=[warmup, Note(), keep], verbose=0)
+"""
+
+
+@pytest.mark.thorough
+def test_a_script_goes_on_and_its_learning_rate_rule_knows_the_new_size(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    rates = tmp_path / "rates.txt"
+    with RunningJob("--elastic", "--max-workers", "2", "script.py", cwd=tmp_path) as job:
+        job.wait_for(lambda: rates.exists() and len(rates.read_text().splitlines()) >= 3)
+        workers(job)[0][1].kill()
+        code, _, err = job.end()
+    assert code == 0, err
+    found = [line.split() for line in rates.read_text().splitlines()]
+    epochs = [int(epoch) for epoch, _, _ in found]
+    assert sorted(set(epochs)) == list(range(12))
+    assert len(epochs) <= 13  # one may have ended without its checkpoint
+    assert {(int(size), round(float(rate), 6)) for _, size, rate in found[1:]} == {(2, 0.2), (1, 0.1)}
 
 
 @pytest.mark.thorough
