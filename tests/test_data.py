@@ -275,6 +275,10 @@ def test_arrays_that_do_not_fit_the_spec_are_refused():
         ({"examples": {"train": -1}}, "examples"),
         ({"examples": {"dev": 5}}, "split"),
         ({"class_names": ("a",)}, "class_names"),
+        ({"target_shape": (0,)}, r"target_shape `\(0,\)`"),
+        ({"vocabulary_size": -1}, "vocabulary_size `-1`"),
+        ({"vocabulary_size": 3, "vocabulary": ("a",)}, "vocabulary"),
+        ({"target_vocabulary": ("a",)}, "target_vocabulary"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
