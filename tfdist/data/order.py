@@ -9,6 +9,8 @@ Synopsis:
     True
     >>> [part(10, index, 4) for index in range(4)]
     [(0, 3), (3, 5), (5, 8), (8, 10)]
+    >>> streams(7, batch_size=3).tolist()
+    [0, 2, 4, 1, 3, 5]
 """
 
 from __future__ import annotations
@@ -25,6 +27,35 @@ def order_within_batches(examples: int, batch_size: int, seed: int, epoch: int) 
     """As stored, but for the examples of each batch, which are shuffled among themselves; int32 `[examples]`."""
     keys = np.random.default_rng([seed, epoch]).random(examples)
     return np.lexsort((keys, np.arange(examples) // batch_size)).astype(np.int32)
+
+
+def bucketed_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """A shuffled order whose batches hold examples of similar lengths; a permutation, int32 `[examples]`.
+
+    The whole set is sorted by length, equal lengths shuffled among themselves, and cut into batches, which come in
+    random order. The last batch, where it is not full, is drawn at random.
+
+    Args:
+        lengths: of each example, integers `[examples]`.
+        batch_size: examples in a global batch.
+        seed: with `epoch`, all that the order depends on.
+        epoch: which epoch, from 0.
+    """
+    generator = np.random.default_rng([seed, epoch])
+    shuffled = generator.permutation(len(lengths)).astype(np.int32)
+    whole, rest = np.split(shuffled, [len(lengths) // batch_size * batch_size])
+    batches = whole[np.argsort(lengths[whole], kind="stable")].reshape(-1, batch_size)
+    return np.concatenate([generator.permutation(batches).reshape(-1), rest])
+
+
+def streams(examples: int, batch_size: int) -> np.ndarray:
+    """The stored order read as `batch_size` streams side by side: row i of batch k + 1 follows row i of batch k.
+
+    Returns:
+        int32 `[examples // batch_size * batch_size]`: the tail that does not give each row an example is left out.
+    """
+    rows = np.arange(examples // batch_size * batch_size, dtype=np.int32).reshape(batch_size, -1)
+    return rows.T.reshape(-1)
 
 
 def as_stored(examples: int) -> np.ndarray:
