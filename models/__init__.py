@@ -28,7 +28,17 @@ if TYPE_CHECKING:
 
     from tfdist.data.spec import DataSpec
 
-__all__ = ["build", "knows", "names", "training"]
+__all__ = ["build", "knows", "names", "tasks", "training"]
+
+# A model for each task, to name where one was chosen that does another.
+FOR_TASK = {
+    "classification": "mlp",
+    "segmentation": "unet",
+    "text_classification": "nbow",
+    "translation": "seq2seq",
+    "characters": "stateful_rnn",
+    "autoencoding": "conv_autoencoder",
+}
 
 
 def names() -> list[str]:
@@ -55,6 +65,12 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
             `module:function` that gives no model.
     """
     function = _builder(name)
+    if spec.task not in (tasks(name) or [spec.task]):
+        does = " and ".join(task.replace("_", " ") for task in tasks(name))
+        raise UsageError(
+            f"The model `{name}` does {does}, dataset `{spec.name}` is for {spec.task.replace('_', ' ')}",
+            f"use `--model {FOR_TASK[spec.task]}`, or another that docs/models.md lists for this task",
+        )
     model = plugins.call(function, spec, kind="model", name=name, options=options)
     import keras
 
@@ -71,6 +87,11 @@ def knows(name: str, option: str) -> bool:
     return option in inspect.signature(_builder(name)).parameters
 
 
+def tasks(name: str) -> tuple[str, ...]:
+    """What the model `name` can do, of `tfdist.data.spec.TASKS`; empty for one that does not say, such as one's own."""
+    return tuple(_said(name, "TASKS", ()))
+
+
 def training(name: str) -> dict[str, Any]:
     """How the model `name` is trained where nothing else is said.
 
@@ -78,7 +99,11 @@ def training(name: str) -> dict[str, Any]:
         "optimizer", "learning_rate", and where it has them "momentum" and "weight_decay"; empty for a model that says
         nothing, such as the user's own: Keras' Adam will do.
     """
-    return dict(getattr(sys.modules[_builder(name).__module__], "TRAINING", {}))
+    return dict(_said(name, "TRAINING", {}))
+
+
+def _said(name: str, what: str, default: Any) -> Any:
+    return getattr(sys.modules[_builder(name).__module__], what, default)
 
 
 def _builder(name: str) -> Callable[..., Any]:

@@ -9,38 +9,13 @@ import keras
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UsageError
 
-# A model for each task, to name where another one was chosen.
-FOR_TASK = {
-    "classification": "mlp",
-    "segmentation": "unet",
-    "text_classification": "nbow",
-    "translation": "seq2seq",
-    "characters": "stateful_rnn",
-    "autoencoding": "conv_autoencoder",
-}
 
-
-def require_task(model: str, spec: DataSpec, *tasks: str) -> None:
-    """Refuses a dataset for another task than the model's `tasks`.
+def require_images(model: str, spec: DataSpec, smallest: int = 1) -> None:
+    """Refuses what is not images `[H, W, C]`, or images with a side below `smallest` pixels.
 
     Raises:
-        UsageError: the dataset is for another task.
+        UsageError: the examples do not fit.
     """
-    if spec.task not in tasks:
-        does = " and ".join(task.replace("_", " ") for task in tasks)
-        raise UsageError(
-            f"The model `{model}` does {does}, dataset `{spec.name}` is for {spec.task.replace('_', ' ')}",
-            f"use `--model {FOR_TASK[spec.task]}`, or another that docs/models.md lists for this task",
-        )
-
-
-def require_images(model: str, spec: DataSpec, task: str = "classification", smallest: int = 1) -> None:
-    """Refuses what is not images `[H, W, C]` for `task`, or images with a side below `smallest` pixels.
-
-    Raises:
-        UsageError: the dataset is for another task, or its examples do not fit.
-    """
-    require_task(model, spec, task)
     if len(spec.input_shape) != 3:
         raise UsageError(
             f"The model `{model}` takes images `(height, width, channels)`, dataset `{spec.name}` has "

@@ -50,7 +50,7 @@ def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: in
         more[ended, end] = 0.0
         candidates = (scores[..., None] + more).reshape(searches, width * count)
         longer = np.repeat(np.maximum(lengths + ~ended, 1), count, axis=1)
-        best = np.argsort(-candidates / longer, axis=1, kind="stable")[:, :width]
+        best = _largest(candidates / longer, width)
         beam, token = best // count, best % count
         scores = np.take_along_axis(candidates, best, axis=1)
         lengths = np.take_along_axis(lengths + ~ended, beam, axis=1)
@@ -62,3 +62,13 @@ def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: in
         if ended.all():
             break
     return found[:, 0].astype(np.int32)
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Where the `count` largest values of each row are, the largest first: int `[rows, count]`."""
+    if count < values.shape[1]:
+        found = np.argpartition(-values, count, axis=1)[:, :count]
+    else:
+        found = np.tile(np.arange(values.shape[1]), (len(values), 1))
+    order = np.argsort(-np.take_along_axis(values, found, axis=1), axis=1, kind="stable")
+    return np.take_along_axis(found, order, axis=1)

@@ -12,6 +12,7 @@ from keras import layers
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("text_classification",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 
 
@@ -32,11 +33,7 @@ def build(
         units: of each direction.
         dropout: the share of features dropped in training before and after the LSTM, in [0, 1).
         width: a factor on `embedding` and `units`.
-
-    Raises:
-        UsageError: the dataset is not for text classification.
     """
-    _fit.require_task("bilstm", spec, "text_classification")
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     size = _fit.scaled(embedding, width)
     words = layers.Embedding(spec.vocabulary_size, size, mask_zero=True, name="words")(tokens)

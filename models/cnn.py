@@ -7,6 +7,8 @@ import keras
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("classification",)
+
 
 def build(spec: DataSpec, *, width: float = 1.0) -> keras.Model:
     """Conv 32 3x3 ReLU, pool 2, conv 64 3x3 ReLU, pool 2, dense 128 ReLU, dense.

@@ -12,6 +12,7 @@ from keras import layers
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("autoencoding",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 FILTERS = (32, 64)
 
@@ -30,9 +31,9 @@ def build(spec: DataSpec, *, code: int = 8, width: float = 1.0) -> keras.Model:
         width: a factor on the number of filters and on `code`.
 
     Raises:
-        UsageError: the examples are not images for autoencoding.
+        UsageError: the examples are not images.
     """
-    _fit.require_images("conv_autoencoder", spec, "autoencoding")
+    _fit.require_images("conv_autoencoder", spec)
     filters = [_fit.scaled(number, width) for number in FILTERS]
     inputs = keras.Input(spec.input_shape)
     image = _fit.padded(inputs, 2 ** len(filters))

@@ -11,6 +11,8 @@ import keras
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("classification",)
+
 
 def build(spec: DataSpec, *, dropout: float = 0.5, width: float = 1.0) -> keras.Model:
     """Conv 10 5x5, pool 2, ReLU, conv 20 5x5, dropout, pool 2, ReLU, dense 50 ReLU, dropout, dense.

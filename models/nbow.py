@@ -13,6 +13,7 @@ from keras import layers, ops
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.models import _fit
 
+TASKS = ("text_classification",)
 # The rare rows of a large table need Adagrad's large steps, and its update is as sparse as their gradient.
 TRAINING = {"optimizer": "adagrad", "learning_rate": 0.05}
 
@@ -34,11 +35,7 @@ def build(
         rows: word vectors; the vocabulary's size where it is larger. More than that measure a large table.
         dropout: the share of words dropped in training, in [0, 1).
         width: a factor on `embedding`.
-
-    Raises:
-        UsageError: the dataset is not for text classification.
     """
-    _fit.require_task("nbow", spec, "text_classification")
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     size = _fit.scaled(embedding, width)
     words = layers.Embedding(max(rows, spec.vocabulary_size), size, name="words")(tokens)

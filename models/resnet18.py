@@ -11,6 +11,7 @@ from keras import layers
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit, _residual
 
+TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
@@ -28,7 +29,7 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> 
         width: a factor on the number of filters.
 
     Raises:
-        UsageError: the examples are not images for classification.
+        UsageError: the examples are not images.
     """
     _fit.require_images("resnet18", spec)
     inputs = keras.Input(spec.input_shape)

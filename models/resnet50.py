@@ -10,6 +10,7 @@ import keras
 from tfdist.data.spec import DataSpec
 from tfdist.models import _applications, _fit
 
+TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
@@ -26,7 +27,7 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> 
         width: a factor on the number of filters.
 
     Raises:
-        UsageError: the examples are not images for classification, or too small.
+        UsageError: the examples are not images, or too small.
     """
     _fit.require_images("resnet50", spec, smallest=32)
     return _applications.adapted(keras.applications.ResNet50, spec, width=width, synchronized=synchronized)

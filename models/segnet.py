@@ -14,6 +14,7 @@ from keras import layers, ops
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("segmentation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 # The filters of the encoder's convolutions, group by group; those of `vgg16`.
 GROUPS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
@@ -33,9 +34,9 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> 
         width: a factor on the number of filters.
 
     Raises:
-        UsageError: the examples are not images for segmentation.
+        UsageError: the examples are not images.
     """
-    _fit.require_images("segnet", spec, "segmentation")
+    _fit.require_images("segnet", spec)
     groups = [[_fit.scaled(filters, width) for filters in group] for group in GROUPS]
     inputs = keras.Input(spec.input_shape)
     image, places = _fit.padded(inputs, 2 ** len(GROUPS)), []

@@ -18,6 +18,7 @@ from keras import layers, ops
 from tfdist.data.spec import END, START, DataSpec
 from tfdist.models import _fit, _search
 
+TASKS = ("translation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 
 
@@ -39,11 +40,7 @@ def build(
         units: of the decoder; each direction of the encoder has half as many.
         dropout: the share of values dropped in training, in [0, 1).
         width: a factor on `embedding` and `units`.
-
-    Raises:
-        UsageError: the dataset is not for translation.
     """
-    _fit.require_task("seq2seq", spec, "translation")
     size, half = _fit.scaled(embedding, width), _fit.scaled(units, width / 2)
     source = keras.Input((None,), dtype="int32", name="source")
     target = keras.Input((None,), dtype="int32", name="target")
@@ -61,6 +58,12 @@ def build(
     )
     logits = layers.Dense(spec.classes, dtype="float32", name="logits")(layers.Dropout(dropout)(attentional))
     return keras.Model({"source": source, "target": target}, logits, name="seq2seq")
+
+
+def can_translate(model: keras.Model) -> bool:
+    """Whether `translate` can use a model: it has the layers of `build`'s."""
+    parts = {"encoder", "last_state", "target_words", "decoder", "attention", "attentional", "logits"}
+    return parts <= {layer.name for layer in model.layers}
 
 
 def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width: int = 1) -> np.ndarray:

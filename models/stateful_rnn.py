@@ -15,6 +15,7 @@ from keras import ops
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("characters",)
 TRAINING = {"optimizer": "adam", "learning_rate": 2e-3}
 
 
@@ -46,11 +47,7 @@ def build(
         layers: how many LSTMs.
         dropout: the share of values dropped between layers in training, in [0, 1).
         width: a factor on `embedding` and `units`.
-
-    Raises:
-        UsageError: the dataset is no stream of characters.
     """
-    _fit.require_task("stateful_rnn", spec, "characters")
     inputs = {
         "tokens": keras.Input((None,), dtype="int32", name="tokens"),
         "stream": keras.Input((), dtype="int32", name="stream"),

@@ -11,6 +11,7 @@ from keras import layers, ops
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.models import _fit
 
+TASKS = ("text_classification",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 WINDOWS = (3, 4, 5)
 
@@ -33,11 +34,7 @@ def build(
         filters: of each size of window.
         dropout: the share of features dropped in training, in [0, 1).
         width: a factor on `embedding` and `filters`.
-
-    Raises:
-        UsageError: the dataset is not for text classification.
     """
-    _fit.require_task("textcnn", spec, "text_classification")
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     words = layers.Embedding(spec.vocabulary_size, _fit.scaled(embedding, width), name="words")(tokens)
     there = ops.expand_dims(ops.cast(ops.not_equal(tokens, PADDING), words.dtype), -1)

@@ -15,6 +15,7 @@ from tfdist.data.spec import PADDING, DataSpec
 from tfdist.errors import UsageError
 from tfdist.models import _fit
 
+TASKS = ("text_classification", "characters")
 TRAINING = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01}
 
 
@@ -39,9 +40,8 @@ def build(
         width: a factor on `units`.
 
     Raises:
-        UsageError: the dataset is for another task, or the units do not divide among the heads.
+        UsageError: the units do not divide among the heads.
     """
-    _fit.require_task("transformer", spec, "text_classification", "characters")
     units = _fit.scaled(units, width)
     if units % heads:
         raise UsageError(

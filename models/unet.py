@@ -13,6 +13,7 @@ from keras import layers
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("segmentation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 LEVELS = 4
 
@@ -33,9 +34,9 @@ def build(spec: DataSpec, *, filters: int = 64, dropout: float = 0.5, width: flo
         width: a factor on `filters`.
 
     Raises:
-        UsageError: the examples are not images for segmentation.
+        UsageError: the examples are not images.
     """
-    _fit.require_images("unet", spec, "segmentation")
+    _fit.require_images("unet", spec)
     filters = _fit.scaled(filters, width)
     inputs = keras.Input(spec.input_shape)
     image, connections = _fit.padded(inputs, 2**LEVELS), []

@@ -12,6 +12,7 @@ from keras import layers
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
 
+TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 GROUPS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
@@ -29,7 +30,7 @@ def build(spec: DataSpec, *, dropout: float = 0.5, width: float = 1.0) -> keras.
         width: a factor on the number of filters and hidden units.
 
     Raises:
-        UsageError: the examples are not images for classification, or too small.
+        UsageError: the examples are not images, or too small.
     """
     _fit.require_images("vgg11", spec, smallest=32)
     model = keras.Sequential([keras.Input(spec.input_shape)], name="vgg11")

@@ -11,6 +11,7 @@ import keras
 from tfdist.data.spec import DataSpec
 from tfdist.models import _applications, _fit
 
+TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 
 
@@ -27,7 +28,7 @@ def build(spec: DataSpec, *, width: float = 1.0) -> keras.Model:
         width: a factor on the number of filters and hidden units.
 
     Raises:
-        UsageError: the examples are not images for classification, or too small.
+        UsageError: the examples are not images, or too small.
     """
     _fit.require_images("vgg16", spec, smallest=32)
     return _applications.adapted(keras.applications.VGG16, spec, width=width)
