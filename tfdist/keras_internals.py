@@ -245,8 +245,9 @@ class VariableUpdates(keras.StatelessScope):
 
     Moving averages, seeds and states would otherwise drift apart between the replicas, or be written once a replica
     where there is one copy. `merge` writes each of them once, the same value everywhere: floating-point values as the
-    mean of the replicas weighed by their shares, so that a replica without examples has no say; others, which count
-    alike on all replicas, as the first replica has them.
+    mean of the replicas weighed by their shares, so that a replica without examples has no say, or, where the variable's
+    aggregation is "sum", as they were with the changes of all replicas added; others, which count alike on all replicas,
+    as the first replica has them.
     """
 
     def __init__(self, metrics_variables: Sequence[Any]):
@@ -274,13 +275,20 @@ class VariableUpdates(keras.StatelessScope):
         floats = [(v, value) for v, value in updates if v._value.dtype.is_floating]
         others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
         if floats:
-            weighed = [
-                tf.math.multiply_no_nan(tf.cast(value, v._value.dtype), tf.cast(replica.share, v._value.dtype))
-                for v, value in floats
+            sums = replica.all_reduce([_part(replica, v, tf.cast(value, v._value.dtype)) for v, value in floats])
+            floats = [
+                (v, v._value + total if v.aggregation == "sum" else total)
+                for (v, _), total in zip(floats, sums, strict=True)
             ]
-            floats = list(zip([v for v, _ in floats], replica.all_reduce(weighed), strict=True))
         if updates:
             write(floats + others)
+
+
+def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
+    """What a replica adds to the value of `variable` that all agree on."""
+    if variable.aggregation == "sum":
+        return value - variable._value
+    return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
 
 
 class Carried(VariableUpdates):
