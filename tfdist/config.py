@@ -10,10 +10,14 @@ Synopsis:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tfdist import data, models, strategies
+from tfdist.data import augment as augmentations
+from tfdist.data import bad
 from tfdist.errors import UnknownNameError, UsageError
 
 # Keras' optimizers by the names that `keras.optimizers.get` knows; a test compares them with Keras.
@@ -59,7 +63,10 @@ class TrainConfig:
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
         limit: only so many training examples; `None` is all.
-        data_dir: where prepared datasets lie.
+        data_dir: where the dataset's files lie.
+        data_options: what the dataset is to be told, by the names of its own options.
+        augment: one of `tfdist.data.augment.NAMES`.
+        on_bad_example: one of `tfdist.data.bad.POLICIES`; `None` is the dataset's default, "fail".
         run_dir: the run's folder; `None` makes one below `runs/`.
         resume: go on with the run in `run_dir`.
         target_accuracy: validation accuracy at which to stop, 0 to 1.
@@ -88,6 +95,9 @@ class TrainConfig:
     seed: int = 0
     limit: int | None = None
     data_dir: Path | None = None
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    augment: str = "none"
+    on_bad_example: str | None = None
     run_dir: Path | None = None
     resume: bool = False
     target_accuracy: float | None = None
@@ -104,6 +114,9 @@ class TrainConfig:
             _known("dataset", self.dataset, data.names())
         _known("optimizer", self.optimizer, OPTIMIZERS)
         _known("dtype policy", self.dtype_policy, DTYPE_POLICIES)
+        _known("augmentation", self.augment, augmentations.NAMES)
+        if self.on_bad_example is not None:
+            _known("policy for bad examples", self.on_bad_example, bad.POLICIES)
         for name in ("epochs", "batch_size", "gradient_accumulation", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -123,6 +136,12 @@ class TrainConfig:
             raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
         if self.quiet and self.verbose:
             raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The options of `tfdist.data.load`."""
+        policy = {} if self.on_bad_example is None else {"on_bad_example": self.on_bad_example}
+        return dict(self.data_options) | policy
 
 
 def _only_for(config: TrainConfig, name: str, strategies_with_it: tuple[str, ...]) -> None:

@@ -130,6 +130,9 @@ class DatasetRecord(_Part):
 
     name: str
     examples: dict[str, int]
+    options: dict[str, str] = {}
+    augment: str = "none"
+    skipped: int = 0
 
 
 class EpochRecord(_Part):
@@ -250,6 +253,16 @@ class RunFolder:
     def log(self) -> Path:
         """What TensorFlow and the run had to say."""
         return self.path / "log.txt"
+
+    @property
+    def vocabulary(self) -> Path:
+        """The words of the input by number, a line each."""
+        return self.path / "vocabulary.txt"
+
+    @property
+    def target_vocabulary(self) -> Path:
+        """The words of the target by number, a line each."""
+        return self.path / "target_vocabulary.txt"
 
     @property
     def tensorboard(self) -> Path:

@@ -6,7 +6,8 @@ Importing this module imports TensorFlow.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import callbacks, cost, data, files, models, profiler, record
+from tfdist import agreement, callbacks, cost, data, files, models, profiler, record
 from tfdist.callbacks import memory
 from tfdist.config import OF_SEVERAL_PROCESSES, TrainConfig
+from tfdist.data import text
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.record import RunFolder, RunRecord
 from tfdist.world import World
@@ -66,7 +68,7 @@ class Session:
         earlier = record.load(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
             _refuse_other_run(config, earlier)
-        source = data.load(config.dataset, data_dir=config.data_dir)
+        source = data.load(config.dataset, config.data_dir, **config.load_options)
         if config.limit is not None:
             source = source.limit(config.limit)
         strategy = self._strategy(source)
@@ -82,23 +84,24 @@ class Session:
                 )
         self.record = self._begin_record(strategy, model, source, earlier)
         self.folder.write(self.record)
+        self._keep_vocabularies(strategy, source)
+        if source.skipped:
+            self._show(f"{len(source.skipped)} bad examples are left out; the log names them.")
+            print(*source.skipped, sep="\n", file=sys.stderr)
 
-        x, y = source.arrays("train")
+        def feed(split: str, **options: Any) -> Any:
+            return source.feed(split, config.batch_size, world=strategy.world, seed=config.seed, **options)
+
         strategy.fit(
             model,
-            x,
-            y,
-            batch_size=config.batch_size,
+            feed("train", augment=config.augment),
             epochs=config.epochs,
-            validation_data=source.arrays("validation") if source.spec.examples["validation"] else None,
+            validation_data=feed("validation") if source.spec.examples["validation"] else None,
             callbacks=self._callbacks(strategy),
             verbose=0 if config.quiet else "auto",
         )
         if source.spec.examples["test"]:
-            scores = strategy.evaluate(
-                model, *source.arrays("test"), batch_size=config.batch_size, return_dict=True, verbose=0
-            )
-            self.record.test_metrics = scores
+            self.record.test_metrics = strategy.evaluate(model, feed("test"), return_dict=True, verbose=0)
         if strategy.world.is_chief:
             with _whole_run_folder(self.folder):
                 files.write_whole(self.folder.model, model.save)
@@ -170,7 +173,13 @@ class Session:
                 source=world.source,
             ),
             model=record.ModelRecord(name=config.model, parameters=model.count_params()),
-            dataset=record.DatasetRecord(name=config.dataset, examples=dict(source.spec.examples)),
+            dataset=record.DatasetRecord(
+                name=config.dataset,
+                examples=dict(source.spec.examples),
+                options={name: str(value) for name, value in config.load_options.items()},
+                augment=config.augment,
+                skipped=len(source.skipped),
+            ),
             global_batch_size=config.batch_size,
             per_replica_batch_size=-(-config.batch_size // strategy.num_replicas),
             seed=config.seed,
@@ -180,6 +189,20 @@ class Session:
             epochs=[] if earlier is None else list(earlier.epochs),
             startup_seconds=None if earlier is None else earlier.startup_seconds,
         )
+
+    def _keep_vocabularies(self, strategy: Any, source: Any) -> None:
+        """The chief writes the words by number beside the run; all processes, and a run that goes on, have the same."""
+        kept = {
+            self.folder.vocabulary: source.spec.vocabulary,
+            self.folder.target_vocabulary: source.spec.target_vocabulary,
+        }
+        agreement.require(strategy, {path.name: agreement.fingerprint(words) for path, words in kept.items() if words})
+        if not strategy.world.is_chief:
+            return
+        for path, words in kept.items():
+            if words:
+                with _whole_run_folder(self.folder):
+                    text.keep_vocabulary(path, words)
 
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config
@@ -207,6 +230,8 @@ class Session:
             "history": self.folder.history,
             "curves": self.folder.curves,
             "log": self.folder.log,
+            "vocabulary": self.folder.vocabulary,
+            "target_vocabulary": self.folder.target_vocabulary,
             "tensorboard": self.folder.tensorboard,
             "checkpoints": self.folder.checkpoints,
             "model": self.folder.model,
@@ -280,6 +305,9 @@ def _card(config: TrainConfig) -> dict[str, str]:
     alike = (
         "model",
         "dataset",
+        "data_options",
+        "on_bad_example",
+        "augment",
         "limit",
         "epochs",
         "batch_size",
@@ -294,19 +322,28 @@ def _card(config: TrainConfig) -> dict[str, str]:
 
 def _refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
     """A run is the same run only on the same examples in the same order."""
-    pairs = {
-        "--dataset": (earlier.dataset.name, config.dataset),
-        "--model": (earlier.model.name, config.model),
-        "--batch-size": (earlier.global_batch_size, config.batch_size),
-        "--seed": (earlier.seed, config.seed),
-    }
-    for option, (before, now) in pairs.items():
+    now_options = {name: str(value) for name, value in config.load_options.items()}
+    before_options = earlier.dataset.options
+    names = sorted(before_options | now_options)
+    settings = [
+        ("--dataset", earlier.dataset.name, config.dataset),
+        *(("--data-option", _setting(name, before_options), _setting(name, now_options)) for name in names),
+        ("--augment", earlier.dataset.augment, config.augment),
+        ("--model", earlier.model.name, config.model),
+        ("--batch-size", earlier.global_batch_size, config.batch_size),
+        ("--seed", earlier.seed, config.seed),
+    ]
+    for option, before, now in settings:
         if before != now:
             raise UsageError(
                 f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
                 f"`{option} {now}`",
                 f"use `{option} {before}`, or begin another run in another `--run-dir`",
             )
+
+
+def _setting(name: str, options: Mapping[str, str]) -> str:
+    return f"{name}={options[name]}" if name in options else f"{name} unset"
 
 
 @contextlib.contextmanager

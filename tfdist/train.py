@@ -21,7 +21,8 @@ import click
 import psutil
 
 from tfdist import config as configs
-from tfdist import console, data, environment, models, strategies
+from tfdist import console, data, environment, models, plugins, strategies
+from tfdist.data import augment
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
 from tfdist.world import World
@@ -66,7 +67,10 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 @click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
 @click.option("--seed", type=int, default=0, show_default=True, help="of weights, order and random layers")
 @click.option("--limit", type=int, metavar="N", help="only the first N training examples")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="where prepared datasets lie")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="where the dataset's files lie")
+@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="what the dataset is told; often as needed")
+@click.option("--augment", default="none", show_default=True, metavar="NAME", help=_names(augment.NAMES))
+@click.option("--on-bad-example", metavar="NAME", help="a file or line that cannot be used: fail, skip")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="the run's folder; below runs/ if not given")
 @click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
 @click.option("--target-accuracy", type=float, metavar="SHARE", help="stop at this validation accuracy")
@@ -77,6 +81,7 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 def command(
     devices: str | None,
     profile: str | None,
+    data_option: tuple[str, ...],
     workers: int | None,
     ps: int | None,
     restarts: int,
@@ -89,6 +94,7 @@ def command(
             **options,
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
+            data_options=plugins.parse_options(data_option, "--data-option"),
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
@@ -163,7 +169,8 @@ def _launch(config: TrainConfig, counts: dict[str, int | None], restarts: int, e
         name=name,
     )
     # The job may get a network in which nothing can be fetched.
-    fetching = [sys.executable, "-m", "tfdist.data.fetch", config.dataset, str(config.data_dir or "")]
+    options = [f"{name}={value!r}" for name, value in config.load_options.items()]
+    fetching = [sys.executable, "-m", "tfdist.data.fetch", config.dataset, str(config.data_dir or ""), *options]
     fetched = subprocess.run(fetching, check=False, stderr=None)
     if fetched.returncode:
         return fetched.returncode

@@ -95,3 +95,19 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
             "write each word on one line of its own, once",
         )
     return tokens
+
+
+def keep_vocabulary(path: Path, tokens: Sequence[str]) -> None:
+    """Writes the words by number for a run, or checks that it goes on with those that it began with.
+
+    Raises:
+        DataError: `path` holds other words.
+        OSError: it cannot be written.
+    """
+    if not path.exists():
+        write_vocabulary(path, tokens)
+    elif read_vocabulary(path) != tuple(tokens):
+        raise DataError(
+            f"The vocabulary of the training data is not the one that the run began with, `{path}`",
+            "resume the run on the same files, or begin another one",
+        )
