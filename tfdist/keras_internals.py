@@ -245,8 +245,8 @@ class VariableUpdates(keras.StatelessScope):
 
     Moving averages, seeds and states would otherwise drift apart between the replicas, or be written once a replica
     where there is one copy. `merge` writes each of them once, the same value everywhere: floating-point values as the
-    mean of the replicas weighed by their shares, so that a replica without examples has no say, or, where the variable's
-    aggregation is "sum", as they were with the changes of all replicas added; others, which count alike on all replicas,
+    mean of the replicas weighed by their shares, so that a replica without examples has no say; where the variable's
+    aggregation is "sum", as it was with the changes of all replicas added; others, which count alike on all replicas,
     as the first replica has them.
     """
 
