@@ -123,6 +123,7 @@ class ModelRecord(_Part):
 
     name: str
     parameters: int
+    options: dict[str, str] = {}
 
 
 class DatasetRecord(_Part):

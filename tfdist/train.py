@@ -21,7 +21,7 @@ import click
 import psutil
 
 from tfdist import config as configs
-from tfdist import console, data, environment, models, plugins, strategies
+from tfdist import console, data, environment, models, plugins, recipes, strategies
 from tfdist.data import augment
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
@@ -39,6 +39,18 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
     return ", ".join(found) + (", or your own as module:function" if own else "")
 
 
+def _take_recipe(context: click.Context, option: click.Parameter, name: str | None) -> None:
+    """Makes the options of a recipe the defaults of the others."""
+    del option
+    if name is None:
+        return
+    try:
+        context.default_map = recipes.load(name)
+    except TfdistError as error:
+        click.echo(f"error: {error}", err=True)
+        context.exit(error.exit_code)
+
+
 @click.command(
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -46,13 +58,26 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
         "token_normalize_func": lambda token: token.replace("_", "-"),
     }
 )
+@click.option(
+    "--recipe",
+    metavar="NAME",
+    is_eager=True,
+    expose_value=False,
+    callback=_take_recipe,
+    help="these options, where no others are given: " + _names(recipes.names()),
+)
 @click.option("--strategy", required=True, metavar="NAME", help=_names(strategies.names()))
 @click.option("--model", required=True, metavar="NAME", help=_names(models.names(), own=True))
 @click.option("--dataset", required=True, metavar="NAME", help=_names(data.names(), own=True))
 @click.option("--epochs", type=int, default=5, show_default=True, help="passes over the training examples")
 @click.option("--batch-size", type=int, default=32, show_default=True, help="examples in a global batch")
-@click.option("--learning-rate", type=float, help="the optimizer's default if not given")
-@click.option("--optimizer", default="adam", show_default=True, metavar="NAME", help=_names(configs.OPTIMIZERS))
+@click.option("--model-option", multiple=True, metavar="NAME=VALUE", help="what the model is told; often as needed")
+@click.option("--optimizer", metavar="NAME", help="the model's own if not given; " + _names(configs.OPTIMIZERS))
+@click.option("--learning-rate", type=float, help="the model's own if not given")
+@click.option("--momentum", type=float, help="likewise")
+@click.option("--weight-decay", type=float, help="likewise")
+@click.option("--schedule", default="constant", show_default=True, metavar="NAME", help=_names(configs.SCHEDULES))
+@click.option("--warmup-epochs", type=float, default=0.0, help="in which the learning rate rises from 0")
 @click.option(
     "--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES)
 )
@@ -82,6 +107,7 @@ def command(
     devices: str | None,
     profile: str | None,
     data_option: tuple[str, ...],
+    model_option: tuple[str, ...],
     workers: int | None,
     ps: int | None,
     restarts: int,
@@ -95,6 +121,7 @@ def command(
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
             data_options=plugins.parse_options(data_option, "--data-option"),
+            model_options=plugins.parse_options(model_option, "--model-option"),
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}

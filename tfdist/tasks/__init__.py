@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     import keras
 
@@ -52,9 +54,13 @@ class Run:
         return next(split for split in ("test", "validation", "train") if examples[split])
 
     def examples(self, count: int) -> tuple[Any, Any]:
-        """The first `count` examples x and targets y of the split to look at."""
-        x, y = self.source.arrays(self.split)
-        return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]
+        """The first `count` examples x and targets y of the split to look at; no more pictures are read."""
+        if self.source.spec.vocabulary_size:
+            x, y = self.source.arrays(self.split)
+            return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]
+        batches = self.source.pipeline(self.split, min(count, self.batch_size), shuffle=False)
+        xs, ys = zip(*batches.take(-(-count // min(count, self.batch_size))).as_numpy_iterator(), strict=True)
+        return np.concatenate(xs)[:count], np.concatenate(ys)[:count]
 
     def file(self, what: str, name: str) -> Path:
         """The path of a file that is about to be written."""
