@@ -43,9 +43,7 @@ def test_options_of_a_dataset_are_numbers_truths_tuples_or_texts():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_option_is_one_sentence(tmp_path, arguments, message):
-    assert message in refuse(
-        tmp_path, "--strategy", "single", "--model", "mlp", "--dataset", "synthetic", *arguments
-    )
+    assert message in refuse(tmp_path, "--strategy", "single", "--model", "mlp", "--dataset", "synthetic", *arguments)
 
 
 def weights(path) -> bytes:

@@ -9,7 +9,8 @@ indexed, so that nothing but the order of the examples changes from pass to pass
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from tfdist import keras_internals
 from tfdist.data import order
 from tfdist.errors import DataError
 from tfdist.keras_internals import tree
+from tfdist.world import World
 
 NO_BATCHES = "The dataset has no batches", "pass at least one example"
 
@@ -97,6 +99,11 @@ class Feed:
 
     def finish(self) -> None:
         """Ends a pass."""
+
+    def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
+        """The context in which these batches are read: it names the example that cannot be used."""
+        del first_batch, batches
+        return contextlib.nullcontext()
 
 
 class Batches:
@@ -248,6 +255,77 @@ class DatasetBatches(Batches):
             parts = [None if tensor is None else _cut(tensor, index, count) for tensor in tree.flatten(batch)]
         share = next(part[1] for part in parts if part is not None)
         return tree.pack_sequence_as(batch, [None if part is None else part[0] for part in parts]), share
+
+
+class FileFeed(Feed):
+    """Batches that are decoded from files, a pipeline a pass.
+
+    Args:
+        pipeline: `pipeline(epoch, first_batch)`: this rank's parts of the global batches of a pass.
+        problem: `problem(epoch, first_batch, batches)`: what is wrong with the files of these batches, if anything.
+        examples: examples in a pass.
+        batch_size: examples in a full global batch.
+        world: this process' place.
+    """
+
+    def __init__(
+        self,
+        pipeline: Callable[[int, int], tf.data.Dataset],
+        problem: Callable[[int, int, int], DataError | None],
+        examples: int,
+        batch_size: int,
+        world: World,
+    ):
+        self._pipeline = pipeline
+        self._problem = problem
+        self._epoch = 0
+        self.examples = examples
+        self.batch_size = batch_size
+        self.num_batches = -(-examples // batch_size)
+        of_any_size = functools.partial(tree.map_structure, lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype))
+        self.spec = of_any_size(pipeline(0, 0).element_spec)
+        alone = world.world_size == 1
+        self.batches: Any = (
+            DatasetBatches(counted=True)
+            if alone
+            else RankBatches(True, world.rank, world.world_size, examples, batch_size)
+        )
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        self._epoch = epoch
+        return iter(self._pipeline(epoch, first_batch))
+
+    @contextlib.contextmanager
+    def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
+        try:
+            yield
+        except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError, tf.errors.DataLossError) as error:
+            problem = self._problem(self._epoch, first_batch, batches)
+            if problem is None:
+                raise
+            raise problem from error
+
+
+@dataclass(frozen=True)
+class RankBatches(DatasetBatches):
+    """The iterator has only what the replicas of this rank take of a global batch."""
+
+    rank: int
+    world_size: int
+    examples: int
+    batch_size: int
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        size = tf.minimum(self.batch_size, self.examples - step * self.batch_size)
+        return next(state), size
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        del state
+        mine, size = batch
+        of_rank, _ = order.part(size, self.rank, self.world_size)
+        begin, end = order.part(size, index, count)
+        part = tree.map_structure(lambda tensor: tensor[begin - of_rank : end - of_rank], mine)
+        return part, tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,16 @@ def as_stored(examples: int) -> np.ndarray:
     return np.arange(examples, dtype=np.int32)
 
 
+def parts(indices: np.ndarray, batch_size: int, first_batch: int, rank: int, world_size: int) -> list[np.ndarray]:
+    """The examples of one rank in each global batch from `first_batch` on, of an epoch whose order is `indices`."""
+    found = []
+    for first in range(first_batch * batch_size, len(indices), batch_size):
+        batch = indices[first : first + batch_size]
+        begin, end = part(len(batch), rank, world_size)
+        found.append(batch[begin:end])
+    return found
+
+
 def part(examples: int, index: int, count: int) -> tuple[int, int]:
     """The half-open range of a batch of `examples` that part `index` of `count` takes.
 

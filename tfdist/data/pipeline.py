@@ -1,11 +1,19 @@
-"""Batches as a `tf.data.Dataset`: what a feed of arrays gives, and the options of every pipeline."""
+"""Batches as a `tf.data.Dataset`: of a feed of arrays, of files; and the options of every pipeline."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
 
+from tfdist.data.decoding import Decoder
 from tfdist.data.feed import ArrayFeed
 from tfdist.world import World
+
+# Examples decoded into one piece.
+_AT_ONCE = 64
 
 
 def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, deterministic: bool) -> tf.data.Dataset:
@@ -33,3 +41,60 @@ def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: b
     # The batches are this rank's part already: a tf.distribute strategy must not shard them again.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return dataset.with_options(options)
+
+
+def of_examples(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool) -> tf.data.Dataset:
+    """Batches of examples that are decoded in parallel.
+
+    Args:
+        decoder: makes the examples.
+        batches: the numbers of the examples of each batch, int32 `[b]`; all but the last are of one length.
+        table: the random numbers of all examples, float32 `[N, draws]`.
+        deterministic: whether the batches come in order.
+    """
+    whole, last = batches[:-1], batches[-1:]
+    runs = [whole, last] if whole and len(whole[0]) != len(last[0]) else [batches]
+    datasets = [_of_one_length(decoder, run, table, deterministic) for run in runs]
+    return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
+
+
+def all_examples(decoder: Decoder) -> Any:
+    """All examples in stored order, as pairs of NumPy arrays of a few examples each."""
+    numbers = np.arange(len(decoder), dtype=np.int32)
+    batches = np.split(numbers, range(_AT_ONCE, len(numbers), _AT_ONCE))
+    return of_examples(decoder, batches, np.zeros((len(numbers), 0), np.float32), True).as_numpy_iterator()
+
+
+def numbers_of_good(decoder: Decoder) -> list[int]:
+    """The numbers of the examples that can be decoded, in order."""
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        x, y = decoder(index, tf.zeros(0))
+        return index, tf.reduce_max(x), tf.reduce_max(y)  # what is not asked for is not computed
+
+    numbers = tf.data.Dataset.range(len(decoder), output_type=tf.int32)
+    good = numbers.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).ignore_errors()
+    return [int(index) for index, _, _ in good.as_numpy_iterator()]
+
+
+def _of_one_length(
+    decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool
+) -> tf.data.Dataset:
+    indices = np.concatenate(batches) if batches else np.zeros(0, np.int32)
+    length = len(batches[0]) if batches else 1
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return *decoder(index, draws), draws
+
+    # A rank may have no part of a batch: that is a batch without examples.
+    examples = tf.data.Dataset.from_tensor_slices((indices, table[indices]))
+    decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+    if length:
+        of_length = decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+    else:
+        nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+        of_length = tf.data.Dataset.from_tensors(nothing).repeat(len(batches))
+    apply = tf.autograph.experimental.do_not_convert(decoder.apply)
+    return of_length.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)

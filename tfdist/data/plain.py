@@ -13,6 +13,8 @@ from tfdist.data.bad import BadExamples
 from tfdist.errors import DataError, UsageError
 
 OTHER_ENCODING = "name another encoding with `--data-option encoding=latin-1`"
+# What TensorFlow decodes.
+PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -63,6 +65,13 @@ def content(path: Path) -> bytes:
             return file.read()
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"`{path}` cannot be read: {error}", "fetch the file again") from error
+
+
+def pictures_in(directory: Path) -> list[Path]:
+    """The pictures of a folder, by name; none where there is no such folder."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if path.suffix.lower() in PICTURES)
 
 
 def text(path: Path, encoding: str) -> str:
