@@ -153,7 +153,8 @@ def test_masks_of_coco_cover_the_areas_of_their_annotations():
             assert len(rows) == sum(annotation["segmentation"]["counts"][1::2])
         elif len(annotation["segmentation"]) == 1 and annotation["area"] > 2000:
             polygons += 1
-            assert abs(len(rows) - annotation["area"]) < 0.07 * annotation["area"]  # its edge belongs to it
+            # The pixels that the outline only touches belong to it.
+            assert abs(len(rows) - annotation["area"]) < width + height + 0.02 * annotation["area"]
     assert crowds == 4 and polygons > 50
 
 
@@ -188,7 +189,7 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
 @needs("camvid")
 @pytest.mark.parametrize("augment", ["none", "crop_flip"])
 def test_streamed_batches_are_those_of_memory(augment):
-    memory, streamed = (camvid(FILES / "camvid", 10, size=(45, 60), cache=cache) for cache in ("memory", "none"))
+    memory, streamed = (camvid(FILES / "camvid", 10, size=(45, 60), cache=cache) for cache in ("memory", "off"))
     expected = batches_of_ranks(memory, 4, 1, augment=augment, epoch=1)
     assert_same_batches(batches_of_ranks(streamed, 4, 1, augment=augment, epoch=1), expected)
 
@@ -206,7 +207,7 @@ def test_crops_of_whole_pictures_are_the_same_for_any_number_of_ranks_and_from_a
 
 
 def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(folder_of_classes):
-    data = tfdist.data.load("image_folder", folder_of_classes, cache="none", size=(4, 4))
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
     for batch_size, world_size in ((8, 5), (11, 3)):
         ranks = [
             [len(y) for _, y in data.pipeline("train", batch_size, world=World(rank, world_size))]
@@ -232,7 +233,7 @@ def segmenter(strategy, spec):
 @needs("camvid")
 def test_training_on_files_gives_the_weights_of_training_in_memory_on_any_number_of_replicas():
     weights = []
-    for strategy, cache in (("single", "memory"), ("single", "none"), ("custom", "none")):
+    for strategy, cache in (("single", "memory"), ("single", "off"), ("custom", "off")):
         data = camvid(FILES / "camvid", 10, size=(45, 60), cache=cache)
         chosen = tfdist.strategy(strategy, devices=2 if strategy == "custom" else 1, seed=SEED)
         model = segmenter(chosen, data.spec)
@@ -273,7 +274,7 @@ def test_a_bad_file_is_named_or_left_out(some_camvid, what):
         camvid(some_camvid, 10, cache="memory").arrays("train")
     assert "`--on-bad-example skip`" in caught.value.hint
     data = tfdist.data.load(
-        "segmentation_folder", some_camvid, validation=None, test=None, on_bad_example="skip", cache="none"
+        "segmentation_folder", some_camvid, validation=None, test=None, on_bad_example="skip", cache="off"
     )
     assert data.spec.examples["train"] == 9
     assert len(data.skipped) == 1 and str(path) in data.skipped[0] and message in data.skipped[0]
@@ -284,14 +285,14 @@ def test_a_bad_file_is_named_or_left_out(some_camvid, what):
 @pytest.mark.parametrize("what", ["truncated", "label_outside"])
 def test_a_bad_file_is_named_when_training_meets_it(some_camvid, what):
     path, message = damage(some_camvid, what)
-    data = camvid(some_camvid, 10, cache="none")
+    data = camvid(some_camvid, 10, cache="off")
     strategy = tfdist.strategy("single", seed=SEED)
     with pytest.raises(DataError, match=f"`{path}` {message}"):
         strategy.fit(segmenter(strategy, data.spec), data.feed("train", 4, seed=SEED), verbose=0)
 
 
 def test_another_error_of_tensorflow_comes_through(folder_of_classes):
-    data = tfdist.data.load("image_folder", folder_of_classes, cache="none", size=(4, 4))
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
     feed = data.feed("train", 4)
     with pytest.raises(tf.errors.InvalidArgumentError), feed.naming_bad_examples(0, 3):
         raise tf.errors.InvalidArgumentError(None, None, "of the model's")

@@ -58,6 +58,18 @@ class Decoder:
         mask = self._mask(index, tf.shape(picture)[:2])
         return self._fit(picture, mask, draws)
 
+    def read(self, index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """The bytes of an example's files: a stage of its own to be timed."""
+        paths = [self._pictures[index]]
+        if self._masks and self._targets is not None:
+            paths.append(self._targets[index])
+        return tuple(tf.io.read_file(path) for path in paths)
+
+    def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """An example's picture and mask as they are in its files: a stage of its own to be timed."""
+        picture = self._picture(self._pictures[index])
+        return (picture, self._read_mask(index)) if self._masks else (picture,)
+
     def apply(self, x: tf.Tensor, y: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What is done to a batch of examples once they are decoded."""
         if self.of_batch is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # A split that takes at most this share of the memory that is free is decoded once.
 SHARE_OF_MEMORY = 0.25
-CACHES = ("auto", "memory", "none")
+CACHES = ("auto", "memory", "off")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PictureSource(Source):
 
     Attributes:
         files: the files of each split that there is.
-        cache: "memory" decodes a split once, "none" each epoch anew, "auto" by its size.
+        cache: "memory" decodes a split once, "off" each epoch anew, "auto" by its size.
     """
 
     def __init__(self, spec: DataSpec, files: Mapping[str, Pictures], *, cache: str = "auto", policy: str = "fail"):
@@ -123,7 +123,7 @@ class PictureSource(Source):
         places: bool = False,
     ) -> Feed:
         del places  # pictures are in no stream
-        if self.in_memory(split, self._checked(augment)):
+        if self.in_memory(split, self.augmentation(augment)):
             return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
         from tfdist.data import feed
 
@@ -161,7 +161,7 @@ class PictureSource(Source):
         threads: int | None = None,
         deterministic: bool = True,
     ) -> tf.data.Dataset:
-        augmentation = self._checked(augment)
+        augmentation = self.augmentation(augment)
         if self.in_memory(split, augmentation):
             return super().pipeline(
                 split,
@@ -188,7 +188,7 @@ class PictureSource(Source):
 
     def in_memory(self, split: str, augmentation: Augmentation | None = None) -> bool:
         """Whether the split is decoded once. A crop of random size is cut out of the whole picture: each epoch anew."""
-        if augmentation is augmentations.RESIZED_CROP or self.cache == "none":
+        if augmentation is augmentations.RESIZED_CROP or self.cache == "off":
             return False
         self._check_split(split)
         shapes = self.spec.input_shape, self.spec.target_shape

@@ -188,7 +188,7 @@ class Source:
             UnknownNameError, DataError: as `arrays`.
         """
         del world
-        augmentation = self._checked(augment)
+        augmentation = self.augmentation(augment)
         return self._array_feed(split, global_batch_size, seed, shuffle, augmentation, on_host=False, places=places)
 
     def pipeline(
@@ -232,11 +232,18 @@ class Source:
         """
         from tfdist.data import pipeline
 
-        feed = self._array_feed(split, global_batch_size, seed, shuffle, self._checked(augment), on_host=True)
+        feed = self.host_feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
         dataset = pipeline.of_feed(feed, world, epoch, first_batch, deterministic)
         return pipeline.with_options(dataset, threads, deterministic)
 
-    def _checked(self, augment: str) -> Augmentation | None:
+    def host_feed(
+        self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
+    ) -> ArrayFeed:
+        """As `feed`, of arrays on the CPU, where `tf.data` works."""
+        return self._array_feed(split, global_batch_size, seed, shuffle, self.augmentation(augment), on_host=True)
+
+    def augmentation(self, augment: str) -> Augmentation | None:
+        """The augmentation of that name, `None` for "none", after a check that the examples can have it."""
         augmentation = augmentations.parse(augment)
         augmentations.check(augmentation, self.spec)
         return augmentation
