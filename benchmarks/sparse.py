@@ -4,7 +4,7 @@ Three ways, each in a process of its own: tfdist's, whose gradient and update to
 Keras' own update of the same sparse gradient (`fused=False`), which computes with the whole table; and the dense way,
 the gradient as large as the table.
 
-Example: `python -m benchmarks.sparse --rows 1000000 --embedding 100`
+Example: `python -m benchmarks.sparse --rows 1000000 --embedding 300`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def train(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, 
     import tensorflow as tf
 
     import tfdist
-    from tfdist import tasks
+    from tfdist import models, tasks
     from tfdist.callbacks import memory
     from tfdist.data.spec import DataSpec
 
@@ -53,7 +53,7 @@ def train(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, 
     strategy = tfdist.strategy(strategy_name, devices=STRATEGIES[strategy_name], fused=way != "keras")
     with strategy.scope():
         before = memory.peak_resident_bytes()
-        model = tfdist.models.build("nbow", spec, embedding=embedding)
+        model = models.build("nbow", spec, embedding=embedding)
         optimizer = DenseAdagrad if way == "dense" else keras.optimizers.Adagrad
         tasks.compile(model, spec, optimizer(0.05))
     strategy.fit(model, x, y, batch_size=BATCH_SIZE, epochs=1, verbose=0)
@@ -68,7 +68,7 @@ def main() -> None:
     """The table, or with `--one` a single measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--embedding", type=int, default=100)
+    parser.add_argument("--embedding", type=int, default=300)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--one", nargs=2, metavar=("STRATEGY", "WAY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -26,6 +26,7 @@ from keras.src import backend, tree
 from keras.src.backend import config
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import nn as tensorflow_nn
+from keras.src.backend.tensorflow import numpy as tensorflow_numpy
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.callbacks.progbar_logger import ProgbarLogger
@@ -106,6 +107,36 @@ def install() -> None:
         return grads_and_vars if _current.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
 
     TFOptimizer._all_reduce_sum_gradients = once
+
+
+@functools.cache
+def look_up_rows() -> None:
+    """Lets Keras read of an embedding the rows that it takes, from here on, and not the whole table.
+
+    The result is the same. But TensorFlow copies a variable at each reading of the whole, once it has updated some of
+    its rows alone.
+    """
+    original = tensorflow_numpy.take
+
+    @functools.wraps(original)
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        value = _readable_by_row(x) if axis == 0 and tf.is_tensor(indices) else None
+        if value is None or isinstance(indices, tf.SparseTensor | tf.RaggedTensor):
+            return original(x, indices, axis=axis)
+        rows = tf.gather(value, tf.where(indices < 0, indices + value.shape[0], indices))
+        return x._maybe_autocast(rows)
+
+    tensorflow_numpy.take = take
+
+
+def _readable_by_row(x: Any) -> Any:
+    """The variable behind a Keras variable, where that is what it stands for here."""
+    if not isinstance(x, backend.Variable):
+        return None
+    scope = global_state.get_global_attribute("stateless_scope")
+    value = None if scope is None else scope.get_current_value(x)
+    value = x._value if value is None else value
+    return value if hasattr(value, "sparse_read") else None
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -336,6 +367,7 @@ def build(model: Any, spec: Any, *, for_prediction: bool = False) -> None:
     Variables that are made inside a traced loop cannot be lifted out of it, so all must exist before the first trace.
     A prediction needs the model's alone, and has no targets to build loss and metrics from.
     """
+    look_up_rows()
     spec = tree.map_structure(_none_if_optional, spec)
     if for_prediction:
         if not all(layer.built for layer in model._flatten_layers()):
