@@ -37,6 +37,8 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils import python_utils
 
+from tfdist import tensorflow_internals
+
 SEEN_IN = "3.15.1"
 
 __all__ = ["ArrayDataAdapter", "ProgbarLogger", "tree"]
@@ -135,7 +137,7 @@ def _readable_by_row(x: Any) -> Any:
         return None
     scope = global_state.get_global_attribute("stateless_scope")
     value = None if scope is None else scope.get_current_value(x)
-    value = x._value if value is None else value
+    value = tensorflow_internals.local_copy(x._value if value is None else value)
     return value if hasattr(value, "sparse_read") else None
 
 
