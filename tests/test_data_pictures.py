@@ -168,12 +168,12 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
     file.write_text(json.dumps(content))
     name = content["images"][0]["file_name"]
     data = tfdist.data.load("coco_folder", tmp_path, size=(32, 32))
-    with pytest.raises(DataError, match=rf"The mask of `.*{name}` is \d+x\d+, and its picture is \d+x\d+"):
+    with pytest.raises(DataError, match=rf"The mask of `.*{name}` is \d+x\d+, and its picture `.*` is \d+x\d+"):
         data.arrays("test")
     content["categories"] = content["categories"][1:]
     content["annotations"] = []
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"The categories of `train2017` .* are not those of `val2017`"):
+    with pytest.raises(DataError, match="The categories of the training pictures of `coco_folder` are not"):
         tfdist.data.load("coco_folder", tmp_path)
     file.write_text("{}")
     with pytest.raises(DataError, match="is not a file of COCO's instances: KeyError 'categories'"):
@@ -208,15 +208,9 @@ def test_crops_of_whole_pictures_are_the_same_for_any_number_of_ranks_and_from_a
 
 def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(folder_of_classes):
     data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
-    for batch_size, world_size in ((8, 5), (11, 3)):
-        ranks = [
-            [len(y) for _, y in data.pipeline("train", batch_size, world=World(rank, world_size))]
-            for rank in range(world_size)
-        ]
-        assert {len(sizes) for sizes in ranks} == {-(-12 // batch_size)}
-        assert sum(map(sum, ranks)) == 12
-        labels = [y for batch in batches_of_ranks(data, batch_size, world_size) for y in batch[1].tolist()]
-        assert Counter(labels) == {0: 4, 1: 4, 2: 4}
+    ranks = [[y.numpy() for _, y in data.pipeline("train", 11, world=World(rank, 3))] for rank in range(3)]
+    assert [[len(y) for y in batches] for batches in ranks] == [[4, 1], [4, 0], [3, 0]]
+    assert Counter(np.concatenate([y for batches in ranks for y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
 
 
 def segmenter(strategy, spec):

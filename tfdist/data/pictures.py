@@ -19,6 +19,7 @@ import psutil
 from tfdist.data import augment as augmentations
 from tfdist.data import order
 from tfdist.data.bad import BadExamples
+from tfdist.data.records import Records
 from tfdist.data.source import ALONE, Arrays, Source
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
@@ -60,6 +61,14 @@ class Pictures:
             return Pictures(pictures, self.targets[list(indices)])
         return Pictures(pictures, [self.targets[index] for index in indices], self.draw)
 
+    def name(self, index: int) -> str:
+        """The path of an example's picture."""
+        return str(self.pictures[index])
+
+    def name_of_mask(self, index: int) -> str:
+        """How messages call the mask of an example."""
+        return f"The mask `{self.targets[index]}`" if self.draw is None else f"The mask of `{self.name(index)}`"
+
 
 def size_of(path: str) -> tuple[int, int]:
     """Height and width of a picture.
@@ -88,7 +97,9 @@ class PictureSource(Source):
         cache: "memory" decodes a split once, "off" each epoch anew, "auto" by its size.
     """
 
-    def __init__(self, spec: DataSpec, files: Mapping[str, Pictures], *, cache: str = "auto", policy: str = "fail"):
+    def __init__(
+        self, spec: DataSpec, files: Mapping[str, Pictures | Records], *, cache: str = "auto", policy: str = "fail"
+    ):
         """Makes a source of the examples of `files`.
 
         Args:
@@ -223,11 +234,11 @@ class PictureSource(Source):
         return DataError(problem, "repair it, or leave such examples out with `--on-bad-example skip`")
 
 
-def _without_bad(spec: DataSpec, files: Pictures, bad: BadExamples) -> Pictures:
+def _without_bad(spec: DataSpec, files: Pictures | Records, bad: BadExamples) -> Pictures | Records:
     from tfdist.data import decoding, pipeline
 
     decoder = decoding.Decoder(spec, files)
     good = pipeline.numbers_of_good(decoder)
     for index in sorted(set(range(len(files))) - set(good)):
-        bad.found(decoder.problem(index) or f"`{files.pictures[index]}` cannot be read")
+        bad.found(decoder.problem(index) or f"`{files.name(index)}` cannot be read")
     return files.keep(good)
