@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.data import augment as augmentations
 from tfdist.data.augment import Augmentation
+from tfdist.data.disk_cache import DiskCache
 from tfdist.data.pictures import Pictures
 from tfdist.data.records import Records
 from tfdist.data.spec import DataSpec
@@ -25,14 +27,22 @@ class Decoder:
         files: of the split.
         augmentation: of a crop of random size the decoder itself cuts it out, of the whole picture; every other one
             is for whole batches.
+        cache: where decoded examples are kept on the disk, if they are.
     """
 
-    def __init__(self, spec: DataSpec, files: Pictures | Records, augmentation: Augmentation | None = None):
+    def __init__(
+        self,
+        spec: DataSpec,
+        files: Pictures | Records,
+        augmentation: Augmentation | None = None,
+        cache: DiskCache | None = None,
+    ):
         self._spec = spec
         self._files = files
         self._crops = augmentation is augmentations.RESIZED_CROP
         self.of_batch = None if self._crops else augmentation
         self._masks = spec.task == "segmentation"
+        self._cache = cache
         if isinstance(files, Pictures):
             with tf.init_scope(), tf.device("CPU:0"):
                 self._pictures = tf.constant(list(files.pictures))
@@ -51,7 +61,7 @@ class Decoder:
         Returns:
             x float32 `[H, W, C]` in [0, 1], and y, int32 scalar or `[H, W]`.
         """
-        picture, target = self.decoded(index)
+        picture, target = self.decoded(index) if self._cache is None else self._kept(self._cache, index)
         if not self._masks:
             x, _ = self._fit(picture, None, draws)
             return x, target
@@ -91,6 +101,19 @@ class Decoder:
         elif self._spec.task == "autoencoding":
             target = tf.constant(0)  # the picture is the target, whatever else there is
         return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
+
+    def bytes_decoded(self) -> int:
+        """What the first example takes on the disk once it is decoded; a great deal if it cannot be."""
+        try:
+            picture, target = self.decoded(tf.constant(0))
+        except tf.errors.OpError:
+            return sys.maxsize
+        return int(tf.size(picture)) + 4 * int(tf.size(target))
+
+    def _kept(self, cache: DiskCache, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        channels = self._spec.input_shape[2]
+        picture, target = cache.through(index, lambda: self.decoded(index), channels)
+        return tf.ensure_shape(picture, [None, None, channels]), tf.ensure_shape(target, [None] * 2 * self._masks)
 
     def apply(self, x: tf.Tensor, y: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What is done to a batch of examples once they are decoded."""

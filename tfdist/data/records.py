@@ -43,6 +43,11 @@ class Records:
         """Only the examples with these numbers."""
         return dataclasses.replace(self, places=self.places[list(indices)])
 
+    @property
+    def file_numbers(self) -> np.ndarray:
+        """The number of the file that each example is in: int64 `[N]`."""
+        return self.places[:, 0]
+
     def name(self, index: int) -> str:
         """Where an example lies, for messages."""
         file, begin, _ = self.places[index]
