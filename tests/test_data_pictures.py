@@ -16,7 +16,7 @@ import tfdist
 import tfdist.data
 from tests.shared_data import FILES, needs
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks
-from tfdist.data import coco
+from tfdist.data import augment, coco, disk_cache, pictures
 from tfdist.errors import DataError, UsageError
 from tfdist.world import World
 
@@ -168,12 +168,12 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
     file.write_text(json.dumps(content))
     name = content["images"][0]["file_name"]
     data = tfdist.data.load("coco_folder", tmp_path, size=(32, 32))
-    with pytest.raises(DataError, match=rf"The mask of `.*{name}` is \d+x\d+, and its picture is \d+x\d+"):
+    with pytest.raises(DataError, match=rf"The mask of `.*{name}` is \d+x\d+, and its picture `.*` is \d+x\d+"):
         data.arrays("test")
     content["categories"] = content["categories"][1:]
     content["annotations"] = []
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"The categories of `train2017` .* are not those of `val2017`"):
+    with pytest.raises(DataError, match="The categories of the training pictures of `coco_folder` are not"):
         tfdist.data.load("coco_folder", tmp_path)
     file.write_text("{}")
     with pytest.raises(DataError, match="is not a file of COCO's instances: KeyError 'categories'"):
@@ -195,8 +195,44 @@ def test_streamed_batches_are_those_of_memory(augment):
 
 
 @needs("camvid")
+@pytest.mark.parametrize("augment", ["none", "resized_crop"])
+def test_what_is_kept_on_the_disk_is_what_was_decoded(some_camvid, augment, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TFDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    data, again = (camvid(some_camvid, 10, size=(45, 60), cache=cache) for cache in ("off", "disk"))
+    for epoch in range(2):
+        expected = batches_of_ranks(data, 4, 1, augment=augment, epoch=epoch)
+        assert_same_batches(batches_of_ranks(again, 4, 1, augment=augment, epoch=epoch), expected)
+    kept = list(disk_cache.root().rglob("*.raw"))
+    assert len(kept) == 10 and all(path.stat().st_size == 8 + 180 * 240 * (3 + 4) for path in kept)
+    picture, _ = names(some_camvid, 3)
+    picture.write_bytes(names(some_camvid, 4)[0].read_bytes())
+    data, again = (camvid(some_camvid, 10, size=(45, 60), cache=cache) for cache in ("off", "disk"))
+    expected = batches_of_ranks(data, 4, 1, augment=augment)
+    assert_same_batches(batches_of_ranks(again, 4, 1, augment=augment), expected)
+
+
+def test_labels_are_kept_on_the_disk_too(folder_of_classes, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TFDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    data, again = (tfdist.data.load("image_folder", folder_of_classes, cache=cache) for cache in ("off", "disk"))
+    expected = batches_of_ranks(data, 5, 1)
+    for _ in range(2):
+        assert_same_batches(batches_of_ranks(again, 5, 1), expected)
+
+
+@needs("camvid")
+def test_where_examples_are_kept_follows_from_their_size(monkeypatch):
+    data = camvid(FILES / "camvid", 10)
+    crop = augment.RESIZED_CROP
+    assert (data.cache_of("train"), data.cache_of("train", crop)) == ("memory", "disk")
+    monkeypatch.setattr(pictures, "SHARE_OF_MEMORY", 0)
+    assert data.cache_of("train") == "disk"
+    monkeypatch.setattr(pictures, "SHARE_OF_DISK", 0)
+    assert data.cache_of("train") == "off"
+
+
+@needs("camvid")
 def test_crops_of_whole_pictures_are_the_same_for_any_number_of_ranks_and_from_any_batch():
-    data = camvid(FILES / "camvid", 10, size=(45, 60))
+    data = camvid(FILES / "camvid", 10, size=(45, 60), cache="off")
     options = {"augment": "resized_crop", "epoch": 1}
     alone = batches_of_ranks(data, 4, 1, **options)
     assert [len(x) for x, _ in alone] == [4, 4, 2]
@@ -208,15 +244,16 @@ def test_crops_of_whole_pictures_are_the_same_for_any_number_of_ranks_and_from_a
 
 def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(folder_of_classes):
     data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
-    for batch_size, world_size in ((8, 5), (11, 3)):
-        ranks = [
-            [len(y) for _, y in data.pipeline("train", batch_size, world=World(rank, world_size))]
-            for rank in range(world_size)
-        ]
-        assert {len(sizes) for sizes in ranks} == {-(-12 // batch_size)}
-        assert sum(map(sum, ranks)) == 12
-        labels = [y for batch in batches_of_ranks(data, batch_size, world_size) for y in batch[1].tolist()]
-        assert Counter(labels) == {0: 4, 1: 4, 2: 4}
+    ranks = [[y.numpy() for _, y in data.pipeline("train", 11, world=World(rank, 3))] for rank in range(3)]
+    assert [[len(y) for y in batches] for batches in ranks] == [[4, 1], [4, 0], [3, 0]]
+    assert Counter(np.concatenate([y for batches in ranks for y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
+
+
+def test_ranks_can_have_whole_files(folder_of_classes):
+    data = tfdist.data.load("image_folder", folder_of_classes, size=(4, 4))
+    ranks = [list(data.pipeline("train", 5, world=World(rank, 2), by_file=True)) for rank in range(2)]
+    assert [len(batches) for batches in ranks] == [3, 3]
+    assert Counter(np.concatenate([y for batches in ranks for _, y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
 
 
 def segmenter(strategy, spec):

@@ -158,6 +158,25 @@ def test_a_pipeline_can_have_threads_of_its_own_and_give_up_its_order():
     assert data.pipeline("train", 8).options().deterministic is True
 
 
+@pytest.mark.parametrize(("batch_size", "world_size"), [(8, 1), (8, 2), (7, 3), (5, 4)])
+def test_shards_of_whole_files_have_every_example_once_and_no_file_twice(batch_size, world_size):
+    files = np.random.default_rng(0).integers(9, size=100)
+    indices = order.epoch_order(100, SEED, 0)
+    ranks = [order.parts_by_file(indices, files, batch_size, rank, world_size) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    mine = [np.concatenate(batches) for batches in ranks]
+    assert sorted(np.concatenate(mine)) == list(range(100))
+    for one, other in itertools.combinations(mine, 2):
+        assert not set(files[one]) & set(files[other])
+    assert max(map(len, mine)) - min(map(len, mine)) <= max(np.bincount(files))
+    assert all(sum(len(batches[step]) for batches in ranks) <= batch_size for step in range(len(ranks[0])))
+
+
+def test_arrays_have_no_files_to_be_dealt_out():
+    with pytest.raises(UsageError, match="`numbered` are in memory, and in no files"):
+        numbered(5).pipeline("train", 2, by_file=True)
+
+
 # Characters: rows that go on
 
 

@@ -12,7 +12,7 @@ import click
 from tfdist import data, plugins
 from tfdist.data import augment as augmentations
 from tfdist.data import bad
-from tfdist.errors import TfdistError
+from tfdist.errors import TfdistError, UnknownNameError
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,6 +31,8 @@ from tfdist.errors import TfdistError
 def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], **options: Any) -> None:
     """Show a dataset's pipeline: its speed, its stages, the machine's bound, and some examples as a picture."""
     try:
+        if options["split"] not in data.SPLITS:
+            raise UnknownNameError("split", options["split"], data.SPLITS)
         settings = plugins.parse_options(data_option, "--data-option")
         policy = options.pop("on_bad_example")
         source = data.load(dataset, data_dir, **settings, **({} if policy is None else {"on_bad_example": policy}))

@@ -32,7 +32,11 @@ class Instances:
     outlines: Sequence[tuple[int, Any]]
 
 
-def read(annotations: Path, pictures: Path) -> tuple[Pictures, tuple[str, ...]]:
+# The pictures of a split, and the names of their classes.
+Part = tuple[Pictures, tuple[str, ...]]
+
+
+def read(annotations: Path, pictures: Path) -> Part:
     """The pictures of a file of annotations, and the names of the classes: 0 is "background", then COCO's categories.
 
     Args:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.data import augment as augmentations
 from tfdist.data.augment import Augmentation
+from tfdist.data.disk_cache import DiskCache
+from tfdist.data.pictures import Pictures
+from tfdist.data.records import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
-
-if TYPE_CHECKING:
-    from tfdist.data.pictures import Pictures
 
 
 class Decoder:
@@ -25,18 +27,26 @@ class Decoder:
         files: of the split.
         augmentation: of a crop of random size the decoder itself cuts it out, of the whole picture; every other one
             is for whole batches.
+        cache: where decoded examples are kept on the disk, if they are.
     """
 
-    def __init__(self, spec: DataSpec, files: Pictures, augmentation: Augmentation | None = None):
+    def __init__(
+        self,
+        spec: DataSpec,
+        files: Pictures | Records,
+        augmentation: Augmentation | None = None,
+        cache: DiskCache | None = None,
+    ):
         self._spec = spec
         self._files = files
         self._crops = augmentation is augmentations.RESIZED_CROP
         self.of_batch = None if self._crops else augmentation
-        self._channels = spec.input_shape[2]
         self._masks = spec.task == "segmentation"
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._pictures = tf.constant(list(files.pictures))
-            self._targets: Any = None if files.draw is not None else tf.constant(files.targets)
+        self._cache = cache
+        if isinstance(files, Pictures):
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._pictures = tf.constant(list(files.pictures))
+                self._targets: Any = None if files.draw is not None else tf.constant(files.targets)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -51,24 +61,59 @@ class Decoder:
         Returns:
             x float32 `[H, W, C]` in [0, 1], and y, int32 scalar or `[H, W]`.
         """
-        picture = self._picture(self._pictures[index])
+        picture, target = self.decoded(index) if self._cache is None else self._kept(self._cache, index)
         if not self._masks:
             x, _ = self._fit(picture, None, draws)
-            return x, self._label(index)
-        mask = self._mask(index, tf.shape(picture)[:2])
-        return self._fit(picture, mask, draws)
+            return x, target
+        checks = [
+            tf.debugging.assert_equal(tf.shape(target), tf.shape(picture)[:2]),
+            tf.debugging.Assert(tf.reduce_all(_is_class(target, self._spec)), [index]),
+        ]
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            return self._fit(picture, tf.identity(target), draws)
 
-    def read(self, index: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """The bytes of an example's files: a stage of its own to be timed."""
-        paths = [self._pictures[index]]
-        if self._masks and self._targets is not None:
-            paths.append(self._targets[index])
-        return tuple(tf.io.read_file(path) for path in paths)
+    def read(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What the files hold of an example: an encoded picture, and its label or its encoded or drawn mask."""
+        files = self._files
+        if isinstance(files, Records):
+            kind = tf.string if files.masks else tf.int64
+            features = {
+                name: tf.io.FixedLenFeature([], of) for name, of in (("image", tf.string), (files.target, kind))
+            }
+            example = tf.ensure_shape(tf.numpy_function(files.read, [index], tf.string), [])
+            parsed = tf.io.parse_single_example(example, features)
+            return parsed["image"], parsed[files.target]
+        picture = tf.io.read_file(self._pictures[index])
+        draw = files.draw
+        if draw is not None:
+            return picture, tf.numpy_function(lambda number: draw(files.targets[number]), [index], tf.uint8)
+        target = self._targets[index]
+        return picture, tf.io.read_file(target) if self._masks else target
 
-    def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """An example's picture and mask as they are in its files: a stage of its own to be timed."""
-        picture = self._picture(self._pictures[index])
-        return (picture, self._read_mask(index)) if self._masks else (picture,)
+    def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """An example as it is in its files: uint8 `[h, w, C]`, and int32, its label or its mask `[h, w]`."""
+        picture, target = self.read(index)
+        pixels = tf.io.decode_image(picture, channels=self._spec.input_shape[2], expand_animations=False)
+        if self._masks and target.dtype == tf.string:
+            target = tf.io.decode_image(target, channels=1, expand_animations=False)[..., 0]
+        if self._masks:
+            target = tf.ensure_shape(target, [None, None])
+        elif self._spec.task == "autoencoding":
+            target = tf.constant(0)  # the picture is the target, whatever else there is
+        return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
+
+    def bytes_decoded(self) -> int:
+        """What the first example takes on the disk once it is decoded; a great deal if it cannot be."""
+        try:
+            picture, target = self.decoded(tf.constant(0))
+        except tf.errors.OpError:
+            return sys.maxsize
+        return int(tf.size(picture)) + 4 * int(tf.size(target))
+
+    def _kept(self, cache: DiskCache, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        channels = self._spec.input_shape[2]
+        picture, target = cache.through(index, lambda: self.decoded(index), channels)
+        return tf.ensure_shape(picture, [None, None, channels]), tf.ensure_shape(target, [None] * 2 * self._masks)
 
     def apply(self, x: tf.Tensor, y: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What is done to a batch of examples once they are decoded."""
@@ -78,51 +123,30 @@ class Decoder:
 
     def problem(self, index: int) -> str | None:
         """What is wrong with example number `index`, in one sentence; `None` if it is good."""
-        path = self._files.pictures[index]
+        name, name_of_mask = self._files.name(index), self._files.name_of_mask(index)
         try:
-            picture = self._picture(tf.constant(path))
+            picture, target = self.decoded(tf.constant(index))
         except tf.errors.OpError as error:
-            return f"`{path}` {_reason(error)}"
+            return self._what_cannot_be_decoded(index, error)
         if not self._masks:
             return None
-        drawn = self._files.draw is not None
-        name = f"The mask of `{path}`" if drawn else f"The mask `{self._files.targets[index]}`"
-        try:
-            mask = self._read_mask(tf.constant(index)).numpy()
-        except tf.errors.OpError as error:
-            return f"{name} {_reason(error)}"
+        mask = target.numpy()
         if mask.shape != tuple(picture.shape[:2]):
             found, expected = (f"{shape[0]}x{shape[1]}" for shape in (mask.shape, picture.shape))
-            return f"{name} is {found}, and its picture {'' if drawn else f'`{path}` '}is {expected}"
+            return f"{name_of_mask} is {found}, and its picture `{name}` is {expected}"
         outside = mask[~_is_class(mask, self._spec)]
-        return f"{name} has the label {outside[0]}, outside the {self._spec.classes} classes" if len(outside) else None
+        if not len(outside):
+            return None
+        return f"{name_of_mask} has the label {outside[0]}, outside the {self._spec.classes} classes"
 
-    def _label(self, index: tf.Tensor) -> tf.Tensor:
-        # Of an autoencoder the pictures are the targets, whatever else they have.
-        return tf.constant(0) if self._spec.task == "autoencoding" else self._targets[index]
-
-    def _picture(self, path: tf.Tensor) -> tf.Tensor:
-        """uint8 `[h, w, C]`."""
-        return tf.io.decode_image(tf.io.read_file(path), channels=self._channels, expand_animations=False)
-
-    def _read_mask(self, index: tf.Tensor) -> tf.Tensor:
-        """uint8 `[h, w]`."""
-        draw = self._files.draw
-        if draw is None:
-            path = self._targets[index]
-            return tf.io.decode_image(tf.io.read_file(path), channels=1, expand_animations=False)[..., 0]
-        mask = tf.numpy_function(lambda number: draw(self._files.targets[number]), [index], tf.uint8)
-        return tf.ensure_shape(mask, [None, None])
-
-    def _mask(self, index: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        """int32 `[h, w]`, checked."""
-        mask = self._read_mask(index)
-        checks = [
-            tf.debugging.assert_equal(tf.shape(mask), size),
-            tf.debugging.Assert(tf.reduce_all(_is_class(mask, self._spec)), [index]),
-        ]
-        with tf.control_dependencies([check for check in checks if check is not None]):
-            return tf.cast(mask, tf.int32)
+    def _what_cannot_be_decoded(self, index: int, error: tf.errors.OpError) -> str:
+        """The picture or the mask: the picture is decoded alone to know."""
+        name = f"`{self._files.name(index)}`"
+        with contextlib.suppress(tf.errors.OpError):
+            alone = Decoder(dataclasses.replace(self._spec, task="autoencoding"), self._files)
+            alone.decoded(tf.constant(index))
+            name = self._files.name_of_mask(index) if self._masks else name
+        return f"{name} {_reason(error)}"
 
     def _fit(self, picture: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, Any]:
         """The part of the picture that is wanted, at the size of the dataset; its mask alike."""

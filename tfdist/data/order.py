@@ -74,10 +74,39 @@ def as_stored(examples: int) -> np.ndarray:
     return np.arange(examples, dtype=np.int32)
 
 
-def parts(indices: np.ndarray, batch_size: int, first_batch: int, rank: int, world_size: int) -> list[np.ndarray]:
-    """The examples of one rank in each global batch from `first_batch` on, of an epoch whose order is `indices`."""
+def parts_by_file(
+    indices: np.ndarray, files: np.ndarray, batch_size: int, rank: int, world_size: int
+) -> list[np.ndarray]:
+    """The examples of one rank in each step, where each rank has whole files.
+
+    The largest files are dealt out first, each to the rank that has the fewest examples. All ranks get equally many
+    batches; one that has had all its examples gets empty ones.
+
+    Args:
+        indices: the order of the epoch, int32 `[examples]`.
+        files: the number of the file that each example is in, int `[examples]`, in stored order.
+        batch_size: examples in a step over all ranks.
+        rank: which.
+        world_size: of how many.
+    """
+    numbers, sizes = np.unique(files[indices], return_counts=True)
+    loads = np.zeros(world_size, int)
+    owners = {}
+    for place in np.argsort(-sizes, kind="stable"):
+        owner = int(loads.argmin())
+        owners[int(numbers[place])] = owner
+        loads[owner] += sizes[place]
+    ends = [part(batch_size, one, world_size) for one in range(world_size)]
+    lengths = [max(1, end - begin) for begin, end in ends]
+    steps = max(-(-int(load) // length) for load, length in zip(loads, lengths, strict=True))
+    mine = indices[[owners[int(file)] == rank for file in files[indices]]]
+    return [mine[step * lengths[rank] : (step + 1) * lengths[rank]] for step in range(steps)]
+
+
+def parts(indices: np.ndarray, batch_size: int, rank: int, world_size: int) -> list[np.ndarray]:
+    """The examples of one rank in each global batch of an epoch whose order is `indices`."""
     found = []
-    for first in range(first_batch * batch_size, len(indices), batch_size):
+    for first in range(0, len(indices), batch_size):
         batch = indices[first : first + batch_size]
         begin, end = part(len(batch), rank, world_size)
         found.append(batch[begin:end])

@@ -19,6 +19,7 @@ import psutil
 from tfdist.data import augment as augmentations
 from tfdist.data import order
 from tfdist.data.bad import BadExamples
+from tfdist.data.records import Records
 from tfdist.data.source import ALONE, Arrays, Source
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist.data.augment import Augmentation
+    from tfdist.data.disk_cache import DiskCache
     from tfdist.data.feed import Feed
 
 # A split that takes at most this share of the memory that is free is decoded once.
 SHARE_OF_MEMORY = 0.25
-CACHES = ("auto", "memory", "off")
+# One whose pictures take at most this share of the disk that is free is decoded once onto it.
+SHARE_OF_DISK = 0.5
+CACHES = ("auto", "memory", "disk", "off")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,25 @@ class Pictures:
             return Pictures(pictures, self.targets[list(indices)])
         return Pictures(pictures, [self.targets[index] for index in indices], self.draw)
 
+    @property
+    def paths(self) -> list[str]:
+        """All files that the examples are in, but for what masks are drawn of."""
+        of_masks = [] if self.draw is not None or isinstance(self.targets, np.ndarray) else self.targets
+        return [*map(str, self.pictures), *map(str, of_masks)]
+
+    @property
+    def file_numbers(self) -> np.ndarray:
+        """The number of the file that each example is in: int64 `[N]`."""
+        return np.arange(len(self))
+
+    def name(self, index: int) -> str:
+        """The path of an example's picture."""
+        return str(self.pictures[index])
+
+    def name_of_mask(self, index: int) -> str:
+        """How messages call the mask of an example."""
+        return f"The mask `{self.targets[index]}`" if self.draw is None else f"The mask of `{self.name(index)}`"
+
 
 def size_of(path: str) -> tuple[int, int]:
     """Height and width of a picture.
@@ -85,10 +108,12 @@ class PictureSource(Source):
 
     Attributes:
         files: the files of each split that there is.
-        cache: "memory" decodes a split once, "off" each epoch anew, "auto" by its size.
+        cache: "memory" and "disk" decode a split once, "off" each epoch anew, "auto" chooses by its size.
     """
 
-    def __init__(self, spec: DataSpec, files: Mapping[str, Pictures], *, cache: str = "auto", policy: str = "fail"):
+    def __init__(
+        self, spec: DataSpec, files: Mapping[str, Pictures | Records], *, cache: str = "auto", policy: str = "fail"
+    ):
         """Makes a source of the examples of `files`.
 
         Args:
@@ -106,6 +131,7 @@ class PictureSource(Source):
         bad = BadExamples(policy)
         self.files = dict(files)
         self.cache = cache
+        self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
             self.files = {split: _without_bad(spec, pictures, bad) for split, pictures in self.files.items()}
         spec = dataclasses.replace(spec, examples={split: len(pictures) for split, pictures in self.files.items()})
@@ -160,9 +186,10 @@ class PictureSource(Source):
         augment: str = "none",
         threads: int | None = None,
         deterministic: bool = True,
+        by_file: bool = False,
     ) -> tf.data.Dataset:
         augmentation = self.augmentation(augment)
-        if self.in_memory(split, augmentation):
+        if not by_file and self.in_memory(split, augmentation):
             return super().pipeline(
                 split,
                 global_batch_size,
@@ -180,20 +207,48 @@ class PictureSource(Source):
         indices = self._order_of(split, global_batch_size, seed, shuffle)(epoch)
         draws = 0 if augmentation is None else augmentation.draws
         table = augmentations.table(len(indices), draws, seed, epoch)
-        batches = order.parts(indices, global_batch_size, first_batch, world.rank, world.world_size)
-        examples = decoding.Decoder(self.spec, self.files[split], augmentation)
+        batches = order.parts(indices, global_batch_size, world.rank, world.world_size)
+        if by_file:
+            files = self.files[split].file_numbers
+            batches = order.parts_by_file(indices, files, global_batch_size, world.rank, world.world_size)
+        cache = self._disk_cache(split) if self.cache_of(split, augmentation) == "disk" else None
+        examples = decoding.Decoder(self.spec, self.files[split], augmentation, cache)
         return pipeline.with_options(
-            pipeline.of_examples(examples, batches, table, deterministic), threads, deterministic
+            pipeline.of_examples(examples, batches[first_batch:], table, deterministic), threads, deterministic
         )
 
     def in_memory(self, split: str, augmentation: Augmentation | None = None) -> bool:
-        """Whether the split is decoded once. A crop of random size is cut out of the whole picture: each epoch anew."""
-        if augmentation is augmentations.RESIZED_CROP or self.cache == "off":
-            return False
+        """Whether the split is decoded once into memory."""
+        return self.cache_of(split, augmentation) == "memory"
+
+    def cache_of(self, split: str, augmentation: Augmentation | None = None) -> str:
+        """Where decoded examples are kept: "memory", "disk" or "off".
+
+        A crop of random size is cut out of the whole picture, so the memory, which has pictures brought to size, is no
+        place for it. What a model sees is the same wherever they are kept.
+        """
         self._check_split(split)
+        whole = augmentation is augmentations.RESIZED_CROP
+        if self.cache != "auto":
+            return "off" if whole and self.cache == "memory" else self.cache
+        examples = self.spec.examples[split]
         shapes = self.spec.input_shape, self.spec.target_shape
-        size = 4 * self.spec.examples[split] * sum(int(np.prod(shape)) for shape in shapes)
-        return self.cache == "memory" or size <= SHARE_OF_MEMORY * psutil.virtual_memory().available
+        in_memory = 4 * examples * sum(int(np.prod(shape)) for shape in shapes)
+        if not whole and in_memory <= SHARE_OF_MEMORY * psutil.virtual_memory().available:
+            return "memory"
+        from tfdist.data import decoding, disk_cache
+
+        on_disk = examples * decoding.Decoder(self.spec, self.files[split]).bytes_decoded()
+        return "disk" if on_disk <= SHARE_OF_DISK * disk_cache.free_bytes() else "off"
+
+    def _disk_cache(self, split: str) -> DiskCache:
+        from tfdist.data.disk_cache import DiskCache
+
+        if split not in self._disk_caches:
+            files = self.files[split]
+            names = (files.name(number) for number in range(len(files)))
+            self._disk_caches[split] = DiskCache([self.spec.task, str(self.spec.input_shape[2]), *names], files.paths)
+        return self._disk_caches[split]
 
     def _decode_all(self, split: str, count: int) -> Arrays:
         """All examples of a split, by all cores.
@@ -225,11 +280,11 @@ class PictureSource(Source):
         return DataError(problem, "repair it, or leave such examples out with `--on-bad-example skip`")
 
 
-def _without_bad(spec: DataSpec, files: Pictures, bad: BadExamples) -> Pictures:
+def _without_bad(spec: DataSpec, files: Pictures | Records, bad: BadExamples) -> Pictures | Records:
     from tfdist.data import decoding, pipeline
 
     decoder = decoding.Decoder(spec, files)
     good = pipeline.numbers_of_good(decoder)
     for index in sorted(set(range(len(files))) - set(good)):
-        bad.found(decoder.problem(index) or f"`{files.pictures[index]}` cannot be read")
+        bad.found(decoder.problem(index) or f"`{files.name(index)}` cannot be read")
     return files.keep(good)

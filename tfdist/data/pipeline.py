@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,11 @@ def of_examples(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, 
 
     Args:
         decoder: makes the examples.
-        batches: the numbers of the examples of each batch, int32 `[b]`; all but the last are of one length.
+        batches: the numbers of the examples of each batch, int32 `[b]`.
         table: the random numbers of all examples, float32 `[N, draws]`.
         deterministic: whether the batches come in order.
     """
-    whole, last = batches[:-1], batches[-1:]
-    runs = [whole, last] if whole and len(whole[0]) != len(last[0]) else [batches]
+    runs = [list(run) for _, run in itertools.groupby(batches, len)] or [[]]
     datasets = [_of_one_length(decoder, run, table, deterministic) for run in runs]
     return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
 

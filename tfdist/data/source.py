@@ -204,6 +204,7 @@ class Source:
         augment: str = "none",
         threads: int | None = None,
         deterministic: bool = True,
+        by_file: bool = False,
     ) -> tf.data.Dataset:
         """One epoch of a split, as this rank's part of each global batch.
 
@@ -222,16 +223,24 @@ class Source:
             augment: one of `tfdist.data.augment.NAMES`.
             threads: a private pool of so many threads; None shares TensorFlow's.
             deterministic: False lets a batch that is ready earlier come earlier.
+            by_file: gives each rank whole files, for disks that several ranks had better not read the same of. Each
+                example still comes once, but which examples meet in a global batch depends on the number of ranks.
 
         Returns:
             A `tf.data.Dataset` of (x, y), on the CPU; of pictures float32 `[b, *spec.input_shape]` and int32 `[b]`.
 
         Raises:
-            UsageError: a batch size below 1, or an augmentation that the examples cannot have.
+            UsageError: a batch size below 1, an augmentation that the examples cannot have, or `by_file` where they
+                are in no files.
             UnknownNameError, DataError: as `arrays`.
         """
         from tfdist.data import pipeline
 
+        if by_file:
+            raise UsageError(
+                f"The examples of `{self.spec.name}` are in memory, and in no files to be dealt out",
+                "leave `by_file` out",
+            )
         feed = self.host_feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
         dataset = pipeline.of_feed(feed, world, epoch, first_batch, deterministic)
         return pipeline.with_options(dataset, threads, deterministic)

@@ -5,14 +5,14 @@ Source: T.-Y. Lin and others, "Microsoft COCO: Common Objects in Context", ECCV 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
 from tfdist.data import coco, plain
-from tfdist.data.pictures import Pictures, PictureSource
+from tfdist.data.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 
@@ -44,20 +44,19 @@ def load(
         DataError: no such files; when it is read, a picture that cannot be decoded, or is not of the size that the
             annotations say.
     """
-    return of_folder(
-        "coco_folder", plain.folder(data_dir, "coco_folder"), year, size, validation, cache, on_bad_example
-    )
+    directory = plain.folder(data_dir, "coco_folder")
+    parts = {split: _read(directory, f"{name}{year}") for split, name in (("train", "train"), ("test", "val"))}
+    return of_parts("coco_folder", parts, size, validation, cache, on_bad_example)
 
 
-def of_folder(
-    name: str, directory: Path, year: int, size: Sequence[int], validation: float, cache: str, on_bad_example: str
+def of_parts(
+    name: str, parts: Mapping[str, coco.Part], size: Sequence[int], validation: float, cache: str, policy: str
 ) -> PictureSource:
-    """The source of the name `name` of the files in `directory`; see `load`."""
-    train, names = _read(directory, f"train{year}")
-    test, names_of_test = _read(directory, f"val{year}")
+    """The source of the name `name` of what `tfdist.data.coco.read` gave for "train" and "test"; see `load`."""
+    (train, names), (test, names_of_test) = parts["train"], parts["test"]
     if names != names_of_test:
         raise DataError(
-            f"The categories of `train{year}` in `{directory}` are not those of `val{year}`",
+            f"The categories of the training pictures of `{name}` are not those of the test",
             "use the annotations of one release for both",
         )
     shuffled = np.random.default_rng(0).permutation(len(train))
@@ -67,10 +66,10 @@ def of_folder(
         files["validation"] = train.keep(sorted(shuffled[first:].tolist()))
     height, width = size
     spec = DataSpec(name, "segmentation", (height, width, 3), len(names), {}, names, target_shape=(height, width))
-    return PictureSource(spec, files, cache=cache, policy=on_bad_example)
+    return PictureSource(spec, files, cache=cache, policy=policy)
 
 
-def _read(directory: Path, split: str) -> tuple[Pictures, tuple[str, ...]]:
+def _read(directory: Path, split: str) -> coco.Part:
     (annotations,) = plain.find(directory, f"annotations/instances_{split}.json", "coco", "year")
     folders = [directory / split, directory / "images" / split]
     pictures = next((folder for folder in folders if folder.is_dir()), None)
