@@ -28,6 +28,7 @@ import pytest
 import requests
 
 import tfdist.data
+import tfdist.models
 from tfdist import plugins
 from tfdist.data import DataSpec, Source, check_labels, prepare, source, spec
 from tfdist.errors import DataError, UnknownNameError, UsageError
@@ -103,8 +104,8 @@ assert not {"tensorflow", "keras", "tensorflow_datasets", "sklearn"} & set(sys.m
     began = time.monotonic()
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    assert "`fashion_mnst`: the names are `digits`, `fashion_mnist`, `mnist`, `synthetic`" in result.stdout
-    assert "`cnm`: the names are `cnn`, `lenet`, `mlp`" in result.stdout
+    for wrong, known in (("fashion_mnst", tfdist.data.names()), ("cnm", tfdist.models.names())):
+        assert f"`{wrong}`: the names are {', '.join(f'`{name}`' for name in known)}" in result.stdout
     assert time.monotonic() - began < 5  # a fraction of a second; the machine may be busy
 
 
@@ -275,6 +276,10 @@ def test_arrays_that_do_not_fit_the_spec_are_refused():
         ({"examples": {"train": -1}}, "examples"),
         ({"examples": {"dev": 5}}, "split"),
         ({"class_names": ("a",)}, "class_names"),
+        ({"target_shape": (0,)}, r"target_shape `\(0,\)`"),
+        ({"vocabulary_size": -1}, "vocabulary_size `-1`"),
+        ({"vocabulary_size": 3, "vocabulary": ("a",)}, "vocabulary"),
+        ({"target_vocabulary": ("a",)}, "target_vocabulary"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
@@ -292,7 +297,7 @@ def test_a_spec_that_no_dataset_can_have_is_refused(change, message):
 
 
 def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(UsageError, match="`synthetic` does not know the option `size`: it takes `shape`, `classes`"):
+    with pytest.raises(UsageError, match="`synthetic` does not know the option `size`: it takes `task`, `shape`"):
         tfdist.data.load("synthetic", size=3)
     with pytest.raises(UsageError, match="`digits` does not know the option `size`: it takes no options"):
         tfdist.data.load("digits", size=3)

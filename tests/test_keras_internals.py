@@ -3,8 +3,11 @@
 import inspect
 
 import keras
+import numpy as np
 import pytest
-from keras.src.backend.tensorflow import nn
+import tensorflow as tf
+from keras.src.backend.common.variables import AutocastScope
+from keras.src.backend.tensorflow import nn, numpy
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -29,6 +32,7 @@ def test_the_version_of_keras_is_the_one_that_was_read():
         (loss_module.scale_loss_for_distribution, ["value"]),
         (loss_module.unscale_loss_for_distribution, ["value"]),
         (loss_module.squeeze_or_expand_to_same_rank, ["x1", "x2", "expand_rank_1"]),
+        (numpy.take, ["x", "indices", "axis"]),
         (nn._compute_moments_sync, ["x", "axes", "keepdims"]),
         (keras.metrics.Mean.update_state, ["self", "values", "sample_weight"]),
         (BaseOptimizer.apply, ["self", "grads", "trainable_variables"]),
@@ -69,6 +73,21 @@ def test_around_the_update_of_an_optimizer_its_gradients_can_be_changed_and_none
         optimizer.apply([keras.ops.convert_to_tensor([2.0])], [variable])
         assert float(variable[0]) == pytest.approx(expected)
     assert doubled.get_config() | {"name": ""} == plain.get_config() | {"name": ""}
+
+
+def test_looking_up_rows_gives_what_taking_them_gives():
+    table = keras.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    indices = keras.ops.convert_to_tensor([[2, 0], [-1, 2]])
+    expected = inspect.unwrap(numpy.take)(table, indices, axis=0)
+    keras_internals.look_up_rows()
+    with tf.GradientTape() as tape:
+        found = keras.ops.take(table, indices, axis=0)
+    assert np.array_equal(found, expected)
+    assert isinstance(tape.gradient(found, table.value), tf.IndexedSlices)
+    with keras.StatelessScope([(table, 2 * table.value)]):
+        assert np.array_equal(keras.ops.take(table, indices, axis=0), 2 * expected)
+    with AutocastScope("float16"):
+        assert keras.ops.take(table, indices, axis=0).dtype == tf.float16
 
 
 def test_outside_of_a_replica_keras_is_as_it_was():

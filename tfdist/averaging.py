@@ -23,7 +23,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import keras_internals
 from tfdist.data.feed import ArrayBatches, Batches
 from tfdist.program import Logs, Outcome, StepProgram
 from tfdist.strategies import base
@@ -172,29 +171,39 @@ class OwnBatches(Batches):
     counted: bool = True
 
     def state(self, state: Any) -> Any:
-        """This process' part of a pass: the arrays, and its own examples in the order of the pass."""
-        arrays, indices = state
-        mine = np.array_split(np.arange(len(indices)), self.size)[self.rank]
-        order = indices.numpy()
-        own = order[(order >= mine[0]) & (order <= mine[-1])] if len(mine) else order[:0]
-        return arrays, tf.constant(own), tf.constant(len(order))
+        """This process' part of a pass, in the order of the pass, and how many examples all have."""
+        arrays, positions = state
+        order = positions[0].numpy()
+        mine = np.array_split(np.arange(len(order)), self.size)[self.rank]
+        own = np.isin(order, mine, assume_unique=True)
+        return (arrays, tuple(tf.constant(of_each.numpy()[own]) for of_each in positions)), len(order)
 
     def examples(self, state: Any, first: int, steps: int) -> int:
         """How many examples this process has in `steps` steps from `first` on."""
         return int(self._end(state, first + steps) - self._end(state, first))
 
-    def fetch(self, state: Any, step: tf.Tensor) -> tf.Tensor:
-        return state[1][self._end(state, step) : self._end(state, step + 1)]
+    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        (_, positions), _ = state
+        begin = self._end(state, step)
+        if self._even:  # a static shape makes a faster graph
+            sizes = [[self.whole.batch_size // self.size, *of_each.shape[1:]] for of_each in positions]
+            starts = [[begin, *[0] * (of_each.shape.rank - 1)] for of_each in positions]
+            return tuple(map(tf.slice, positions, starts, sizes))
+        return tuple(of_each[begin : self._end(state, step + 1)] for of_each in positions)
 
-    def part(self, state: Any, batch: tf.Tensor, index: int, count: int) -> tuple[Any, Any]:
+    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
         del index, count
-        return keras_internals.gather(state[0], batch), 1.0
+        return self.whole.part(state[0], batch, 0, 1)
+
+    @property
+    def _even(self) -> bool:
+        return self.whole.even and self.whole.batch_size % self.size == 0
 
     def _end(self, state: Any, step: Any) -> Any:
         """Where step `step` begins in this process' examples: the same share of them as of all, rounded."""
-        _, own, examples = state
+        (_, positions), examples = state
         seen = tf.cast(tf.minimum(step * self.whole.batch_size, examples), tf.int64)
-        own_count, examples = tf.cast(tf.shape(own)[0], tf.int64), tf.cast(examples, tf.int64)
+        own_count, examples = tf.cast(tf.shape(positions[0])[0], tf.int64), tf.cast(examples, tf.int64)
         return tf.cast((2 * own_count * seen + examples) // (2 * examples), tf.int32)
 
 

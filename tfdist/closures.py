@@ -246,13 +246,13 @@ class _Sender:
             fetched = self._fetching.take(state, first, count)
             yield from (Closure((batch, tf.constant(1)), 1) for batch in fetched)
             return
-        arrays, indices = state
+        arrays, positions = state
         if self._sent[0] is not arrays:
             self._sent = arrays, self._strategy.on_each_worker(_received, arrays)
         size = self._fetching.batch_size
         for begin in range(first, first + count, length):
             steps = min(length, first + count - begin)
-            examples = indices[begin * size : (begin + steps) * size]
+            examples = tuple(of_each[begin * size : (begin + steps) * size] for of_each in positions)
             yield Closure(((self._sent[1], examples), tf.constant(steps)), steps)
 
 

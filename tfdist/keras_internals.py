@@ -26,6 +26,7 @@ from keras.src import backend, tree
 from keras.src.backend import config
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import nn as tensorflow_nn
+from keras.src.backend.tensorflow import numpy as tensorflow_numpy
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.callbacks.progbar_logger import ProgbarLogger
@@ -37,6 +38,7 @@ from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils import python_utils
 
+from tfdist import tensorflow_internals
 from tfdist.errors import UsageError
 
 SEEN_IN = "3.15.1"
@@ -112,6 +114,36 @@ def install() -> None:
         return grads_and_vars if _current.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
 
     TFOptimizer._all_reduce_sum_gradients = once
+
+
+@functools.cache
+def look_up_rows() -> None:
+    """Lets Keras read of an embedding the rows that it takes, from here on, and not the whole table.
+
+    The result is the same. But TensorFlow copies a variable at each reading of the whole, once it has updated some of
+    its rows alone.
+    """
+    original = tensorflow_numpy.take
+
+    @functools.wraps(original)
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        value = _readable_by_row(x) if axis == 0 and tf.is_tensor(indices) else None
+        if value is None or isinstance(indices, tf.SparseTensor | tf.RaggedTensor):
+            return original(x, indices, axis=axis)
+        rows = tf.gather(value, tf.where(indices < 0, indices + value.shape[0], indices))
+        return x._maybe_autocast(rows)
+
+    tensorflow_numpy.take = take
+
+
+def _readable_by_row(x: Any) -> Any:
+    """The variable behind a Keras variable, where that is what it stands for here."""
+    if not isinstance(x, backend.Variable):
+        return None
+    scope = global_state.get_global_attribute("stateless_scope")
+    value = None if scope is None else scope.get_current_value(x)
+    value = tensorflow_internals.local_copy(x._value if value is None else value)
+    return value if hasattr(value, "sparse_read") else None
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -310,8 +342,9 @@ class VariableUpdates(keras.StatelessScope):
 
     Moving averages, seeds and states would otherwise drift apart between the replicas, or be written once a replica
     where there is one copy. `merge` writes each of them once, the same value everywhere: floating-point values as the
-    mean of the replicas weighed by their shares, so that a replica without examples has no say; others, which count
-    alike on all replicas, as the first replica has them.
+    mean of the replicas weighed by their shares, so that a replica without examples has no say; where the variable's
+    aggregation is "sum", as it was with the changes of all replicas added; others, which count alike on all replicas,
+    as the first replica has them.
     """
 
     def __init__(self, metrics_variables: Sequence[Any]):
@@ -339,13 +372,20 @@ class VariableUpdates(keras.StatelessScope):
         floats = [(v, value) for v, value in updates if v._value.dtype.is_floating]
         others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
         if floats:
-            weighed = [
-                tf.math.multiply_no_nan(tf.cast(value, v._value.dtype), tf.cast(replica.share, v._value.dtype))
-                for v, value in floats
+            sums = replica.all_reduce([_part(replica, v, tf.cast(value, v._value.dtype)) for v, value in floats])
+            floats = [
+                (v, v._value + total if v.aggregation == "sum" else total)
+                for (v, _), total in zip(floats, sums, strict=True)
             ]
-            floats = list(zip([v for v, _ in floats], replica.all_reduce(weighed), strict=True))
         if updates:
             write(floats + others)
+
+
+def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
+    """What a replica adds to the value of `variable` that all agree on."""
+    if variable.aggregation == "sum":
+        return value - variable._value
+    return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
 
 
 class Carried(VariableUpdates):
@@ -392,6 +432,7 @@ def build(model: Any, spec: Any, *, for_prediction: bool = False) -> None:
     Variables that are made inside a traced loop cannot be lifted out of it, so all must exist before the first trace.
     A prediction needs the model's alone, and has no targets to build loss and metrics from.
     """
+    look_up_rows()
     spec = tree.map_structure(_none_if_optional, spec)
     if for_prediction:
         if not all(layer.built for layer in model._flatten_layers()):

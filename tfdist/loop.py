@@ -395,7 +395,8 @@ def _epoch_runner(
             count = wish if total is None else min(wish, total - done)
             begin(done)
             started = pace.now()
-            outcome: Outcome = program.run(passes.state, passes.position, count)
+            with passes.feed.naming_bad_examples(passes.position, count):
+                outcome: Outcome = program.run(passes.state, passes.position, count)
             pacer.ran(outcome.steps, pace.now() - started)
             done += outcome.steps
             passes.position += outcome.steps

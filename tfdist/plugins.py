@@ -5,23 +5,27 @@ without importing anything, so that `--help` and misspelt names answer at once.
 
 Synopsis:
 
-    >>> names("tfdist.models")
-    ['cnn', 'lenet', 'mlp']
+    >>> names("tfdist.models")[:3]
+    ['bilstm', 'cnn', 'conv_autoencoder']
     >>> resolve("os.path:join", "model")("a", "b")
     'a/b'
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.errors import UnknownNameError, UsageError
+
+# How a command passes options to a function of each kind.
+OPTIONS_OF = {"dataset": "data-option", "model": "model-option"}
 
 
 def names(package: str) -> list[str]:
@@ -84,7 +88,7 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     """Calls `function(*arguments, **options)`, after a check that it takes these options.
 
     Raises:
-        UsageError: an option that the function does not take; lists those it takes.
+        UsageError: an option that the function does not take, which lists those it takes; or one that it needs.
     """
     parameters = list(inspect.signature(function).parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -97,7 +101,51 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
             f"The {kind} `{name}` does not know the option `{unknown[0]}`: it takes {takes}",
             f"leave `{unknown[0]}` out" if not known else "use one of these, or leave it out",
         )
+    missing = [
+        parameter.name
+        for parameter in parameters[len(arguments) :]
+        if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in options
+    ]
+    if missing:
+        needs = ", ".join(f"`{option}`" for option in missing)
+        raise UsageError(
+            f"The {kind} `{name}` needs the option {needs}", f"set it with `--{OPTIONS_OF[kind]} {missing[0]}=VALUE`"
+        )
     return function(*arguments, **options)
+
+
+def parse_options(settings: Sequence[str], option: str) -> dict[str, Any]:
+    """`NAME=VALUE` settings as a function's options; a value is a number, a truth or a tuple, else a text.
+
+    Args:
+        settings: what the user wrote, one a use of the option.
+        option: its name, for messages.
+
+    Raises:
+        UsageError: one that is not of that form, or is set twice.
+    """
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, separator, value = setting.partition("=")
+        name = name.strip().replace("-", "_")
+        if not (separator and name.isidentifier()):
+            raise UsageError(
+                f"`{option}` is `{setting}`, which is not NAME=VALUE", f"write for example `{option} classes=10`"
+            )
+        if name in options:
+            raise UsageError(f"`{option}` sets `{name}` twice", "set it once")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    truths = {"true": True, "false": False, "none": None}
+    if text.lower() in truths:
+        return truths[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _import(module_name: str, reference: str, kind: str) -> Any:

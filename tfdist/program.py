@@ -222,8 +222,9 @@ class PredictProgram(Program):
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
-            data, _ = self._batches.part(state, batch, replica.index, replica.count)
-            return self._model.predict_step(data)
+            data, replica.share = self._batches.part(state, batch, replica.index, replica.count)
+            outputs, _ = _exactly(replica, self._model, self._model.predict_step, data)
+            return outputs
 
         return self._strategy.run_joined(on_replica, joined)
 
@@ -256,7 +257,7 @@ class _Graph:
             return tensorflow_internals.flat(self._function.get_concrete_function(*arguments).graph)
 
 
-def _exactly(replica: Replica, model: Any, step: Callable[[Any], Logs], data: Any) -> tuple[Logs, set[int]]:
+def _exactly(replica: Replica, model: Any, step: Callable[[Any], Any], data: Any) -> tuple[Any, set[int]]:
     """`step(data)` on one replica, such that all replicas together do what one would do on the global batch.
 
     Also returns which metrics' variables hold only this replica's part since, by their `id`.

@@ -38,7 +38,7 @@ from tfdist.errors import RunFolderError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -123,6 +123,7 @@ class ModelRecord(_Part):
 
     name: str
     parameters: int
+    options: dict[str, str] = {}
 
 
 class DatasetRecord(_Part):
@@ -130,6 +131,9 @@ class DatasetRecord(_Part):
 
     name: str
     examples: dict[str, int]
+    options: dict[str, str] = {}
+    augment: str = "none"
+    skipped: int = 0
 
 
 class EpochRecord(_Part):
@@ -250,6 +254,16 @@ class RunFolder:
     def log(self) -> Path:
         """What TensorFlow and the run had to say."""
         return self.path / "log.txt"
+
+    @property
+    def vocabulary(self) -> Path:
+        """The words of the input by number, a line each."""
+        return self.path / "vocabulary.txt"
+
+    @property
+    def target_vocabulary(self) -> Path:
+        """The words of the target by number, a line each."""
+        return self.path / "target_vocabulary.txt"
 
     @property
     def tensorboard(self) -> Path:

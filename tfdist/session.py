@@ -6,7 +6,8 @@ Importing this module imports TensorFlow.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import callbacks, cost, data, files, models, profiler, record
+from tfdist import agreement, callbacks, cost, data, files, models, optimizers, profiler, record, tasks
 from tfdist.callbacks import memory
 from tfdist.config import OF_SEVERAL_PROCESSES, TrainConfig
+from tfdist.data import text
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.record import RunFolder, RunRecord
 from tfdist.world import World
@@ -50,6 +52,7 @@ class Session:
         self._show = show
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
+        self._shown: dict[str, str] = {}
 
     def interrupt(self) -> None:
         """Ends the run with `KeyboardInterrupt`, after the current steps at the latest."""
@@ -66,42 +69,46 @@ class Session:
         earlier = record.load(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
             _refuse_other_run(config, earlier)
-        source = data.load(config.dataset, data_dir=config.data_dir)
+        source = data.load(config.dataset, config.data_dir, **config.load_options)
+        if models.tasks(config.model) == ("autoencoding",):
+            source = source.for_autoencoding()
         if config.limit is not None:
             source = source.limit(config.limit)
         strategy = self._strategy(source)
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(config.dtype_policy)
+
+        def feed(split: str, **options: Any) -> Any:
+            if _keeps_streams(config):
+                options["places"] = True
+            return source.feed(split, config.batch_size, world=strategy.world, seed=config.seed, **options)
+
+        train = feed("train", augment=config.augment)
         with strategy.scope():
-            model = models.build(config.model, source.spec)
+            model = models.build(config.model, source.spec, **_model_options(config))
             if not model.compiled:
-                model.compile(
-                    _optimizer(config),
-                    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                    metrics=["accuracy"],
-                )
+                tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
         self.record = self._begin_record(strategy, model, source, earlier)
         self.folder.write(self.record)
+        self._keep_vocabularies(strategy, source)
+        if source.skipped:
+            self._show(f"{len(source.skipped)} bad examples are left out; the log names them.")
+            print(*source.skipped, sep="\n", file=sys.stderr)
 
-        x, y = source.arrays("train")
         strategy.fit(
             model,
-            x,
-            y,
-            batch_size=config.batch_size,
+            train,
             epochs=config.epochs,
-            validation_data=source.arrays("validation") if source.spec.examples["validation"] else None,
+            validation_data=feed("validation") if source.spec.examples["validation"] else None,
             callbacks=self._callbacks(strategy),
             verbose=0 if config.quiet else "auto",
         )
         if source.spec.examples["test"]:
-            scores = strategy.evaluate(
-                model, *source.arrays("test"), batch_size=config.batch_size, return_dict=True, verbose=0
-            )
-            self.record.test_metrics = scores
+            self.record.test_metrics = strategy.evaluate(model, feed("test"), return_dict=True, verbose=0)
         if strategy.world.is_chief:
             with _whole_run_folder(self.folder):
                 files.write_whole(self.folder.model, model.save)
+        self._show_task(model, source, strategy)
         if model.stop_training:
             self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
         else:
@@ -131,7 +138,7 @@ class Session:
         if (
             config.strategy in ("single", "custom")
             and config.devices in (None, 1)
-            and cost.step_is_small(config.model, source.spec, config.batch_size)
+            and cost.step_is_small(config.model, source.spec, config.batch_size, _model_options(config))
         ):
             options["threads"] = 1
         if config.strategy in OF_SEVERAL_PROCESSES:
@@ -169,17 +176,41 @@ class Session:
                 local_world_size=world.local_world_size,
                 source=world.source,
             ),
-            model=record.ModelRecord(name=config.model, parameters=model.count_params()),
-            dataset=record.DatasetRecord(name=config.dataset, examples=dict(source.spec.examples)),
+            model=record.ModelRecord(
+                name=config.model,
+                parameters=model.count_params(),
+                options={name: str(value) for name, value in _model_options(config).items()},
+            ),
+            dataset=record.DatasetRecord(
+                name=config.dataset,
+                examples=dict(source.spec.examples),
+                options={name: str(value) for name, value in config.load_options.items()},
+                augment=config.augment,
+                skipped=len(source.skipped),
+            ),
             global_batch_size=config.batch_size,
             per_replica_batch_size=-(-config.batch_size // strategy.num_replicas),
             seed=config.seed,
             optimizer=model.optimizer.name,
-            learning_rate=float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
+            learning_rate=_learning_rate(model.optimizer),
             dtype_policy=config.dtype_policy,
             epochs=[] if earlier is None else list(earlier.epochs),
             startup_seconds=None if earlier is None else earlier.startup_seconds,
         )
+
+    def _keep_vocabularies(self, strategy: Any, source: Any) -> None:
+        """The chief writes the words by number beside the run; all processes, and a run that goes on, have the same."""
+        kept = {
+            self.folder.vocabulary: source.spec.vocabulary,
+            self.folder.target_vocabulary: source.spec.target_vocabulary,
+        }
+        agreement.require(strategy, {path.name: agreement.fingerprint(words) for path, words in kept.items() if words})
+        if not strategy.world.is_chief:
+            return
+        for path, words in kept.items():
+            if words:
+                with _whole_run_folder(self.folder):
+                    text.keep_vocabulary(path, words)
 
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config
@@ -207,12 +238,24 @@ class Session:
             "history": self.folder.history,
             "curves": self.folder.curves,
             "log": self.folder.log,
+            "vocabulary": self.folder.vocabulary,
+            "target_vocabulary": self.folder.target_vocabulary,
             "tensorboard": self.folder.tensorboard,
             "checkpoints": self.folder.checkpoints,
             "model": self.folder.model,
         }
         written = {"history", "curves"} if self.record is not None and self.record.epochs else {"history"}
-        return {name: path.name for name, path in paths.items() if name in written or path.exists()}
+        return {name: path.name for name, path in paths.items() if name in written or path.exists()} | self._shown
+
+    def _show_task(self, model: Any, source: Any, strategy: Any) -> None:
+        """Leaves what the task shows in the run's folder; a model that was compiled already has another task."""
+        assert self.record is not None
+        run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
+        with _whole_run_folder(self.folder):
+            tasks.show(run)
+        self._shown = run.files
+        if run.scores:
+            self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
     def _show_profile(self) -> None:
         from rich.console import Console
@@ -264,15 +307,21 @@ class _Recorder(keras.callbacks.Callback):
         self._session.folder.write_history(found)
 
 
-def _optimizer(config: TrainConfig) -> Any:
-    options: dict[str, Any] = {}
-    if config.learning_rate is not None:
-        options["learning_rate"] = config.learning_rate
-    if config.gradient_accumulation > 1:
-        options["gradient_accumulation_steps"] = config.gradient_accumulation
-    # `keras.optimizers.get` does not know all of them by name.
-    classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
-    return classes[config.optimizer](**options)
+def _keeps_streams(config: TrainConfig) -> bool:
+    return models.knows(config.model, "streams")
+
+
+def _model_options(config: TrainConfig) -> dict[str, Any]:
+    """What the model is told: a model that keeps the state of streams has one for each example of a global batch."""
+    of_batch = {"streams": config.batch_size} if _keeps_streams(config) else {}
+    return of_batch | dict(config.model_options)
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """The learning rate of the whole run; none where it follows a schedule."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def _card(config: TrainConfig) -> dict[str, str]:
@@ -280,11 +329,19 @@ def _card(config: TrainConfig) -> dict[str, str]:
     alike = (
         "model",
         "dataset",
+        "data_options",
+        "on_bad_example",
+        "augment",
         "limit",
         "epochs",
         "batch_size",
-        "learning_rate",
+        "model_options",
         "optimizer",
+        "learning_rate",
+        "momentum",
+        "weight_decay",
+        "schedule",
+        "warmup_epochs",
         "dtype_policy",
         "gradient_accumulation",
         "seed",
@@ -294,19 +351,28 @@ def _card(config: TrainConfig) -> dict[str, str]:
 
 def _refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
     """A run is the same run only on the same examples in the same order."""
-    pairs = {
-        "--dataset": (earlier.dataset.name, config.dataset),
-        "--model": (earlier.model.name, config.model),
-        "--batch-size": (earlier.global_batch_size, config.batch_size),
-        "--seed": (earlier.seed, config.seed),
-    }
-    for option, (before, now) in pairs.items():
+    now_options = {name: str(value) for name, value in config.load_options.items()}
+    before_options = earlier.dataset.options
+    names = sorted(before_options | now_options)
+    settings = [
+        ("--dataset", earlier.dataset.name, config.dataset),
+        *(("--data-option", _setting(name, before_options), _setting(name, now_options)) for name in names),
+        ("--augment", earlier.dataset.augment, config.augment),
+        ("--model", earlier.model.name, config.model),
+        ("--batch-size", earlier.global_batch_size, config.batch_size),
+        ("--seed", earlier.seed, config.seed),
+    ]
+    for option, before, now in settings:
         if before != now:
             raise UsageError(
                 f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
                 f"`{option} {now}`",
                 f"use `{option} {before}`, or begin another run in another `--run-dir`",
             )
+
+
+def _setting(name: str, options: Mapping[str, str]) -> str:
+    return f"{name}={options[name]}" if name in options else f"{name} unset"
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ import click
 import psutil
 
 from tfdist import config as configs
-from tfdist import console, data, ending, environment, models, strategies
+from tfdist import console, data, ending, environment, models, plugins, recipes, strategies
+from tfdist.data import augment
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
 from tfdist.launcher.wishes import ElasticWishes, elastic_options
@@ -39,6 +40,18 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
     return ", ".join(found) + (", or your own as module:function" if own else "")
 
 
+def _take_recipe(context: click.Context, option: click.Parameter, name: str | None) -> None:
+    """Makes the options of a recipe the defaults of the others."""
+    del option
+    if name is None:
+        return
+    try:
+        context.default_map = recipes.load(name)
+    except TfdistError as error:
+        click.echo(f"error: {error}", err=True)
+        context.exit(error.exit_code)
+
+
 @click.command(
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -46,13 +59,26 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
         "token_normalize_func": lambda token: token.replace("_", "-"),
     }
 )
+@click.option(
+    "--recipe",
+    metavar="NAME",
+    is_eager=True,
+    expose_value=False,
+    callback=_take_recipe,
+    help="these options, where no others are given: " + _names(recipes.names()),
+)
 @click.option("--strategy", required=True, metavar="NAME", help=_names(strategies.names()))
 @click.option("--model", required=True, metavar="NAME", help=_names(models.names(), own=True))
 @click.option("--dataset", required=True, metavar="NAME", help=_names(data.names(), own=True))
 @click.option("--epochs", type=int, default=5, show_default=True, help="passes over the training examples")
 @click.option("--batch-size", type=int, default=32, show_default=True, help="examples in a global batch")
-@click.option("--learning-rate", type=float, help="the optimizer's default if not given")
-@click.option("--optimizer", default="adam", show_default=True, metavar="NAME", help=_names(configs.OPTIMIZERS))
+@click.option("--model-option", multiple=True, metavar="NAME=VALUE", help="what the model is told; often as needed")
+@click.option("--optimizer", metavar="NAME", help="the model's own if not given; " + _names(configs.OPTIMIZERS))
+@click.option("--learning-rate", type=float, help="the model's own if not given")
+@click.option("--momentum", type=float, help="likewise")
+@click.option("--weight-decay", type=float, help="likewise")
+@click.option("--schedule", default="constant", show_default=True, metavar="NAME", help=_names(configs.SCHEDULES))
+@click.option("--warmup-epochs", type=float, default=0.0, help="in which the learning rate rises from 0")
 @click.option(
     "--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES)
 )
@@ -71,7 +97,10 @@ def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
 @click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
 @click.option("--seed", type=int, default=0, show_default=True, help="of weights, order and random layers")
 @click.option("--limit", type=int, metavar="N", help="only the first N training examples")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="where prepared datasets lie")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="where the dataset's files lie")
+@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="what the dataset is told; often as needed")
+@click.option("--augment", default="none", show_default=True, metavar="NAME", help=_names(augment.NAMES))
+@click.option("--on-bad-example", metavar="NAME", help="a file or line that cannot be used: fail, skip")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="the run's folder; below runs/ if not given")
 @click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
 @click.option("--checkpoint-steps", type=int, metavar="N", help="save after so many steps too, not only each epoch")
@@ -84,6 +113,8 @@ def command(
     devices: str | None,
     profile: str | None,
     sync_every: str | None,
+    data_option: tuple[str, ...],
+    model_option: tuple[str, ...],
     workers: int | None,
     ps: int | None,
     restarts: int,
@@ -102,6 +133,8 @@ def command(
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
             sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
+            data_options=plugins.parse_options(data_option, "--data-option"),
+            model_options=plugins.parse_options(model_option, "--model-option"),
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
@@ -205,7 +238,8 @@ def _launch(
         name=name,
     )
     # The job may get a network in which nothing can be fetched.
-    fetching = [sys.executable, "-m", "tfdist.data.fetch", config.dataset, str(config.data_dir or "")]
+    options = [f"{name}={value!r}" for name, value in config.load_options.items()]
+    fetching = [sys.executable, "-m", "tfdist.data.fetch", config.dataset, str(config.data_dir or ""), *options]
     fetched = subprocess.run(fetching, check=False, stderr=None)
     if fetched.returncode:
         return fetched.returncode

@@ -8,17 +8,21 @@ indexed, so that nothing but the order of the examples changes from pass to pass
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import keras_internals
 from tfdist.data import order
 from tfdist.errors import DataError
 from tfdist.keras_internals import tree
+from tfdist.world import World
 
 NO_BATCHES = "The dataset has no batches", "pass at least one example"
 
@@ -34,6 +38,10 @@ class Request:
     batch_size: int | None = None
     steps: int | None = None
     shuffle: Any = False
+
+
+# The indices of the examples in the order in which pass number `epoch` takes them: int32 `[n]`.
+Order = Callable[[int], np.ndarray]
 
 
 def make(request: Request, seed: int) -> Feed:
@@ -62,7 +70,9 @@ def make(request: Request, seed: int) -> Feed:
     if adapter.num_batches == 0:
         raise DataError(*NO_BATCHES)
     if isinstance(adapter, keras_internals.ArrayDataAdapter):
-        return ArrayFeed(adapter, shuffle, seed)
+        arrays = keras_internals.sliceable(adapter)
+        examples = keras_internals.number_of_examples(arrays)
+        return ArrayFeed(arrays, adapter.batch_size, _order(examples, adapter.batch_size, shuffle, seed))
     return DatasetFeed(adapter, x if isinstance(x, _InOrder) else None)
 
 
@@ -89,6 +99,11 @@ class Feed:
 
     def finish(self) -> None:
         """Ends a pass."""
+
+    def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
+        """The context in which these batches are read: it names the example that cannot be used."""
+        del first_batch, batches
+        return contextlib.nullcontext()
 
 
 class Batches:
@@ -119,50 +134,86 @@ class Batches:
             yield batch
 
 
-class ArrayFeed(Feed):
-    """Examples in memory, in the order that (seed, epoch) gives."""
+def tensors(x: Any, y: Any, *, on_host: bool = False) -> Any:
+    """x and y as `ArrayFeed` takes them; `on_host` puts them where tf.data works, not on the current device."""
+    with tf.init_scope(), tf.device("CPU:0") if on_host else contextlib.nullcontext():
+        if x is y:
+            x = y = tf.convert_to_tensor(x)
+        return keras_internals.sliceable(keras_internals.get_data_adapter(x=x, y=y))
 
-    def __init__(self, adapter: Any, shuffle: Any, seed: int):
-        self._shuffle = shuffle
-        self._seed = seed
-        self._arrays = keras_internals.sliceable(adapter)
-        self.examples = keras_internals.number_of_examples(self._arrays)
-        self.batch_size = adapter.batch_size
-        self.num_batches = adapter.num_batches
-        self.spec = keras_internals.batch_spec(self._arrays)
-        self.batches = ArrayBatches(self.batch_size, even=self.examples % self.batch_size == 0)
+
+def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> Order:
+    """The order that Keras' argument `shuffle` asks for."""
+    if shuffle == "batch":
+        return lambda epoch: order.order_within_batches(examples, batch_size, seed, epoch)
+    if shuffle:
+        return lambda epoch: order.epoch_order(examples, seed, epoch)
+    return lambda epoch: order.as_stored(examples)
+
+
+class Transform(Protocol):
+    """What is done to the examples of a batch once they are gathered; equal ones can share a graph."""
+
+    def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What it must know of each example of a pass, in the pass' order: arrays `[n, ...]`."""
+
+    def __call__(self, data: Any, *extras: tf.Tensor) -> Any:
+        """The examples `data`, as Keras' (x, y), transformed; in the graph. `extras` are theirs: `[b, ...]`."""
+
+
+class ArrayFeed(Feed):
+    """Examples in memory, in an order that each pass may have of its own.
+
+    Args:
+        arrays: a structure of tensors, as `keras_internals.sliceable` gives it.
+        batch_size: examples in a full global batch.
+        order_of: the order of each pass; all passes take equally many examples.
+        transform: what is done to a batch, if anything.
+    """
+
+    def __init__(self, arrays: Any, batch_size: int, order_of: Order, transform: Transform | None = None):
+        self._arrays = arrays
+        self._order_of = order_of
+        self._transform = transform
+        self.examples = len(order_of(0))
+        self.batch_size = batch_size
+        self.num_batches = -(-self.examples // batch_size)
+        self.spec = keras_internals.batch_spec(arrays)
+        self.batches = ArrayBatches(batch_size, self.examples % batch_size == 0, transform)
 
     def start(self, epoch: int, first_batch: int) -> Any:
         del first_batch  # any batch can be fetched at any time
-        return self._arrays, tf.constant(self._indices(epoch))
-
-    def _indices(self, epoch: int) -> Any:
-        if self._shuffle == "batch":
-            return order.order_within_batches(self.examples, self.batch_size, self._seed, epoch)
-        if self._shuffle:
-            return order.epoch_order(self.examples, self._seed, epoch)
-        return order.as_stored(self.examples)
+        indices = self._order_of(epoch)
+        extras = () if self._transform is None else self._transform.extras(epoch, indices)
+        return self._arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
 
 
 @dataclass(frozen=True)
 class ArrayBatches(Batches):
-    """A batch is fetched as the indices of its examples; each replica gathers its own."""
+    """A batch is fetched as the indices of its examples, and what is known of each; each replica gathers its own."""
 
     batch_size: int
     even: bool  # the batches are all of one size: a static shape makes a faster graph
+    transform: Transform | None = None
     counted: bool = True
 
-    def fetch(self, state: Any, step: tf.Tensor) -> tf.Tensor:
-        _, indices = state
-        begin = step * self.batch_size
-        if self.even:
-            return tf.slice(indices, [begin], [self.batch_size])
-        return indices[begin : begin + self.batch_size]
+    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        _, positions = state
+        return tuple(self._rows(of_each, step * self.batch_size) for of_each in positions)
 
-    def part(self, state: Any, batch: tf.Tensor, index: int, count: int) -> tuple[Any, Any]:
+    def _rows(self, of_each: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
+        if not self.even:
+            return of_each[begin : begin + self.batch_size]
+        rest = of_each.shape[1:]
+        return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
+
+    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
         arrays, _ = state
-        indices, share = _cut(batch, index, count)
-        return keras_internals.gather(arrays, indices), share
+        (indices, share), *extras = [_cut(of_each, index, count) for of_each in batch]
+        data = keras_internals.gather(arrays, indices)
+        if self.transform is not None:
+            data = self.transform(data, *[extra for extra, _ in extras])
+        return data, share
 
 
 class DatasetFeed(Feed):
@@ -214,6 +265,77 @@ class DatasetBatches(Batches):
             parts = [None if tensor is None else _cut(tensor, index, count) for tensor in tree.flatten(batch)]
         share = next(part[1] for part in parts if part is not None)
         return tree.pack_sequence_as(batch, [None if part is None else part[0] for part in parts]), share
+
+
+class FileFeed(Feed):
+    """Batches that are decoded from files, a pipeline a pass.
+
+    Args:
+        pipeline: `pipeline(epoch, first_batch)`: this rank's parts of the global batches of a pass.
+        problem: `problem(epoch, first_batch, batches)`: what is wrong with the files of these batches, if anything.
+        examples: examples in a pass.
+        batch_size: examples in a full global batch.
+        world: this process' place.
+    """
+
+    def __init__(
+        self,
+        pipeline: Callable[[int, int], tf.data.Dataset],
+        problem: Callable[[int, int, int], DataError | None],
+        examples: int,
+        batch_size: int,
+        world: World,
+    ):
+        self._pipeline = pipeline
+        self._problem = problem
+        self._epoch = 0
+        self.examples = examples
+        self.batch_size = batch_size
+        self.num_batches = -(-examples // batch_size)
+        of_any_size = functools.partial(tree.map_structure, lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype))
+        self.spec = of_any_size(pipeline(0, 0).element_spec)
+        alone = world.world_size == 1
+        self.batches: Any = (
+            DatasetBatches(counted=True)
+            if alone
+            else RankBatches(True, world.rank, world.world_size, examples, batch_size)
+        )
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        self._epoch = epoch
+        return iter(self._pipeline(epoch, first_batch))
+
+    @contextlib.contextmanager
+    def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
+        try:
+            yield
+        except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError, tf.errors.DataLossError) as error:
+            problem = self._problem(self._epoch, first_batch, batches)
+            if problem is None:
+                raise
+            raise problem from error
+
+
+@dataclass(frozen=True)
+class RankBatches(DatasetBatches):
+    """The iterator has only what the replicas of this rank take of a global batch."""
+
+    rank: int
+    world_size: int
+    examples: int
+    batch_size: int
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        size = tf.minimum(self.batch_size, self.examples - step * self.batch_size)
+        return next(state), size
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        del state
+        mine, size = batch
+        of_rank, _ = order.part(size, self.rank, self.world_size)
+        begin, end = order.part(size, index, count)
+        part = tree.map_structure(lambda tensor: tensor[begin - of_rank : end - of_rank], mine)
+        return part, tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)
 
 
 @dataclass(frozen=True)

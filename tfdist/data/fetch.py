@@ -1,17 +1,19 @@
-"""Fetches a dataset, and ends: `python -m tfdist.data.fetch NAME [FOLDER]`, before the processes of a job start."""
+"""Fetches a dataset, and ends: `python -m tfdist.data.fetch NAME [FOLDER [OPTION=VALUE ...]]`.
+
+It runs before the processes of a job start."""
 
 from __future__ import annotations
 
 import sys
 
-from tfdist import data
+from tfdist import data, plugins
 from tfdist.errors import TfdistError
 
 
-def main(name: str, data_dir: str = "") -> int:
+def main(name: str, data_dir: str = "", *options: str) -> int:
     """Makes sure that the dataset lies on the disk, and returns the exit code."""
     try:
-        data.load(name, data_dir=data_dir or None)
+        data.load(name, data_dir or None, **plugins.parse_options(options, "OPTION"))
     except TfdistError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

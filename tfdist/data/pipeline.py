@@ -1,52 +1,100 @@
-"""Arrays to batches: the one place that turns an order of examples into a `tf.data.Dataset`."""
+"""Batches as a `tf.data.Dataset`: of a feed of arrays, of files; and the options of every pipeline."""
 
 from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.order import part
+from tfdist.data.decoding import Decoder
+from tfdist.data.feed import ArrayFeed
 from tfdist.world import World
 
+# Examples decoded into one piece.
+_AT_ONCE = 64
 
-def to_tensors(x: np.ndarray, y: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
-    """Copies of x and y in the host's memory, where tf.data works, whatever device is the current one."""
+
+def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, deterministic: bool) -> tf.data.Dataset:
+    """This rank's part of each global batch of a pass, from batch `first_batch` on; one gather a batch."""
     with tf.init_scope(), tf.device("CPU:0"):
-        return tf.constant(x), tf.constant(y)
+        state = feed.start(epoch, first_batch)
+
+    @tf.autograph.experimental.do_not_convert
+    def gather(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        data, _ = feed.batches.part(state, feed.batches.fetch(state, step), world.rank, world.world_size)
+        return data
+
+    steps = tf.data.Dataset.range(first_batch, feed.num_batches, output_type=tf.int32)
+    batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+    return batches.prefetch(tf.data.AUTOTUNE)
 
 
-def batches(x: tf.Tensor, y: tf.Tensor, order: np.ndarray, global_batch_size: int, world: World) -> tf.data.Dataset:
-    """This rank's part of each global batch, one gather a batch.
-
-    Args:
-        x: `[N, ...]`.
-        y: `[N]`.
-        order: int32 `[N]`, the indices in the order of the epoch.
-        global_batch_size: examples a step over all ranks.
-        world: this process' place.
-
-    Returns:
-        A dataset of ceil(N / global_batch_size) pairs (x, y), in order.
-    """
-    examples = len(order)
-    with tf.init_scope(), tf.device("CPU:0"):
-        indices = tf.constant(order)
-
-    def gather(batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        first = batch * global_batch_size
-        size = tf.minimum(tf.constant(global_batch_size, tf.int64), examples - first)
-        begin, end = part(size, world.rank, world.world_size)
-        mine = indices[first + begin : first + end]
-        return tf.gather(x, mine), tf.gather(y, mine)
-
-    count = -(-examples // global_batch_size)
-    dataset = tf.data.Dataset.range(count).map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
-
-
-def _options() -> tf.data.Options:
+def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: bool) -> tf.data.Dataset:
+    """A pipeline with a private pool of `threads` threads, or TensorFlow's own."""
     options = tf.data.Options()
-    options.deterministic = True
+    options.deterministic = deterministic
+    if threads is not None:
+        options.threading.private_threadpool_size = threads
+        options.threading.max_intra_op_parallelism = 1
     # The batches are this rank's part already: a tf.distribute strategy must not shard them again.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return options
+    return dataset.with_options(options)
+
+
+def of_examples(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool) -> tf.data.Dataset:
+    """Batches of examples that are decoded in parallel.
+
+    Args:
+        decoder: makes the examples.
+        batches: the numbers of the examples of each batch, int32 `[b]`.
+        table: the random numbers of all examples, float32 `[N, draws]`.
+        deterministic: whether the batches come in order.
+    """
+    runs = [list(run) for _, run in itertools.groupby(batches, len)] or [[]]
+    datasets = [_of_one_length(decoder, run, table, deterministic) for run in runs]
+    return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
+
+
+def all_examples(decoder: Decoder) -> Any:
+    """All examples in stored order, as pairs of NumPy arrays of a few examples each."""
+    numbers = np.arange(len(decoder), dtype=np.int32)
+    batches = np.split(numbers, range(_AT_ONCE, len(numbers), _AT_ONCE))
+    return of_examples(decoder, batches, np.zeros((len(numbers), 0), np.float32), True).as_numpy_iterator()
+
+
+def numbers_of_good(decoder: Decoder) -> list[int]:
+    """The numbers of the examples that can be decoded, in order."""
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        x, y = decoder(index, tf.zeros(0))
+        return index, tf.reduce_max(x), tf.reduce_max(y)  # what is not asked for is not computed
+
+    numbers = tf.data.Dataset.range(len(decoder), output_type=tf.int32)
+    good = numbers.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).ignore_errors()
+    return [int(index) for index, _, _ in good.as_numpy_iterator()]
+
+
+def _of_one_length(
+    decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool
+) -> tf.data.Dataset:
+    indices = np.concatenate(batches) if batches else np.zeros(0, np.int32)
+    length = len(batches[0]) if batches else 1
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return *decoder(index, draws), draws
+
+    # A rank may have no part of a batch: that is a batch without examples.
+    examples = tf.data.Dataset.from_tensor_slices((indices, table[indices]))
+    decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+    if length:
+        of_length = decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+    else:
+        nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+        of_length = tf.data.Dataset.from_tensors(nothing).repeat(len(batches))
+    apply = tf.autograph.experimental.do_not_convert(decoder.apply)
+    return of_length.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)

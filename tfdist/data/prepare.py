@@ -12,16 +12,18 @@ download and prepare, with a bound on each silence of the network
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
+from tfdist import files
 from tfdist.errors import DataError
 
 FOLDER_VARIABLE = "TFDS_DATA_DIR"
@@ -76,12 +78,43 @@ def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
     if builder.is_prepared():
         return builder
     _check_writable(builder, folder)
-    _check_network(builder, folder)
+    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS is None:  # else the user brings the files
+        _check_network(builder, folder)
     with _lock(builder, folder):
         builder = make_builder()
         if not builder.is_prepared():
             _download_and_prepare(builder, folder)
     return make_builder()
+
+
+def extracted(builder: Any, folder: Path, addresses: Mapping[str, str]) -> dict[str, Path]:
+    """The folders of unpacked archives, which one process downloads while the others wait for it.
+
+    Args:
+        builder: the dataset's, which knows the checksums.
+        folder: what `data_folder` gave.
+        addresses: of each archive.
+
+    Raises:
+        DataError: they are not there and cannot be fetched.
+    """
+    import tensorflow_datasets as tfds
+
+    done = folder / f"{builder.name}.json"  # written when all are unpacked
+    if done.exists():
+        return {name: folder / path for name, path in json.loads(done.read_text()).items()}
+    _check_writable(builder, folder)
+    _check_network(builder, folder)
+    with _lock(builder, folder), _fetching(builder, folder):
+        manager = tfds.download.DownloadManager(
+            download_dir=folder / "downloads",
+            extract_dir=folder / "downloads" / "extracted",
+            dataset_name=builder.name,
+            url_infos=builder.url_infos,
+        )
+        paths = {name: Path(path) for name, path in manager.download_and_extract(dict(addresses)).items()}
+        files.write_text(done, json.dumps({name: str(path.relative_to(folder)) for name, path in paths.items()}))
+    return paths
 
 
 def _what_is_wrong_with(folder: Path) -> str:
@@ -158,13 +191,22 @@ def _lock(builder: Any, folder: Path) -> Iterator[None]:
 def _download_and_prepare(builder: Any, folder: Path) -> None:
     import tensorflow_datasets as tfds
 
-    tfds.disable_progress_bar()
     # No look-ups of ready-made copies at a second address, which has retries of its own.
     config = tfds.download.DownloadConfig(try_download_gcs=False)
+    with _fetching(builder, folder):
+        builder.download_and_prepare(download_dir=folder / "downloads", download_config=config)
+
+
+@contextlib.contextmanager
+def _fetching(builder: Any, folder: Path) -> Iterator[None]:
+    """Each silence of the network has a bound, and whatever goes wrong is one error."""
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
     try:
         # Standard output belongs to the command's table; TFDS prints there.
         with contextlib.redirect_stdout(sys.stderr), _bounded_requests():
-            builder.download_and_prepare(download_dir=folder / "downloads", download_config=config)
+            yield
     except Exception as error:  # TFDS lets through what the network, the disk or a checksum raised
         first_line = str(error).partition("\n")[0].rstrip(":")
         raise _unavailable(builder, folder, f"{type(error).__name__}: {first_line}") from error
@@ -191,4 +233,13 @@ def _unavailable(builder: Any, folder: Path, reason: str) -> DataError:
         f"Dataset `{builder.name}` is not prepared in `{folder}` and cannot be downloaded: {reason}",
         f"name a folder that holds it with `--data-dir` (or {FOLDER_VARIABLE}), connect to the network, "
         "or use `--dataset digits`, which needs no files",
+    )
+
+
+def damaged(builder: Any, found: str) -> DataError:
+    """The error about prepared files that are not whole."""
+    folder = Path(builder.data_dir)
+    return DataError(
+        f"Dataset `{builder.name}` in `{folder}` is damaged: {found}",
+        f"remove the folder `{folder}`; the next start prepares it again",
     )

@@ -2,12 +2,21 @@
 
 Pure values: this module never imports TensorFlow.
 
+| task | x of N examples | y |
+|---|---|---|
+| classification | float32 `[N, H, W, C]`, pixels in [0, 1], or `[N, D]` | int32 `[N]` |
+| segmentation | float32 `[N, H, W, C]`, pixels in [0, 1] | int32 `[N, H, W]` |
+| text_classification | int32 `[N, length]`, padded with 0 at the end | int32 `[N]` |
+| translation | "source" int32 `[N, S]`, "target" int32 `[N, T]`: start + sentence | int32 `[N, T]`: sentence + end |
+| characters | int32 `[N, steps]` | int32 `[N, steps]`, the characters that follow |
+| autoencoding | float32 `[N, H, W, C]`, pixels in [0, 1] | x itself |
+
 Synopsis:
 
     >>> examples = {"train": 1347, "validation": 150, "test": 300}
     >>> spec = DataSpec("digits", "classification", (8, 8, 1), 10, examples)
-    >>> spec.examples["train"], spec.input_shape
-    (1347, (8, 8, 1))
+    >>> spec.examples["train"], spec.input_shape, spec.target_shape
+    (1347, (8, 8, 1), ())
 """
 
 from __future__ import annotations
@@ -18,7 +27,10 @@ from dataclasses import dataclass, field
 from tfdist.errors import UsageError
 
 SPLITS = ("train", "validation", "test")
-TASKS = ("classification",)
+TASKS = ("classification", "segmentation", "text_classification", "translation", "characters", "autoencoding")
+
+# Tokens that every vocabulary begins with; only translation has the last two.
+PADDING, UNKNOWN, START, END = range(4)
 
 
 @dataclass(frozen=True)
@@ -27,11 +39,19 @@ class DataSpec:
 
     Attributes:
         name: as users type it.
-        task: "classification": one integer label for each example.
-        input_shape: the shape of one example, without the batch: `(28, 28, 1)`, `(16,)`.
-        classes: the number of classes; labels are 0 to `classes - 1`.
+        task: one of `TASKS`, which the module's table describes.
+        input_shape: the shape of one example, without the batch: `(28, 28, 1)`, `(16,)`; of token sequences
+            `(length,)`; for translation that of the source sentence.
+        classes: the number of classes of the target: labels are 0 to `classes - 1`; for translation the size of the
+            target's vocabulary, for characters the number of different ones, for autoencoding 0.
         examples: the number of examples in "train", "validation" and "test"; a split that is left out has 0.
         class_names: one name a class, or empty.
+        target_shape: the shape of one example's target, without the batch: `()` for class labels, `(H, W)` for
+            masks, `(T,)` for token sequences, `(H, W, C)` for pictures.
+        vocabulary_size: the number of different input tokens; 0 where the input is no token sequence.
+        ignored_class: a target that loss and metrics leave out, such as unlabelled pixels and padding.
+        vocabulary: the input tokens by number, or empty.
+        target_vocabulary: the target's tokens by number, or empty.
 
     Raises:
         UsageError: a value that no dataset can have.
@@ -43,22 +63,38 @@ class DataSpec:
     classes: int
     examples: Mapping[str, int] = field(hash=False)
     class_names: tuple[str, ...] = ()
+    target_shape: tuple[int, ...] = ()
+    vocabulary_size: int = 0
+    ignored_class: int | None = None
+    vocabulary: tuple[str, ...] = field(default=(), hash=False, repr=False)
+    target_vocabulary: tuple[str, ...] = field(default=(), hash=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check(self.task in TASKS, "task", self.task, "use `classification`")
+        tasks = ", ".join(f"`{task}`" for task in TASKS)
+        self._check(self.task in TASKS, "task", self.task, f"use one of {tasks}")
         unknown = [split for split in self.examples if split not in SPLITS]
         self._check(not unknown, "split", unknown, "use `train`, `validation` and `test`")
-        object.__setattr__(self, "input_shape", tuple(int(size) for size in self.input_shape))
+        for name in ("input_shape", "target_shape"):
+            object.__setattr__(self, name, tuple(int(size) for size in getattr(self, name)))
         object.__setattr__(self, "examples", {split: int(self.examples.get(split, 0)) for split in SPLITS})
         object.__setattr__(self, "class_names", tuple(self.class_names))
         shape_fits = bool(self.input_shape) and min(self.input_shape) > 0
         self._check(shape_fits, "input_shape", self.input_shape, "use positive sizes, such as `(28, 28, 1)`")
-        self._check(self.classes > 0, "classes", self.classes, "use the number of different labels")
+        target_fits = min(self.target_shape, default=1) > 0
+        self._check(target_fits, "target_shape", self.target_shape, "use positive sizes, or `()` for labels")
+        classes_fit = self.classes > 0 or (self.task == "autoencoding" and self.classes == 0)
+        self._check(classes_fit, "classes", self.classes, "use the number of different labels")
         counts_fit = min(self.examples.values()) >= 0
         self._check(counts_fit, "examples", dict(self.examples), "use 0 for a split without examples")
-        named = len(self.class_names)
-        names_fit = named in (0, self.classes)
-        self._check(names_fit, "class_names", self.class_names, f"give {self.classes} names, or none")
+        self._check_names("class_names", self.classes)
+        self._check(self.vocabulary_size >= 0, "vocabulary_size", self.vocabulary_size, "use 0 for none")
+        self._check_names("vocabulary", self.vocabulary_size)
+        self._check_names("target_vocabulary", self.classes)
+
+    def _check_names(self, what: str, count: int) -> None:
+        names = getattr(self, what)
+        received = names if len(names) < 10 else f"of {len(names)} entries"
+        self._check(len(names) in (0, count), what, received, f"give {count} names, or none")
 
     def _check(self, fits: bool, what: str, received: object, hint: str) -> None:
         if not fits:

@@ -6,7 +6,6 @@ TFDS' training split is divided: its last 5,000 examples, in stored order, are f
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from tfdist.data import prepare
 from tfdist.data.source import Arrays, Source
 from tfdist.data.spec import DataSpec
-from tfdist.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -69,7 +67,7 @@ def _read(builder: Any, split: str, count: int) -> Arrays:
     try:
         return _decode(builder, split, count)
     except (tf.errors.OpError, OSError) as error:
-        raise _damaged(builder, str(error).partition("\n")[0]) from error
+        raise prepare.damaged(builder, str(error).partition("\n")[0]) from error
 
 
 def _decode(builder: Any, split: str, count: int) -> Arrays:
@@ -83,7 +81,7 @@ def _decode(builder: Any, split: str, count: int) -> Arrays:
         y[done:end] = labels
         done = end
     if done != count:
-        raise _damaged(builder, f"`{split}` has {done} examples instead of {count}")
+        raise prepare.damaged(builder, f"`{split}` has {done} examples instead of {count}")
     return x, y
 
 
@@ -107,11 +105,3 @@ def _batches(builder: Any, split: str, count: int) -> Any:
     )
     decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return decoded.batch(_CHUNK).prefetch(2).as_numpy_iterator()
-
-
-def _damaged(builder: Any, found: str) -> DataError:
-    folder = Path(builder.data_dir)
-    return DataError(
-        f"Dataset `{builder.name}` in `{folder}` is damaged: {found}",
-        f"remove the folder `{folder}`; the next start prepares it again",
-    )

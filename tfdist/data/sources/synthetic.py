@@ -1,53 +1,110 @@
-"""Made-up images of any shape, size and number of classes, with labels that can be learned.
+"""Made-up examples for every task, of any shape, size and number of classes, with targets that can be learned.
 
-Each class has a template of uniform noise; an example is the mean of its class' template and noise of its
-own. The more pixels, the easier it is: a linear classifier suffices.
+| task | what there is to learn |
+|---|---|
+| classification, autoencoding | each class has a template of uniform noise, a picture is its mean with other noise |
+| segmentation | each class has a colour; a picture is a grid of patches of them, under noise |
+| text_classification | half of a sentence's words are words of its class |
+| translation | each source word has one target word, in the same order |
+| characters | each character is followed by one of two others |
+
+The more pixels, the easier a class is to tell: a linear classifier suffices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
+from typing import Any
 
 import numpy as np
 
+from tfdist.data import padding
 from tfdist.data.source import Arrays, Source
-from tfdist.data.spec import SPLITS, DataSpec
+from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSpec
+from tfdist.errors import UnknownNameError, UsageError
 
 # Examples made at once: small beside the dataset, large beside NumPy's overhead.
 _CHUNK = 1024
+# A patch of a mask is an eighth of its side.
+_PATCHES = 8
 
 
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
-    shape: Sequence[int] = (28, 28, 1),
+    task: str = "classification",
+    shape: Sequence[int] | None = None,
     classes: int = 10,
+    words: int = 1000,
+    length: int = 32,
+    buckets: bool = False,
     train: int = 6000,
     validation: int = 1000,
     test: int = 1000,
     seed: int = 0,
 ) -> Source:
-    """x `[N, *shape]` in [0, 1]; the same numbers for the same `shape`, `classes` and `seed`.
+    """The examples of a task, as `tfdist.data.spec` describes them; the same numbers for the same options.
 
     Args:
         data_dir: not used; there are no files.
-        shape: of one example, without the batch.
-        classes: the number of classes.
+        task: one of `tfdist.data.spec.TASKS`.
+        shape: of one picture; by default `(28, 28, 1)`, for segmentation `(32, 32, 3)`.
+        classes: the number of classes; for characters of different ones.
+        words: the size of a vocabulary, special words included.
+        length: words of a sentence at most; for characters the steps of an example.
+        buckets: batches of sentences of similar lengths.
         train: training examples.
         validation: validation examples.
         test: test examples.
-        seed: of templates, noise and labels.
+        seed: of all that is random.
+
+    Raises:
+        UnknownNameError: no such task.
+        UsageError: fewer words than a vocabulary needs.
     """
     del data_dir
+    if task not in TASKS:
+        raise UnknownNameError("task", task, TASKS)
+    needed = {"text_classification": 2 * classes, "translation": END + 2}.get(task, 0)
+    if words < needed:
+        raise UsageError(f"`words` is {words}, too few for `{task}` with {classes} classes", f"use {needed} or more")
     examples = {"train": train, "validation": validation, "test": test}
-    spec = DataSpec("synthetic", "classification", tuple(shape), classes, examples)
-    return Source(spec, lambda split, count: _make(spec, seed, SPLITS.index(split), count))
+    spec = _spec(task, tuple(shape) if shape is not None else None, classes, words, length, examples)
+    make = _MAKERS[task]
+    return Source(spec, lambda split, count: make(spec, seed, SPLITS.index(split), count), bucketed=buckets)
 
 
-def _make(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
-    templates = np.random.default_rng([seed, len(SPLITS)]).random((spec.classes, *spec.input_shape), np.float32)
-    y = np.random.default_rng([seed, stream, 0]).integers(spec.classes, size=count, dtype=np.int32)
+def _spec(
+    task: str, shape: tuple[int, ...] | None, classes: int, words: int, length: int, examples: dict[str, int]
+) -> DataSpec:
+    if task == "segmentation":
+        shape = shape or (32, 32, 3)
+        return DataSpec("synthetic", task, shape, classes, examples, target_shape=shape[:2])
+    if task == "text_classification":
+        return DataSpec("synthetic", task, (length,), classes, examples, vocabulary_size=words)
+    if task == "translation":
+        facts: dict[str, Any] = {"vocabulary_size": words, "ignored_class": PADDING}
+        return DataSpec("synthetic", task, (length,), words, examples, target_shape=(length + 1,), **facts)
+    if task == "characters":
+        return DataSpec(
+            "synthetic", task, (length,), classes, examples, target_shape=(length,), vocabulary_size=classes
+        )
+    shape = shape or (28, 28, 1)
+    if task == "autoencoding":
+        return DataSpec("synthetic", task, shape, 0, examples, target_shape=shape)
+    return DataSpec("synthetic", task, shape, classes, examples)
+
+
+def _shared(seed: int) -> np.random.Generator:
+    """What all splits have in common is drawn from it."""
+    return np.random.default_rng([seed, len(SPLITS)])
+
+
+def _pictures(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    classes = spec.classes or 10
+    templates = _shared(seed).random((classes, *spec.input_shape), np.float32)
+    y = np.random.default_rng([seed, stream, 0]).integers(classes, size=count, dtype=np.int32)
     noise = np.random.default_rng([seed, stream, 1])
     x = np.empty((count, *spec.input_shape), np.float32)
     for first in range(0, count, _CHUNK):
@@ -55,4 +112,71 @@ def _make(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
         noise.random(out=chunk, dtype=np.float32)
         chunk += templates[y[first : first + _CHUNK]]
         chunk *= np.float32(0.5)
+    return (x, y) if spec.classes else (x, x)
+
+
+def _masks(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    height, width, channels = spec.input_shape
+    colours = _shared(seed).random((spec.classes, channels), np.float32)
+    generator = np.random.default_rng([seed, stream])
+    patches = generator.integers(spec.classes, size=(count, _PATCHES, _PATCHES), dtype=np.int32)
+    rows, columns = np.arange(height) * _PATCHES // height, np.arange(width) * _PATCHES // width
+    y = patches[:, rows][:, :, columns]
+    x = generator.random((count, *spec.input_shape), np.float32)
+    x += 3 * colours[y]
+    x *= np.float32(0.25)
     return x, y
+
+
+def _sentences(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    (length,) = spec.input_shape
+    generator = np.random.default_rng([seed, stream])
+    y = generator.integers(spec.classes, size=count, dtype=np.int32)
+    any_word = generator.integers(UNKNOWN + 1, spec.vocabulary_size, size=(count, length), dtype=np.int32)
+    # The words of a class are those whose number has the class as its remainder.
+    of_class = any_word - any_word % spec.classes + y[:, np.newaxis]
+    of_class = np.where((of_class > UNKNOWN) & (of_class < spec.vocabulary_size), of_class, any_word)
+    x = np.where(generator.random((count, length)) < 0.5, of_class, any_word)
+    x[np.arange(length) >= _lengths(generator, count, length)] = PADDING
+    return x, y
+
+
+def _translations(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    (length,) = spec.input_shape
+    generator = np.random.default_rng([seed, stream])
+    of_word = np.arange(spec.vocabulary_size)
+    of_word[END + 1 :] = END + 1 + _shared(seed).permutation(spec.vocabulary_size - END - 1)
+    source = generator.integers(END + 1, spec.vocabulary_size, size=(count, length), dtype=np.int32)
+    lengths = _lengths(generator, count, length)
+    source[np.arange(length) >= lengths] = PADDING
+    sentences = [of_word[row[:words]].tolist() for row, words in zip(source, lengths[:, 0], strict=True)]
+    begun = padding.padded([[START, *sentence] for sentence in sentences], length + 1)
+    return {"source": source, "target": begun}, padding.padded([[*sentence, END] for sentence in sentences], length + 1)
+
+
+def _characters(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
+    (steps,) = spec.input_shape
+    # One of the two is the next in number, so that every character comes.
+    next_one, other = (np.arange(spec.classes) + 1) % spec.classes, _shared(seed).permutation(spec.classes)
+    followers = np.stack([next_one, other], axis=1).tolist()
+    choices = np.random.default_rng([seed, stream]).integers(2, size=count * steps).tolist()
+    text = [0]
+    for choice in choices:
+        text.append(followers[text[-1]][choice])
+    tokens = np.array(text, np.int32)
+    return tokens[:-1].reshape(count, steps), tokens[1:].reshape(count, steps)
+
+
+def _lengths(generator: np.random.Generator, count: int, length: int) -> np.ndarray:
+    """Lengths of sentences, from a quarter of the longest to the longest: `[count, 1]`."""
+    return generator.integers(max(1, length // 4), length + 1, size=(count, 1))
+
+
+_MAKERS: dict[str, Callable[[DataSpec, int, int, int], Arrays]] = {
+    "classification": _pictures,
+    "autoencoding": _pictures,
+    "segmentation": _masks,
+    "text_classification": _sentences,
+    "translation": _translations,
+    "characters": _characters,
+}

@@ -1,0 +1,343 @@
+"""Pictures in files: what is read, that streaming gives what memory gives, and bad files by their names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+import tfdist
+import tfdist.data
+from tests.shared_data import FILES, needs
+from tests.test_data_pipeline import assert_same_batches, batches_of_ranks
+from tfdist.data import augment, coco, disk_cache, pictures
+from tfdist.errors import DataError, UsageError
+from tfdist.world import World
+
+SEED = 3
+
+
+def camvid(folder: Path, examples: int = 8, **options):
+    return tfdist.data.load("segmentation_folder", folder, validation=None, test=None, **options).limit(examples)
+
+
+@pytest.fixture
+def some_camvid(tmp_path) -> Path:
+    """Ten of CamVid's examples, to be damaged."""
+    lines = (FILES / "camvid" / "train.txt").read_text().splitlines()[:10]
+    for name in (name for line in lines for name in line.split()):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(FILES / "camvid" / name, tmp_path / name)
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def names(folder: Path, number: int) -> list[Path]:
+    """Picture and mask of an example."""
+    return [folder / name for name in (folder / "train.txt").read_text().splitlines()[number].split()]
+
+
+# What is read
+
+
+@needs("camvid")
+def test_a_list_of_pictures_and_masks_is_read_as_it_is():
+    data = tfdist.data.load("segmentation_folder", FILES / "camvid").limit(5)
+    assert data.spec.examples == {"train": 5, "validation": 101, "test": 233}
+    assert data.spec.input_shape == (180, 240, 3) and data.spec.target_shape == (180, 240)
+    assert (data.spec.classes, data.spec.ignored_class) == (12, 11)
+    x, y = data.arrays("train")
+    picture, mask = names(FILES / "camvid", 3)
+    np.testing.assert_array_equal(y[3], np.asarray(Image.open(mask)))
+    assert np.abs(x[3] * 255 - np.asarray(Image.open(picture))).mean() < 2  # of 255; two JPEG decoders
+    assert x.dtype == np.float32 and y.dtype == np.int32
+
+
+@needs("camvid")
+def test_folders_of_pictures_and_masks_are_paired_by_name(some_camvid):
+    by_list = camvid(some_camvid, 10).arrays("train")
+    by_folder = camvid(some_camvid, 10, train="train,trainannot").arrays("train")
+    order = np.argsort([names(some_camvid, number)[0].name for number in range(10)])
+    np.testing.assert_array_equal(by_folder[1], by_list[1][order])
+    names(some_camvid, 4)[1].unlink()
+    with pytest.raises(DataError, match=r"has no mask in .*trainannot` \(1 of 10 pictures have none\)"):
+        camvid(some_camvid, 10, train="train,trainannot")
+    with pytest.raises(DataError, match="There are no pictures in `nothing,trainannot`"):
+        camvid(some_camvid, train="nothing,trainannot")
+    with pytest.raises(UsageError, match="`train` is `a,b,c`"):
+        camvid(some_camvid, train="a,b,c")
+    (some_camvid / "train.txt").write_text("train/a.jpg\n")
+    with pytest.raises(DataError, match=r"Line 1 of .* is `train/a.jpg`, which is not a picture and a mask"):
+        camvid(some_camvid)
+
+
+@pytest.fixture
+def folder_of_classes(tmp_path) -> Path:
+    """Four pictures a class of different sizes; the class is the brightness."""
+    for label, name in enumerate(("dark", "grey", "light")):
+        for number, size in enumerate(((20, 20), (40, 20), (20, 40), (33, 37))):
+            path = tmp_path / "train" / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", size, (100 * label,) * 3).save(path)
+    shutil.copytree(tmp_path / "train", tmp_path / "val")
+    return tmp_path
+
+
+def test_a_folder_of_pictures_by_class_is_read_at_one_size(folder_of_classes):
+    data = tfdist.data.load("image_folder", folder_of_classes, size=(16, 12))
+    assert data.spec.class_names == ("dark", "grey", "light")
+    assert data.spec.examples == {"train": 12, "validation": 12, "test": 0}
+    x, y = data.arrays("train")
+    assert x.shape == (12, 16, 12, 3) and y.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    np.testing.assert_allclose(x[:, 3, 3, 0], y * 100 / np.float32(255), rtol=1e-6)
+    assert tfdist.data.load("image_folder", folder_of_classes).spec.input_shape == (20, 20, 3)
+    grey = tfdist.data.load("image_folder", folder_of_classes, channels=1)
+    assert grey.arrays("train")[0].shape == (12, 20, 20, 1)
+    divided = tfdist.data.load("image_folder", folder_of_classes / "train")
+    assert divided.spec.examples == {"train": 10, "validation": 1, "test": 1}
+
+
+def test_a_picture_of_another_shape_keeps_its_ratio_and_loses_its_margins(tmp_path):
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, 10:30] = 200  # the middle square
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.fromarray(pixels).save(tmp_path / "train" / name / "1.png")
+    x, _ = tfdist.data.load("image_folder", tmp_path, size=(10, 10)).arrays("train")
+    assert (x[:, :, 1:-1] == np.float32(200 / 255)).all()
+
+
+def test_folders_that_are_no_dataset_are_refused(folder_of_classes, tmp_path):
+    (folder_of_classes / "val" / "other").mkdir()
+    with pytest.raises(DataError, match=r"`.*val/other` is no class of the training pictures, which are dark, grey"):
+        tfdist.data.load("image_folder", folder_of_classes)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="has no folders with pictures"):
+        tfdist.data.load("image_folder", tmp_path / "empty")
+    with pytest.raises(UsageError, match="`cache` is `disc`"):
+        tfdist.data.load("image_folder", folder_of_classes / "train", cache="disc")
+
+
+@needs("coco-tiny")
+def test_coco_is_read_from_its_own_folders():
+    data = tfdist.data.load("coco_folder", FILES / "coco-tiny", size=(96, 128), validation=0.25)
+    assert data.spec.examples == {"train": 24, "validation": 8, "test": 6}
+    assert data.spec.classes == 81 and data.spec.class_names[:3] == ("background", "person", "bicycle")
+    x, y = data.arrays("test")
+    assert x.shape == (6, 96, 128, 3) and y.shape == (6, 96, 128)
+    assert 0.1 < (y > 0).mean() < 0.9 and len(np.unique(y)) > 10
+
+
+@needs("coco-tiny")
+def test_masks_of_coco_cover_the_areas_of_their_annotations():
+    file = FILES / "coco-tiny" / "annotations" / "instances_train2017.json"
+    content = json.loads(file.read_text())
+    crowds = polygons = 0
+    for annotation in content["annotations"]:
+        picture = next(p for p in content["images"] if p["id"] == annotation["image_id"])
+        size = (picture["height"], picture["width"])
+        mask = coco.draw(coco.Instances(size, [(7, annotation["segmentation"])]))
+        assert mask.shape == size and set(np.unique(mask)) <= {0, 7}
+        rows, columns = np.nonzero(mask)
+        left, top, width, height = annotation["bbox"]
+        assert columns.min() >= left - 1.5 and columns.max() <= left + width + 1.5
+        assert rows.min() >= top - 1.5 and rows.max() <= top + height + 1.5
+        crowds += annotation["iscrowd"]
+        if annotation["iscrowd"]:
+            assert len(rows) == sum(annotation["segmentation"]["counts"][1::2])
+        elif len(annotation["segmentation"]) == 1 and annotation["area"] > 2000:
+            polygons += 1
+            # The pixels that the outline only touches belong to it.
+            assert abs(len(rows) - annotation["area"]) < width + height + 0.02 * annotation["area"]
+    assert crowds == 4 and polygons > 50
+
+
+@needs("coco-tiny")
+def test_coco_files_that_do_not_fit_are_refused(tmp_path):
+    for folder in ("images", "annotations"):
+        shutil.copytree(FILES / "coco-tiny" / folder, tmp_path / folder)
+    file = tmp_path / "annotations" / "instances_val2017.json"
+    content = json.loads(file.read_text())
+    content["images"][0]["height"] += 5
+    file.write_text(json.dumps(content))
+    name = content["images"][0]["file_name"]
+    data = tfdist.data.load("coco_folder", tmp_path, size=(32, 32))
+    with pytest.raises(DataError, match=rf"The mask of `.*{name}` is \d+x\d+, and its picture `.*` is \d+x\d+"):
+        data.arrays("test")
+    content["categories"] = content["categories"][1:]
+    content["annotations"] = []
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="The categories of the training pictures of `coco_folder` are not"):
+        tfdist.data.load("coco_folder", tmp_path)
+    file.write_text("{}")
+    with pytest.raises(DataError, match="is not a file of COCO's instances: KeyError 'categories'"):
+        tfdist.data.load("coco_folder", tmp_path)
+    shutil.rmtree(tmp_path / "images")
+    with pytest.raises(DataError, match="has the annotations of `train2017` and not its pictures"):
+        tfdist.data.load("coco_folder", tmp_path)
+
+
+# Streaming
+
+
+@needs("camvid")
+@pytest.mark.parametrize("augment", ["none", "crop_flip"])
+def test_streamed_batches_are_those_of_memory(augment):
+    memory, streamed = (camvid(FILES / "camvid", 10, size=(45, 60), cache=cache) for cache in ("memory", "off"))
+    expected = batches_of_ranks(memory, 4, 1, augment=augment, epoch=1)
+    assert_same_batches(batches_of_ranks(streamed, 4, 1, augment=augment, epoch=1), expected)
+
+
+@needs("camvid")
+@pytest.mark.parametrize("augment", ["none", "resized_crop"])
+def test_what_is_kept_on_the_disk_is_what_was_decoded(some_camvid, augment, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TFDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    data, again = (camvid(some_camvid, 10, size=(45, 60), cache=cache) for cache in ("off", "disk"))
+    for epoch in range(2):
+        expected = batches_of_ranks(data, 4, 1, augment=augment, epoch=epoch)
+        assert_same_batches(batches_of_ranks(again, 4, 1, augment=augment, epoch=epoch), expected)
+    kept = list(disk_cache.root().rglob("*.raw"))
+    assert len(kept) == 10 and all(path.stat().st_size == 8 + 180 * 240 * (3 + 4) for path in kept)
+    picture, _ = names(some_camvid, 3)
+    picture.write_bytes(names(some_camvid, 4)[0].read_bytes())
+    data, again = (camvid(some_camvid, 10, size=(45, 60), cache=cache) for cache in ("off", "disk"))
+    expected = batches_of_ranks(data, 4, 1, augment=augment)
+    assert_same_batches(batches_of_ranks(again, 4, 1, augment=augment), expected)
+
+
+def test_labels_are_kept_on_the_disk_too(folder_of_classes, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TFDIST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    data, again = (tfdist.data.load("image_folder", folder_of_classes, cache=cache) for cache in ("off", "disk"))
+    expected = batches_of_ranks(data, 5, 1)
+    for _ in range(2):
+        assert_same_batches(batches_of_ranks(again, 5, 1), expected)
+
+
+@needs("camvid")
+def test_where_examples_are_kept_follows_from_their_size(monkeypatch):
+    data = camvid(FILES / "camvid", 10)
+    crop = augment.RESIZED_CROP
+    assert (data.cache_of("train"), data.cache_of("train", crop)) == ("memory", "disk")
+    monkeypatch.setattr(pictures, "SHARE_OF_MEMORY", 0)
+    assert data.cache_of("train") == "disk"
+    monkeypatch.setattr(pictures, "SHARE_OF_DISK", 0)
+    assert data.cache_of("train") == "off"
+
+
+@needs("camvid")
+def test_crops_of_whole_pictures_are_the_same_for_any_number_of_ranks_and_from_any_batch():
+    data = camvid(FILES / "camvid", 10, size=(45, 60), cache="off")
+    options = {"augment": "resized_crop", "epoch": 1}
+    alone = batches_of_ranks(data, 4, 1, **options)
+    assert [len(x) for x, _ in alone] == [4, 4, 2]
+    for world_size in (2, 3):
+        assert_same_batches(batches_of_ranks(data, 4, world_size, **options), alone)
+    assert_same_batches(batches_of_ranks(data, 4, 3, first_batch=2, **options), alone[2:])
+    assert not list(data.pipeline("train", 4, first_batch=3))
+
+
+def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(folder_of_classes):
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
+    ranks = [[y.numpy() for _, y in data.pipeline("train", 11, world=World(rank, 3))] for rank in range(3)]
+    assert [[len(y) for y in batches] for batches in ranks] == [[4, 1], [4, 0], [3, 0]]
+    assert Counter(np.concatenate([y for batches in ranks for y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
+
+
+def test_ranks_can_have_whole_files(folder_of_classes):
+    data = tfdist.data.load("image_folder", folder_of_classes, size=(4, 4))
+    ranks = [list(data.pipeline("train", 5, world=World(rank, 2), by_file=True)) for rank in range(2)]
+    assert [len(batches) for batches in ranks] == [3, 3]
+    assert Counter(np.concatenate([y for batches in ranks for _, y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
+
+
+def segmenter(strategy, spec):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.Input(spec.input_shape), keras.layers.Conv2D(spec.classes, 3, padding="same")]
+        model = keras.Sequential(layers)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@needs("camvid")
+def test_training_on_files_gives_the_weights_of_training_in_memory_on_any_number_of_replicas():
+    weights = []
+    for strategy, cache in (("single", "memory"), ("single", "off"), ("custom", "off")):
+        data = camvid(FILES / "camvid", 10, size=(45, 60), cache=cache)
+        chosen = tfdist.strategy(strategy, devices=2 if strategy == "custom" else 1, seed=SEED)
+        model = segmenter(chosen, data.spec)
+        feed = data.feed("train", 4, seed=SEED, augment="crop_flip")
+        history = chosen.fit(model, feed, epochs=2, verbose=0, validation_data=data.feed("train", 4, shuffle=False))
+        assert len(history.history["val_loss"]) == 2
+        weights.append(np.concatenate([weight.reshape(-1) for weight in model.get_weights()]))
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_allclose(weights[0], weights[2], atol=5e-5)
+
+
+# Bad files
+
+
+def damage(folder: Path, what: str) -> tuple[Path, str]:
+    """Damages example 6; the path that an error has to name, and what it has to say."""
+    picture, mask = names(folder, 6)
+    if what == "truncated":
+        picture.write_bytes(picture.read_bytes()[:-4000])
+        return picture, "cannot be decoded"
+    if what == "missing":
+        picture.unlink()
+        return picture, "does not exist"
+    if what == "mask_of_another_size":
+        Image.open(mask).resize((120, 90), Image.Resampling.NEAREST).save(mask)
+        return mask, "is 90x120, and its picture"
+    pixels = np.array(Image.open(mask))
+    pixels[10, 20] = 77
+    Image.fromarray(pixels).save(mask)
+    return mask, "has the label 77, outside the 12 classes"
+
+
+@needs("camvid")
+@pytest.mark.parametrize("what", ["truncated", "missing", "mask_of_another_size", "label_outside"])
+def test_a_bad_file_is_named_or_left_out(some_camvid, what):
+    path, message = damage(some_camvid, what)
+    with pytest.raises(DataError, match=f"`{path}` {message}") as caught:
+        camvid(some_camvid, 10, cache="memory").arrays("train")
+    assert "`--on-bad-example skip`" in caught.value.hint
+    data = tfdist.data.load(
+        "segmentation_folder", some_camvid, validation=None, test=None, on_bad_example="skip", cache="off"
+    )
+    assert data.spec.examples["train"] == 9
+    assert len(data.skipped) == 1 and str(path) in data.skipped[0] and message in data.skipped[0]
+    assert sum(len(x) for x, _ in data.pipeline("train", 4)) == 9
+
+
+@needs("camvid")
+@pytest.mark.parametrize("what", ["truncated", "label_outside"])
+def test_a_bad_file_is_named_when_training_meets_it(some_camvid, what):
+    path, message = damage(some_camvid, what)
+    data = camvid(some_camvid, 10, cache="off")
+    strategy = tfdist.strategy("single", seed=SEED)
+    with pytest.raises(DataError, match=f"`{path}` {message}"):
+        strategy.fit(segmenter(strategy, data.spec), data.feed("train", 4, seed=SEED), verbose=0)
+
+
+def test_another_error_of_tensorflow_comes_through(folder_of_classes):
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
+    feed = data.feed("train", 4)
+    with pytest.raises(tf.errors.InvalidArgumentError), feed.naming_bad_examples(0, 3):
+        raise tf.errors.InvalidArgumentError(None, None, "of the model's")
+
+
+def test_the_first_picture_must_be_readable_to_know_the_size(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "1.jpg").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"The first picture, `.*1.jpg`, cannot be read") as caught:
+        tfdist.data.load("image_folder", tmp_path)
+    assert "size=64,64" in caught.value.hint

@@ -1,0 +1,71 @@
+"""What `tfdist train` is told about its data: options, augmentation, bad examples, the vocabulary of a run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from tests.shared_data import FILES, needs
+from tests.test_train import refuse, run
+from tfdist import plugins
+from tfdist.errors import UsageError
+
+
+def test_options_of_a_dataset_are_numbers_truths_tuples_or_texts():
+    settings = ["classes=5", "shape=(8,8,3)", "buckets=true", "encoding=latin-1", "train=a.txt,b.txt", "fold=none"]
+    found = plugins.parse_options(settings, "--data-option")
+    assert found == {
+        "classes": 5,
+        "shape": (8, 8, 3),
+        "buckets": True,
+        "encoding": "latin-1",
+        "train": "a.txt,b.txt",
+        "fold": None,
+    }
+    for wrong in ("classes", "=5", "a b=5"):
+        with pytest.raises(UsageError, match=f"`--data-option` is `{wrong}`, which is not NAME=VALUE"):
+            plugins.parse_options([wrong], "--data-option")
+    with pytest.raises(UsageError, match="`--data-option` sets `classes` twice"):
+        plugins.parse_options(["classes=5", "classes=6"], "--data-option")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--augment", "crop"], "Unknown augmentation `crop`"),
+        (["--on-bad-example", "ignore"], "Unknown policy for bad examples `ignore`"),
+        (["--on-bad-example", "skip"], "`synthetic` does not know the option `on_bad_example`"),
+        (["--data-option", "sise=3"], "`synthetic` does not know the option `sise`"),
+        (["--data-option", "classes"], "`--data-option` is `classes`, which is not NAME=VALUE"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_option_is_one_sentence(tmp_path, arguments, message):
+    assert message in refuse(tmp_path, "--strategy", "single", "--model", "mlp", "--dataset", "synthetic", *arguments)
+
+
+def weights(path) -> bytes:
+    import keras
+
+    return pickle.dumps([weight.tolist() for weight in keras.models.load_model(path).get_weights()])
+
+
+@needs("cifar10")
+def test_augmented_training_is_recorded_and_resumed_where_it_stopped(tmp_path):
+    base = ["--strategy", "mirrored", "--devices", 2, "--model", "mlp", "--dataset", "cifar_binary", "--quiet"]
+    base += ["--data-dir", FILES / "cifar10", "--limit", 500, "--batch-size", 64, "--augment", "crop_flip"]
+    base += ["--data-option", "validation=0.05"]
+    for folder, epochs in (("whole", 2), ("broken", 1)):
+        done = run(*base, "--run-dir", folder, "--epochs", epochs, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    dataset = json.loads((tmp_path / "whole" / "run.json").read_text())["dataset"]
+    assert dataset["augment"] == "crop_flip" and dataset["options"] == {"validation": "0.05"}
+    assert dataset["examples"] == {"train": 500, "validation": 500, "test": 2000} and dataset["skipped"] == 0
+    again = ["--resume", "--run-dir", "broken", "--epochs", 2]
+    assert run(*base, *again, cwd=tmp_path).returncode == 0
+    assert weights(tmp_path / "broken" / "model.keras") == weights(tmp_path / "whole" / "model.keras")
+    other = [argument for argument in base if argument not in ("--data-option", "validation=0.05")]
+    message = refuse(tmp_path, *other, *again)
+    assert "`--data-option validation=0.05`, and it is resumed with `--data-option validation unset`" in message

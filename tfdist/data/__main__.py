@@ -1,0 +1,90 @@
+"""`python -m tfdist.data`: a dataset's pipeline alone: how fast it is, where its time goes, what its examples are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tfdist import data, plugins
+from tfdist.data import augment as augmentations
+from tfdist.data import bad
+from tfdist.errors import TfdistError, UnknownNameError
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function"
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples in a batch")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="where the dataset's files lie")
+@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="what the dataset is told; often as needed")
+@click.option("--augment", default="none", show_default=True, metavar="NAME", help=", ".join(augmentations.NAMES))
+@click.option("--on-bad-example", metavar="NAME", help="a file or line that cannot be used: " + ", ".join(bad.POLICIES))
+@click.option("--split", default="train", show_default=True, metavar="NAME", help=", ".join(data.SPLITS))
+@click.option("--seed", type=int, default=0, show_default=True, help="of order and augmentation")
+@click.option("--seconds", type=float, default=3.0, show_default=True, help="how long the pipeline runs")
+@click.option("--sheet", type=click.Path(path_type=Path), default="examples.png", show_default=True, help="the picture")
+def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], **options: Any) -> None:
+    """Show a dataset's pipeline: its speed, its stages, the machine's bound, and some examples as a picture."""
+    try:
+        if options["split"] not in data.SPLITS:
+            raise UnknownNameError("split", options["split"], data.SPLITS)
+        settings = plugins.parse_options(data_option, "--data-option")
+        policy = options.pop("on_bad_example")
+        source = data.load(dataset, data_dir, **settings, **({} if policy is None else {"on_bad_example": policy}))
+        show(source, **options)
+    except TfdistError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def show(
+    source: data.Source, *, batch_size: int, augment: str, split: str, seed: int, seconds: float, sheet: Path
+) -> None:
+    """Measures, prints a table, and draws the contact sheet of the first batch."""
+    from tfdist.data import measure
+    from tfdist.data import sheet as sheets
+
+    shown = max(batch_size, sheets.ROWS * sheets.COLUMNS)
+    x, y = next(source.pipeline(split, shown, augment=augment, seed=seed).as_numpy_iterator())
+    sheets.write(sheet, source.spec, x, y)
+    found = measure.speed(source, split, batch_size, augment, seed, seconds)
+    _print_table(source, found, measure.cores(), measure.memory_bandwidth(), sheet)
+
+
+def _print_table(source: data.Source, found: Any, cores: int, bandwidth: float, sheet: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    spec = source.spec
+    total = sum(found.stage_seconds.values())
+    bound, what = found.bound
+    rows = [
+        ("dataset", f"{spec.name}, {spec.task}"),
+        ("examples", ", ".join(f"{split} {count:,}" for split, count in spec.examples.items())),
+        ("bad examples left out", f"{len(source.skipped):,}"),
+        ("one example", f"{spec.input_shape} -> {spec.target_shape or 'a label'}, {found.bytes_per_example:,} bytes"),
+        ("pipeline", f"{found.examples_per_second:,.0f} examples/s"),
+        *(
+            (f"  {stage}", f"{seconds * 1e6:,.1f} us an example, {seconds / total:.0%}")
+            for stage, seconds in found.stage_seconds.items()
+        ),
+        ("bound", f"{bound:,.0f} examples/s by {what}; reached {found.examples_per_second / bound:.0%}"),
+    ]
+    if "decode" in found.stage_seconds:
+        decoding = found.stage_seconds["read"] + found.stage_seconds["decode"]
+        rows.append(("decode rate", f"{1 / decoding:,.0f} examples/s a core, {cores} cores"))
+    rows += [("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s, one core copying"), ("examples drawn in", str(sheet))]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(soft_wrap=True).print(table)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    command(prog_name="python -m tfdist.data")

@@ -1,0 +1,149 @@
+"""How fast a pipeline is, where its time goes, and what the machine could do at best."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data import pipeline
+from tfdist.data.decoding import Decoder
+from tfdist.data.pictures import PictureSource
+from tfdist.data.source import ALONE, Source
+
+# Stages are timed one by one on so many examples at most, for so long at most.
+_EXAMPLES, _SECONDS = 512, 1.0
+_BYTES_TO_COPY = 1 << 28
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured of a pipeline.
+
+    Attributes:
+        examples_per_second: of the whole pipeline, on all cores.
+        bytes_per_example: of x and y, as a step gets them.
+        stage_seconds: of each stage, the time that one core spends on an example.
+        bound: the examples/s that the machine allows, and what sets that bound.
+    """
+
+    examples_per_second: float
+    bytes_per_example: int
+    stage_seconds: dict[str, float]
+    bound: tuple[float, str]
+
+
+def speed(source: Source, split: str, batch_size: int, augment: str, seed: int, seconds: float) -> Speed:
+    """Measures the pipeline of a split, for about `seconds` seconds and a few more for its stages."""
+    batches = _epochs(lambda epoch: source.pipeline(split, batch_size, augment=augment, seed=seed, epoch=epoch))
+    first = next(batches)  # builds the pipeline, and reads what goes into memory
+    size = sum(part.nbytes for part in first) // len(first[-1])
+    rate = _rate((len(batch[-1]) for batch in batches), seconds)
+    if isinstance(source, PictureSource) and not source.in_memory(split, source.augmentation(augment)):
+        stages = _stages_of_files(source, split, batch_size, augment)
+        decoding = stages["read"] + stages["decode"]
+        return Speed(rate, size, stages, (cores() / decoding, f"reading and decoding on {cores()} cores"))
+    stages = _stages_of_arrays(source, split, batch_size, augment, seed)
+    return Speed(rate, size, stages, (memory_bandwidth() / (2 * size), "copying in memory"))
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bandwidth() -> float:
+    """Bytes read and written a second when one core copies, the best of three."""
+    source, target = np.ones(_BYTES_TO_COPY, np.uint8), np.empty(_BYTES_TO_COPY, np.uint8)
+    np.copyto(target, source)
+    return max(2 * _BYTES_TO_COPY / _seconds(lambda: np.copyto(target, source)) for _ in range(3))
+
+
+def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str, seed: int) -> dict[str, float]:
+    """Seconds an example: the order of an epoch, the gathering, and what is done to a batch."""
+    examples = source.spec.examples[split]
+    batches = -(-min(_EXAMPLES * batch_size, examples) // batch_size)
+    seconds = {}
+    for name in dict.fromkeys(("none", augment)):
+        feed = source.host_feed(split, batch_size, seed=seed, augment=name)
+        seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / examples
+        dataset = pipeline.of_feed(feed, ALONE, 1, 0, True).take(batches)
+        seconds["gather" if name == "none" else name] = _drained(dataset) / (batches * batch_size)
+    if augment != "none":
+        seconds[augment] = max(0.0, seconds[augment] - seconds["gather"])
+    return seconds
+
+
+def _stages_of_files(source: PictureSource, split: str, batch_size: int, augment: str) -> dict[str, float]:
+    """Seconds an example on one core: each stage is what it adds to those before it."""
+    augmentation = source.augmentation(augment)
+    decoder = Decoder(source.spec, source.files[split], augmentation)
+    count = min(len(decoder), _EXAMPLES)
+    draws = tf.zeros(augmentation.draws if augmentation else 0)
+    numbers = tf.data.Dataset.range(count, output_type=tf.int32)
+
+    def through(stage: Callable[[tf.Tensor], Any]) -> tf.data.Dataset:
+        return numbers.map(tf.autograph.experimental.do_not_convert(stage))
+
+    fitted = through(lambda index: (*decoder(index, draws), draws))
+    apply = tf.autograph.experimental.do_not_convert(decoder.apply)
+    until = {
+        "read": through(decoder.read),
+        "decode": through(decoder.decoded),
+        "check and fit": fitted,
+        "batch": fitted.batch(batch_size),
+    }
+    if decoder.of_batch is not None:
+        until[augment] = until["batch"].map(apply)
+    _drained(until["decode"])  # the files are then in the memory of the operating system
+    totals = {}
+    for name, dataset in until.items():
+        per_batch = name in ("batch", augment)
+        totals[name] = _drained(dataset, -(-count // batch_size) if per_batch else count) / count
+    before = [0.0, *totals.values()]
+    return {name: max(0.0, total - earlier) for (name, total), earlier in zip(totals.items(), before, strict=False)}
+
+
+def _epochs(make: Callable[[int], tf.data.Dataset]) -> Iterator[list[np.ndarray]]:
+    for epoch in itertools.count():
+        for batch in make(epoch):
+            yield [part.numpy() for part in tf.nest.flatten(batch)]
+
+
+def _rate(counts: Iterable[int], seconds: float) -> float:
+    """Examples a second over about `seconds` seconds."""
+    began, total = time.perf_counter(), 0
+    for count in counts:
+        total += count
+        if time.perf_counter() - began > seconds:
+            break
+    return total / (time.perf_counter() - began)
+
+
+def _drained(dataset: tf.data.Dataset, elements: int | None = None) -> float:
+    """Seconds that the elements take one after the other, without what it takes to build the pipeline."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
+    options.autotune.enabled = False
+    whole = dataset.with_options(options)
+    next(iter(whole))
+    done, began = 0, time.perf_counter()
+    for _ in whole:
+        done += 1
+        if time.perf_counter() - began > _SECONDS:
+            break
+    seconds = time.perf_counter() - began
+    return seconds if elements is None else seconds * elements / max(done, 1)
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began

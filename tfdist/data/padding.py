@@ -1,0 +1,70 @@
+"""Sentences of different lengths in one array: padded at the end, and cut to the longest of a batch.
+
+Synopsis:
+
+    >>> padded([[5, 4], [7]], 3)
+    array([[5, 4, 0],
+           [7, 0, 0]], dtype=int32)
+    >>> lengths(padded([[5, 4], [7]], 3)).tolist()
+    [2, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdist.data.spec import PADDING
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+def padded(sentences: Sequence[Sequence[int]], length: int) -> np.ndarray:
+    """Sentences of tokens in one array: int32 `[N, length]`, cut at `length` and padded at the end."""
+    rows = np.full((len(sentences), length), PADDING, np.int32)
+    for row, sentence in zip(rows, sentences, strict=True):
+        kept = sentence[:length]
+        row[: len(kept)] = kept
+    return rows
+
+
+def lengths(tokens: np.ndarray) -> np.ndarray:
+    """How many tokens of each row are no padding: int64 `[N]`."""
+    return np.count_nonzero(tokens != PADDING, axis=1)
+
+
+class Trimmed:
+    """What `ArrayFeed` does to a batch of sentences: cuts off the columns in which the whole batch has padding.
+
+    Args:
+        lengths_of: of each kind of sentence, the length of each example: int `[N]`; "x", or "source" and "target".
+        batch_size: examples in a global batch: all replicas cut at its longest sentence.
+    """
+
+    def __init__(self, lengths_of: dict[str, np.ndarray], batch_size: int):
+        self._lengths_of = lengths_of
+        self._batch_size = batch_size
+
+    def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The longest of each example's global batch, int32 `[n]`, a kind of sentence."""
+        del epoch
+        return tuple(self._longest(lengths[indices]) for lengths in self._lengths_of.values())
+
+    def __call__(self, data: tuple[Any, Any], *longest: tf.Tensor) -> tuple[Any, Any]:
+        import tensorflow as tf
+
+        # A part without examples keeps one column.
+        width = {
+            kind: tf.maximum(tf.reduce_max(of_each), 1) for kind, of_each in zip(self._lengths_of, longest, strict=True)
+        }
+        x, y = data
+        if not isinstance(x, dict):
+            return x[:, : width["x"]], y
+        return {kind: x[kind][:, : width[kind]] for kind in x}, y[:, : width["target"]]
+
+    def _longest(self, lengths: np.ndarray) -> np.ndarray:
+        first = np.arange(0, len(lengths), self._batch_size)
+        return np.repeat(np.maximum.reduceat(lengths, first), self._batch_size)[: len(lengths)].astype(np.int32)

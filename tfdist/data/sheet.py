@@ -1,0 +1,83 @@
+"""A contact sheet: some examples with their labels, masks or words, as one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdist.data.spec import PADDING, DataSpec
+
+COLUMNS, ROWS = 6, 4
+_INCHES, _DOTS = 1.6, 100
+
+
+def write(path: Path, spec: DataSpec, x: Any, y: np.ndarray) -> None:
+    """Draws the first examples of (x, y), as `tfdist.data.spec` describes them, into a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(COLUMNS * _INCHES, ROWS * _INCHES), dpi=_DOTS, layout="constrained")
+    if len(spec.input_shape) == 3:
+        _draw_pictures(figure, spec, x, y)
+    else:
+        figure.text(0.02, 0.98, "\n".join(_lines(spec, x, y)), va="top", family="monospace", size=7)
+    figure.savefig(path)
+
+
+def _draw_pictures(figure: Any, spec: DataSpec, x: np.ndarray, y: np.ndarray) -> None:
+    """Each picture with its class as a title, or beside its mask."""
+    masks = spec.task == "segmentation"
+    each = 2 if masks else 1
+    places = figure.subplots(ROWS, COLUMNS).reshape(-1)
+    for place in places:
+        place.set_axis_off()
+    for number, example in enumerate(x[: len(places) // each]):
+        grey = example.shape[-1] == 1
+        place = places[number * each]
+        place.imshow(example[..., 0] if grey else example, cmap="gray" if grey else None, vmin=0, vmax=1)
+        if masks:
+            # 20 colours tell neighbours apart; the class that does not count is left white.
+            shown = np.ma.masked_equal(y[number], -1 if spec.ignored_class is None else spec.ignored_class)
+            places[number * each + 1].imshow(shown % 20, cmap="tab20", vmin=0, vmax=19, interpolation="nearest")
+        elif spec.task == "classification":
+            place.set_title(_class(spec, int(y[number])), size=8)
+
+
+def _lines(spec: DataSpec, x: Any, y: np.ndarray) -> list[str]:
+    if spec.task == "translation":
+        return [
+            line
+            for source, target in zip(x["source"][: ROWS * 3], y, strict=False)
+            for line in (_words(spec.vocabulary, source), "    " + _words(spec.target_vocabulary, target))
+        ]
+    if spec.task == "characters":
+        return [
+            f"{_characters(spec, one)}  ->  {_characters(spec, two)}"
+            for one, two in zip(x[: ROWS * 6], y, strict=False)
+        ]
+    if spec.task == "text_classification":
+        return [
+            f"{_class(spec, int(label)):>10}  {_words(spec.vocabulary, one)}"
+            for one, label in zip(x[: ROWS * 6], y, strict=False)
+        ]
+    return [
+        f"{_class(spec, int(label)):>10}  {np.array2string(one, precision=3)}"
+        for one, label in zip(x[: ROWS * 6], y, strict=False)
+    ]
+
+
+def _class(spec: DataSpec, label: int) -> str:
+    return spec.class_names[label] if spec.class_names else str(label)
+
+
+def _words(vocabulary: tuple[str, ...], tokens: np.ndarray, longest: int = 150) -> str:
+    words = [vocabulary[token] if vocabulary else str(token) for token in tokens if token != PADDING]
+    # A dollar would begin a formula.
+    text = " ".join(words).replace("$", r"\$")
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _characters(spec: DataSpec, tokens: np.ndarray) -> str:
+    text = "".join(spec.vocabulary[token] if spec.vocabulary else chr(97 + token % 26) for token in tokens[:60])
+    return repr(text).replace("$", r"\$")

@@ -1,0 +1,65 @@
+"""One text as a stream of characters: what comes next after each of them (A. Karpathy's char-rnn, 2015)."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+import numpy as np
+
+from tfdist.data import plain
+from tfdist.data.source import Arrays, Source
+from tfdist.errors import DataError
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    file: str = "input.txt",
+    steps: int = 64,
+    validation: float = 0.1,
+    encoding: str = "utf-8",
+) -> Source:
+    """x `[N, steps]`: pieces of the text that follow each other, y `[N, steps]` the same pieces one character later.
+
+    In a global batch of B the text is read in B places: row i of a batch goes on in row i of the next. What is left
+    over when it does not divide is not used.
+
+    Args:
+        data_dir: the folder.
+        file: the text's name.
+        steps: characters an example.
+        validation: the share of the text, from the end, that is for validation.
+        encoding: of the text.
+
+    Raises:
+        DataError: no such file, not in that encoding, or too short for one example.
+    """
+    directory = plain.folder(data_dir, "characters")
+    (path,) = plain.find(directory, file, "characters", "file")[:1]
+    text = plain.text(path, encoding)
+    vocabulary = tuple(sorted(set(text)))
+    number = {character: index for index, character in enumerate(vocabulary)}
+    tokens = np.fromiter(map(number.__getitem__, text), np.int32, len(text))
+    first = len(tokens) - int(len(tokens) * validation)
+    parts = {"train": _pieces(tokens[:first], steps), "validation": _pieces(tokens[first:], steps)}
+    if not len(parts["train"][1]):
+        raise DataError(
+            f"`{path}` has {len(tokens)} characters, too few for one example of {steps} steps",
+            "use fewer steps with `--data-option steps=16`",
+        )
+    return Source.from_arrays(
+        "characters",
+        classes=len(vocabulary),
+        task="characters",
+        train=parts["train"],
+        validation=parts["validation"] if len(parts["validation"][1]) else None,
+        vocabulary_size=len(vocabulary),
+        vocabulary=vocabulary,
+        target_vocabulary=vocabulary,
+    )
+
+
+def _pieces(tokens: np.ndarray, steps: int) -> Arrays:
+    examples = max(0, len(tokens) - 1) // steps
+    whole = examples * steps
+    return tokens[:whole].reshape(examples, steps), tokens[1 : whole + 1].reshape(examples, steps)

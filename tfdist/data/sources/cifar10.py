@@ -1,0 +1,20 @@
+"""CIFAR-10, 60,000 pictures of 32x32 pixels in 10 classes: A. Krizhevsky, 2009."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from tfdist.data import tfds_images
+from tfdist.data.source import Source
+
+
+def load(data_dir: str | PathLike[str] | None = None) -> Source:
+    """x `[N, 32, 32, 3]` in [0, 1], 10 classes: 45,000 training, 5,000 validation and 10,000 test examples.
+
+    Args:
+        data_dir: the folder of prepared datasets; see `tfdist.data.load`.
+
+    Raises:
+        DataError: neither prepared nor to be downloaded.
+    """
+    return tfds_images.load("cifar10", data_dir)

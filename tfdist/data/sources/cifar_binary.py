@@ -1,0 +1,89 @@
+"""CIFAR's binary files: a byte or two of labels and 3,072 bytes of pixels an example, red, green and blue planes.
+
+Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from tfdist.data import plain
+from tfdist.data.bad import BadExamples
+from tfdist.data.source import Arrays, Source
+from tfdist.errors import UsageError
+
+_SHAPE = (3, 32, 32)
+_PIXELS = 3 * 32 * 32
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    train: str | None = None,
+    test: str = "test*.bin*",
+    classes: int = 10,
+    validation: float = 0.1,
+    on_bad_example: str = "fail",
+) -> Source:
+    """x `[N, 32, 32, 3]` in [0, 1] of the files in a folder, plain, `.gz` or `.xz`.
+
+    Args:
+        data_dir: the folder.
+        train: the names of the training files, or patterns, divided by commas; None takes all but the test files.
+        test: the names of the test files.
+        classes: 10 for CIFAR-10; 100 for CIFAR-100, whose files have a coarse and a fine label: the fine one counts.
+        validation: the share of the training examples, from the end, that is for validation.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        UsageError: no folder, or a number of classes that CIFAR does not have.
+        DataError: no such files, a truncated one, or a label outside the classes.
+    """
+    if classes not in (10, 100):
+        raise UsageError(
+            f"CIFAR has 10 or 100 classes, and `classes` is {classes}", "use `classes=10` or `classes=100`"
+        )
+    directory, bad = plain.folder(data_dir, "cifar_binary"), BadExamples(on_bad_example)
+    test_files = plain.find(directory, test, "cifar_binary", "test")
+    train_files = plain.find(directory, train or "*.bin*", "cifar_binary", "train")
+    x, y = _read([path for path in train_files if path not in test_files], classes, bad)
+    first = len(y) - round(len(y) * validation)
+    return Source.from_arrays(
+        "cifar_binary",
+        classes=classes,
+        class_names=_class_names(directory, classes),
+        train=(x[:first], y[:first]),
+        validation=(x[first:], y[first:]) if first < len(y) else None,
+        test=_read(test_files, classes, bad),
+        skipped=bad.sentences,
+    )
+
+
+def _read(files: list[Path], classes: int, bad: BadExamples) -> Arrays:
+    parts = [_read_file(path, classes, bad) for path in files]
+    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+
+def _read_file(path: Path, classes: int, bad: BadExamples) -> Arrays:
+    labels = 2 if classes == 100 else 1
+    data = np.frombuffer(plain.content(path), np.uint8)
+    records, rest = divmod(len(data), labels + _PIXELS)
+    if rest:
+        bad.found(f"`{path}` is truncated: {rest} bytes follow its {records} whole examples", "fetch it again")
+    examples = data[: len(data) - rest].reshape(records, labels + _PIXELS)
+    y = examples[:, labels - 1]
+    for index in np.flatnonzero(y >= classes):
+        bad.found(f"Example {index} of `{path}` has the label {y[index]}, outside the {classes} classes")
+    examples = examples[y < classes]
+    pixels = examples[:, labels:].reshape(-1, *_SHAPE).transpose(0, 2, 3, 1)
+    return np.divide(pixels, np.float32(255)), examples[:, labels - 1]
+
+
+def _class_names(directory: Path, classes: int) -> tuple[str, ...]:
+    name = "batches.meta.txt" if classes == 10 else "fine_label_names.txt"
+    path = directory / name
+    names = tuple(path.read_text().split()) if path.exists() else ()
+    return names if len(names) == classes else ()

@@ -1,0 +1,81 @@
+"""COCO's own folders, as semantic segmentation: masks are made of the annotations of instances.
+
+Source: T.-Y. Lin and others, "Microsoft COCO: Common Objects in Context", ECCV 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from tfdist.data import coco, plain
+from tfdist.data.pictures import PictureSource
+from tfdist.data.spec import DataSpec
+from tfdist.errors import DataError
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    year: int = 2017,
+    size: Sequence[int] = (256, 256),
+    validation: float = 0.1,
+    cache: str = "auto",
+    on_bad_example: str = "fail",
+) -> PictureSource:
+    """x float32 `[N, H, W, 3]` in [0, 1], y int32 `[N, H, W]`: 0 is background, then the categories by their ids.
+
+    COCO keeps the labels of its test to itself, so its validation split is the test here.
+
+    Args:
+        data_dir: the folder with `annotations/instances_train2017.json`, `train2017/` or `images/train2017/`, and the
+            same for `val2017`.
+        year: of the annotations and folders.
+        size: height and width to bring pictures and masks to.
+        validation: the share of the training pictures, drawn at random, that is for validation.
+        cache: one of `tfdist.data.pictures.CACHES`.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        UsageError: no folder.
+        DataError: no such files; when it is read, a picture that cannot be decoded, or is not of the size that the
+            annotations say.
+    """
+    directory = plain.folder(data_dir, "coco_folder")
+    parts = {split: _read(directory, f"{name}{year}") for split, name in (("train", "train"), ("test", "val"))}
+    return of_parts("coco_folder", parts, size, validation, cache, on_bad_example)
+
+
+def of_parts(
+    name: str, parts: Mapping[str, coco.Part], size: Sequence[int], validation: float, cache: str, policy: str
+) -> PictureSource:
+    """The source of the name `name` of what `tfdist.data.coco.read` gave for "train" and "test"; see `load`."""
+    (train, names), (test, names_of_test) = parts["train"], parts["test"]
+    if names != names_of_test:
+        raise DataError(
+            f"The categories of the training pictures of `{name}` are not those of the test",
+            "use the annotations of one release for both",
+        )
+    shuffled = np.random.default_rng(0).permutation(len(train))
+    first = len(train) - round(len(train) * validation)
+    files = {"train": train.keep(sorted(shuffled[:first].tolist())), "test": test}
+    if first < len(train):
+        files["validation"] = train.keep(sorted(shuffled[first:].tolist()))
+    height, width = size
+    spec = DataSpec(name, "segmentation", (height, width, 3), len(names), {}, names, target_shape=(height, width))
+    return PictureSource(spec, files, cache=cache, policy=policy)
+
+
+def _read(directory: Path, split: str) -> coco.Part:
+    (annotations,) = plain.find(directory, f"annotations/instances_{split}.json", "coco", "year")
+    folders = [directory / split, directory / "images" / split]
+    pictures = next((folder for folder in folders if folder.is_dir()), None)
+    if pictures is None:
+        raise DataError(
+            f"`{directory}` has the annotations of `{split}` and not its pictures",
+            f"put them into `{folders[0]}` or `{folders[1]}`",
+        )
+    return coco.read(annotations, pictures)

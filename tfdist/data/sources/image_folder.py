@@ -1,0 +1,84 @@
+"""A folder of pictures by class: `train/CLASS/NAME.jpg`, with `validation/` (or `val/`) and `test/` beside `train/`.
+
+Without a folder `train` the classes are the folders of the dataset's own folder; a tenth of the pictures, drawn at
+random, is for validation and another one for the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from tfdist.data import plain
+from tfdist.data.pictures import Pictures, PictureSource, size_of
+from tfdist.data.spec import DataSpec
+from tfdist.errors import DataError
+
+_FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    size: Sequence[int] | None = None,
+    channels: int = 3,
+    cache: str = "auto",
+    on_bad_example: str = "fail",
+) -> PictureSource:
+    """x float32 `[N, H, W, channels]` in [0, 1], y int32 `[N]`; the classes in the order of the alphabet.
+
+    Args:
+        data_dir: the folder.
+        size: height and width to bring the pictures to; None is the size of the first one.
+        channels: 3 for colours, 1 for grey.
+        cache: one of `tfdist.data.pictures.CACHES`.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        UsageError: no folder.
+        DataError: no pictures, or a class without training pictures; when it is read, one that cannot be decoded.
+    """
+    directory = plain.folder(data_dir, "image_folder")
+    if (directory / "train").is_dir():
+        there = {
+            split: directory / name
+            for split, names in _FOLDERS.items()
+            for name in names
+            if (directory / name).is_dir()
+        }
+        classes = _classes(there["train"])
+        files = {split: _pictures(folder, classes) for split, folder in there.items()}
+    else:
+        classes = _classes(directory)
+        files = _divided(_pictures(directory, classes))
+    height, width = size or size_of(files["train"].pictures[0])
+    spec = DataSpec("image_folder", "classification", (height, width, channels), len(classes), {}, tuple(classes))
+    return PictureSource(spec, files, cache=cache, policy=on_bad_example)
+
+
+def _classes(folder: Path) -> list[str]:
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and plain.pictures_in(path))
+    if not classes:
+        raise DataError(f"`{folder}` has no folders with pictures", "make a folder a class, with its pictures")
+    return classes
+
+
+def _pictures(folder: Path, classes: list[str]) -> Pictures:
+    unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
+    if unknown:
+        raise DataError(
+            f"`{folder / unknown[0]}` is no class of the training pictures, which are {', '.join(classes[:10])}",
+            "use the same names of classes for all splits",
+        )
+    found = [(str(path), label) for label, name in enumerate(classes) for path in plain.pictures_in(folder / name)]
+    return Pictures([path for path, _ in found], np.array([label for _, label in found], np.int32))
+
+
+def _divided(files: Pictures) -> dict[str, Pictures]:
+    shuffled = np.random.default_rng(0).permutation(len(files))
+    tenth = len(files) // 10
+    parts = {"test": shuffled[:tenth], "validation": shuffled[tenth : 2 * tenth], "train": shuffled[2 * tenth :]}
+    return {split: files.keep(np.sort(part).tolist()) for split, part in parts.items() if len(part)}

@@ -1,0 +1,62 @@
+"""ImageNet (ILSVRC 2012), 1.28 million pictures in 1,000 classes: O. Russakovsky and others, IJCV, 2015.
+
+Its licence wants you to fetch the files yourself, at https://image-net.org/download-images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from tfdist.data import tfds_records
+from tfdist.data.pictures import PictureSource
+from tfdist.errors import DataError
+
+ARCHIVES = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
+MANUAL = Path("downloads", "manual")
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    size: Sequence[int] = (224, 224),
+    cache: str = "auto",
+    on_bad_example: str = "fail",
+) -> PictureSource:
+    """x `[N, *size, 3]` in [0, 1], y int32 `[N]`: a hundredth of the training pictures is for validation.
+
+    ImageNet keeps the labels of its test to itself, so its 50,000 validation pictures are the test here.
+
+    Args:
+        data_dir: the folder of prepared datasets; your archives belong into `downloads/manual` in it.
+        size: height and width to bring the pictures to.
+        cache: one of `tfdist.data.pictures.CACHES`.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        DataError: neither prepared nor the archives there; says which are missing, and where they belong.
+    """
+    builder = tfds_records.builder_of("imagenet2012", data_dir, _check_archives)
+    label = builder.info.features["label"]
+    return tfds_records.source_of(
+        builder,
+        "validation",
+        size,
+        validation=0.01,
+        target="label",
+        classes=label.num_classes,
+        class_names=label.names,
+        cache=cache,
+        policy=on_bad_example,
+    )
+
+
+def _check_archives(folder: Path) -> None:
+    missing = [name for name in ARCHIVES if not (folder / MANUAL / name).is_file()]
+    if missing:
+        raise DataError(
+            f"Dataset `imagenet2012` is not prepared in `{folder}`, and `{folder / MANUAL}` has no "
+            + " and no ".join(f"`{name}`" for name in missing),
+            "fetch these files at https://image-net.org/download-images (you have to register) and put them there",
+        )

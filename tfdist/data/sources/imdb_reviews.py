@@ -1,0 +1,53 @@
+"""IMDb, 50,000 film reviews: A. Maas and others, "Learning Word Vectors for Sentiment Analysis", ACL 2011."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from tfdist.data import labelled_text, text, tfds_records
+from tfdist.data.bad import FAIL, BadExamples
+from tfdist.data.source import Source
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    length: int = 256,
+    words: int = 20_000,
+    buckets: bool = False,
+    vocabulary: str | None = None,
+) -> Source:
+    """x int32 `[N, length]`, y int32 `[N]`, negative and positive: 22,500 for training, 2,500 and 25,000.
+
+    Args:
+        data_dir: the folder of prepared datasets; see `tfdist.data.load`.
+        length: words of a review at most.
+        words: words of the vocabulary at most.
+        buckets: batches of reviews of similar lengths.
+        vocabulary: a file with the vocabulary of an earlier run; None makes one of the training reviews.
+
+    Raises:
+        DataError: neither prepared nor to be downloaded.
+    """
+    builder = tfds_records.builder_of("imdb_reviews", data_dir)
+    count = builder.info.splits["train"].num_examples
+    first = count - count // 10
+    slices = {"train": f"train[:{first}]", "validation": f"train[{first}:]", "test": "test"}
+    parts = {
+        split: [
+            (text.words(example["text"].decode()), int(example["label"]))
+            for example in tfds_records.examples(builder, stored)
+        ]
+        for split, stored in slices.items()
+    }
+    return labelled_text.source_of(
+        "imdb_reviews",
+        parts,
+        2,
+        length=length,
+        words=words,
+        buckets=buckets,
+        vocabulary=vocabulary,
+        bad=BadExamples(FAIL),
+        class_names=("negative", "positive"),
+    )

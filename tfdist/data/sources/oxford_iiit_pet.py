@@ -1,0 +1,44 @@
+"""Oxford-IIIT Pet, 7,349 cats and dogs with masks: O. Parkhi, A. Vedaldi, A. Zisserman and C. Jawahar, CVPR 2012."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+
+from tfdist.data import tfds_records
+from tfdist.data.pictures import PictureSource
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    size: Sequence[int] = (128, 128),
+    cache: str = "auto",
+    on_bad_example: str = "fail",
+) -> PictureSource:
+    """x `[N, *size, 3]` in [0, 1], y int32 `[N, *size]`: pet, background and border.
+
+    3,312 training pictures, 368 for validation and 3,669 for the test.
+
+    Args:
+        data_dir: the folder of prepared datasets; see `tfdist.data.load`.
+        size: height and width to bring pictures and masks to.
+        cache: one of `tfdist.data.pictures.CACHES`.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        DataError: neither prepared nor to be downloaded.
+    """
+    builder = tfds_records.builder_of("oxford_iiit_pet", data_dir)
+    return tfds_records.source_of(
+        builder,
+        "test",
+        size,
+        validation=0.1,
+        target="segmentation_mask",
+        classes=3,
+        class_names=("pet", "background", "border"),
+        first_label=1,
+        cache=cache,
+        policy=on_bad_example,
+    )

@@ -1,0 +1,82 @@
+"""Two texts that are translations of each other line by line, such as Multi30k.
+
+Source: D. Elliott and others, "Multi30K: Multilingual English-German Image Descriptions", 2016.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from tfdist.data import plain
+from tfdist.data.bad import BadExamples
+from tfdist.data.source import Source
+from tfdist.data.translations import Pairs, source_of
+from tfdist.errors import DataError, UsageError
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    train: str,
+    validation: str | None = None,
+    test: str | None = None,
+    encoding: str = "utf-8",
+    length: int = 40,
+    words: int = 10_000,
+    buckets: bool = False,
+    vocabulary: str | None = None,
+    target_vocabulary: str | None = None,
+    on_bad_example: str = "fail",
+) -> Source:
+    """x "source" int32 `[N, length]` and "target" int32 `[N, length + 1]`, y int32 `[N, length + 1]`.
+
+    "target" is a start token and the sentence, y the sentence and an end token; padding is 0.
+
+    Args:
+        data_dir: the folder.
+        train: the two training files, source and target, divided by a comma: `train.en.gz,train.de.gz`.
+        validation: the same for validation.
+        test: the same for the test.
+        encoding: of the files.
+        length: words of a sentence at most; longer ones are cut.
+        words: words of each vocabulary at most.
+        buckets: batches of sentences of similar lengths.
+        vocabulary: a file with the source's vocabulary of an earlier run; None makes one of the training sentences.
+        target_vocabulary: the same for the target.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        UsageError: no folder, or not two files.
+        DataError: no such files, files of different length, or a line that is not in that encoding.
+    """
+    directory, bad = plain.folder(data_dir, "parallel_text"), BadExamples(on_bad_example)
+    given = {"train": train, "validation": validation, "test": test}
+    parts = {split: _read(directory, names, split, encoding, bad) for split, names in given.items() if names}
+    return source_of(
+        "parallel_text",
+        parts,
+        length=length,
+        words=words,
+        buckets=buckets,
+        vocabulary=vocabulary,
+        target_vocabulary=target_vocabulary,
+        bad=bad,
+    )
+
+
+def _read(directory: Path, names: str, split: str, encoding: str, bad: BadExamples) -> Pairs:
+    files = plain.find(directory, names, "parallel_text", split)
+    if len(files) != 2:
+        raise UsageError(
+            f"`{split}` of `parallel_text` is `{names}`, which is {len(files)} files",
+            f"name the source and the target, as in `--data-option {split}=train.en.gz,train.de.gz`",
+        )
+    source, target = (list(plain.lines(path, encoding, bad)) for path in files)
+    if len(source) != len(target):
+        raise DataError(
+            f"`{files[0]}` has {len(source)} lines, and `{files[1]}` has {len(target)}",
+            "name two files whose lines are translations of each other",
+        )
+    # A pair is left out with either of its lines.
+    return [(s, t) for (_, s), (_, t) in zip(source, target, strict=True) if s is not None and t is not None]

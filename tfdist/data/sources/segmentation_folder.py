@@ -1,0 +1,110 @@
+"""Pictures with masks, a class a pixel, in folders or lists, as CamVid's.
+
+| what is named | example | what it is |
+|---|---|---|
+| a list | `train.txt` | a line `picture mask` an example, relative to the list's folder |
+| two folders | `train,trainannot` | pictures, and masks of the same names but for their endings |
+
+Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", Pattern Recognition Letters, 2009;
+in the layout of V. Badrinarayanan, A. Kendall and R. Cipolla, "SegNet", 2015.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from tfdist.data import plain
+from tfdist.data.pictures import Pictures, PictureSource, size_of
+from tfdist.data.spec import DataSpec
+from tfdist.errors import DataError, UsageError
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    train: str = "train.txt",
+    validation: str | None = "val.txt",
+    test: str | None = "test.txt",
+    classes: int = 12,
+    ignored_class: int | None = 11,
+    class_names: str | None = None,
+    size: Sequence[int] | None = None,
+    cache: str = "auto",
+    on_bad_example: str = "fail",
+) -> PictureSource:
+    """x float32 `[N, H, W, 3]` in [0, 1], y int32 `[N, H, W]`. The defaults are CamVid's.
+
+    Args:
+        data_dir: the folder.
+        train: a list, or two folders divided by a comma.
+        validation: the same for validation, or None.
+        test: the same for the test, or None.
+        classes: the number of classes, the one that is left out included.
+        ignored_class: the label of pixels that loss and metrics leave out, or None.
+        class_names: one name a class, divided by commas.
+        size: height and width to bring pictures and masks to; None is the size of the first picture.
+        cache: one of `tfdist.data.pictures.CACHES`.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        UsageError: no folder.
+        DataError: no such lists or folders, or a picture without a mask; when it is read, a picture that cannot be
+            decoded, a mask of another size than its picture, or a label outside the classes.
+    """
+    directory = plain.folder(data_dir, "segmentation_folder")
+    given = {"train": train, "validation": validation, "test": test}
+    files = {split: _pairs(directory, names, split) for split, names in given.items() if names}
+    height, width = size or size_of(files["train"].pictures[0])
+    spec = DataSpec(
+        "segmentation_folder",
+        "segmentation",
+        (height, width, 3),
+        classes,
+        {},
+        tuple(class_names.split(",")) if class_names else (),
+        target_shape=(height, width),
+        ignored_class=ignored_class,
+    )
+    return PictureSource(spec, files, cache=cache, policy=on_bad_example)
+
+
+def _pairs(directory: Path, names: str, option: str) -> Pictures:
+    folders = names.split(",")
+    if len(folders) > 2:
+        raise UsageError(f"`{option}` is `{names}`", "name one list, or the folders of pictures and masks")
+    pairs = (
+        _of_folders(*(directory / name for name in folders))
+        if len(folders) == 2
+        else _of_list(directory, names, option)
+    )
+    if not pairs:
+        raise DataError(f"There are no pictures in `{names}` of `{directory}`", "name a list or folders that have some")
+    return Pictures([str(picture) for picture, _ in pairs], [str(mask) for _, mask in pairs])
+
+
+def _of_list(directory: Path, name: str, option: str) -> list[tuple[Path, Path]]:
+    (path,) = plain.find(directory, name, "segmentation_folder", option)[:1]
+    pairs = []
+    for number, line in enumerate(plain.text(path, "utf-8").splitlines(), 1):
+        entries = line.split()
+        if len(entries) != 2:
+            raise DataError(
+                f"Line {number} of `{path}` is `{line}`, which is not a picture and a mask",
+                "write two paths on each line, relative to the list's folder",
+            )
+        pairs.append((directory / entries[0], directory / entries[1]))
+    return pairs
+
+
+def _of_folders(pictures: Path, masks: Path) -> list[tuple[Path, Path]]:
+    of_name = {path.stem: path for path in plain.pictures_in(masks)}
+    found = plain.pictures_in(pictures)
+    alone = [path for path in found if path.stem not in of_name]
+    if alone:
+        raise DataError(
+            f"The picture `{alone[0]}` has no mask in `{masks}` ({len(alone)} of {len(found)} pictures have none)",
+            "give each picture a mask of the same name",
+        )
+    return [(path, of_name[path.stem]) for path in found]

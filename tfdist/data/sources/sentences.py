@@ -1,0 +1,125 @@
+"""Text files of sentences with labels, in the three layouts that sentiment datasets come in.
+
+| layout | files | a line |
+|---|---|---|
+| rt-polarity | one a class: `--data-option train=rt-polarity.neg,rt-polarity.pos` | a sentence |
+| SST-2 | one a split: `--data-option train=stsa.binary.train` | label, space, sentence |
+| tab-separated | one a split: `--data-option train=imdb_train_6000.tsv.xz` | label, tab, ..., tab, sentence |
+
+Sources: B. Pang and L. Lee, "Seeing Stars", ACL 2005; R. Socher and others, "Recursive Deep Models for Semantic
+Compositionality Over a Sentiment Treebank", EMNLP 2013; A. Maas and others, "Learning Word Vectors for Sentiment
+Analysis", ACL 2011.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from tfdist.data import plain, text
+from tfdist.data.bad import BadExamples
+from tfdist.data.labelled_text import Sentences, source_of
+from tfdist.data.source import Source
+from tfdist.errors import UsageError
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    train: str,
+    validation: str | None = None,
+    test: str | None = None,
+    classes: int = 2,
+    encoding: str = "utf-8",
+    folds: int = 0,
+    fold: int = 0,
+    length: int = 64,
+    words: int = 20_000,
+    buckets: bool = False,
+    vocabulary: str | None = None,
+    on_bad_example: str = "fail",
+) -> Source:
+    """x int32 `[N, length]`, padded with 0 at the end, y int32 `[N]`.
+
+    Args:
+        data_dir: the folder.
+        train: the training file; or several, divided by commas: one a class, in the order of the classes.
+        validation: the same for validation; None takes the last tenth of the shuffled training sentences.
+        test: the same for the test.
+        classes: the number of classes.
+        encoding: of the files.
+        folds: cross-validation in so many parts of the shuffled training sentences, each in turn the test.
+        fold: which of them is the test, from 0.
+        length: words of a sentence at most.
+        words: words of the vocabulary at most, with those for padding and unknown words.
+        buckets: batches of sentences of similar lengths.
+        vocabulary: a file with the vocabulary of an earlier run; None makes one of the training sentences.
+        on_bad_example: "fail" or "skip".
+
+    Raises:
+        UsageError: no folder, or folds that cannot be.
+        DataError: no such files, a label outside the classes, or a line that is not in that encoding.
+    """
+    directory, bad = plain.folder(data_dir, "sentences"), BadExamples(on_bad_example)
+    if folds and test:
+        raise UsageError("`folds` and `test` are both set", "use one of them: a fold is the test of its run")
+    if not 0 <= fold < max(folds, 1) or folds == 1:
+        raise UsageError(f"`fold` is {fold} of {folds}", "use 2 folds or more, and a fold from 0 to folds - 1")
+
+    def read(names: str, option: str) -> Sentences:
+        files = plain.find(directory, names, "sentences", option)
+        return [
+            found
+            for index, path in enumerate(files)
+            for found in _read(path, index, len(files), classes, encoding, bad)
+        ]
+
+    parts = {"train": read(train, "train")}
+    if validation:
+        parts["validation"] = read(validation, "validation")
+    if test:
+        parts["test"] = read(test, "test")
+    if folds:
+        parts["train"], parts["test"] = _split(parts["train"], folds, fold)
+    if not validation:
+        parts["train"], parts["validation"] = _split(parts["train"], 10, 0)
+    return source_of(
+        "sentences", parts, classes, length=length, words=words, buckets=buckets, vocabulary=vocabulary, bad=bad
+    )
+
+
+def _read(
+    path: Path, index: int, count: int, classes: int, encoding: str, bad: BadExamples
+) -> Iterator[tuple[list[str], int]]:
+    """The words and the label of each sentence of a file, which is number `index` of `count` files of a split."""
+    for number, line in plain.lines(path, encoding, bad):
+        if line is None or not line.strip():
+            continue
+        label, sentence = (str(index), line) if count > 1 else _divided(line)
+        if not (label.isdigit() and int(label) < classes):
+            bad.found(f"Line {number} of `{path}` has the label `{label}`, outside the {classes} classes")
+            continue
+        yield text.words(sentence), int(label)
+
+
+def _divided(line: str) -> tuple[str, str]:
+    """Label and sentence of a line: the first and the last field where there are tabs."""
+    if "\t" in line:
+        label, *_, sentence = line.split("\t")
+    else:
+        label, _, sentence = line.partition(" ")
+    return label, sentence
+
+
+def _split(sentences: Sentences, parts: int, part: int) -> tuple[Sentences, Sentences]:
+    """The sentences but for one part of `parts`, and that part; the same for the same sentences."""
+    order = np.random.default_rng(0).permutation(len(sentences))
+    inside = np.zeros(len(sentences), bool)
+    inside[order[part::parts]] = True
+    return (
+        [sentence for sentence, out in zip(sentences, inside, strict=True) if not out],
+        [sentence for sentence, out in zip(sentences, inside, strict=True) if out],
+    )

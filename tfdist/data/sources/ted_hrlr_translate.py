@@ -1,0 +1,64 @@
+"""Translated TED talks, from TensorFlow Datasets.
+
+Source: Y. Qi and others, "When and Why Are Pre-trained Word Embeddings Useful for Neural Machine Translation?", NAACL
+2018.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from tfdist.data import tfds_records, translations
+from tfdist.data.bad import FAIL, BadExamples
+from tfdist.data.source import Source
+from tfdist.errors import UnknownNameError
+
+
+def load(
+    data_dir: str | PathLike[str] | None = None,
+    *,
+    pair: str = "pt_to_en",
+    length: int = 40,
+    words: int = 10_000,
+    buckets: bool = False,
+    vocabulary: str | None = None,
+    target_vocabulary: str | None = None,
+) -> Source:
+    """x and y as `parallel_text` has them; of Portuguese and English 51,785, 1,193 and 1,803 pairs.
+
+    Args:
+        data_dir: the folder of prepared datasets; see `tfdist.data.load`.
+        pair: the languages: az, be, es, fr, gl, he, it, pt, ru or tr to another one, as TFDS names the pair.
+        length: words of a sentence at most; longer ones are cut.
+        words: words of each vocabulary at most.
+        buckets: batches of sentences of similar lengths.
+        vocabulary: a file with the source's vocabulary of an earlier run; None makes one of the training sentences.
+        target_vocabulary: the same for the target.
+
+    Raises:
+        UnknownNameError: no such pair.
+        DataError: neither prepared nor to be downloaded.
+    """
+    import tensorflow_datasets as tfds
+
+    pairs = tfds.builder_cls("ted_hrlr_translate").builder_configs
+    if pair not in pairs:
+        raise UnknownNameError("pair of languages", pair, pairs)
+    builder = tfds_records.builder_of(f"ted_hrlr_translate/{pair}", data_dir)
+    source, target = builder.info.supervised_keys
+    parts = {
+        split: [
+            (example[source].decode(), example[target].decode()) for example in tfds_records.examples(builder, split)
+        ]
+        for split in ("train", "validation", "test")
+    }
+    return translations.source_of(
+        "ted_hrlr_translate",
+        parts,
+        length=length,
+        words=words,
+        buckets=buckets,
+        vocabulary=vocabulary,
+        target_vocabulary=target_vocabulary,
+        bad=BadExamples(FAIL),
+    )

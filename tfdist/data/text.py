@@ -1,0 +1,113 @@
+"""Words of sentences, and the vocabulary that numbers them.
+
+Synopsis:
+
+    >>> words("It's good; isn't it?")
+    ["it's", 'good', ';', "isn't", 'it', '?']
+    >>> vocabulary = Vocabulary.of([["a", "b", "a"], ["c"]], size=4)
+    >>> vocabulary.tokens
+    ('<padding>', '<unknown>', 'a', 'b')
+    >>> vocabulary.numbers(["a", "z"])
+    [2, 1]
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tfdist import files
+from tfdist.data.spec import UNKNOWN
+from tfdist.errors import DataError
+
+SPECIALS = ("<padding>", "<unknown>", "<start>", "<end>")
+# What a vocabulary of sentences begins with, and one of sentences that are written word by word.
+OF_INPUT, OF_TARGET = SPECIALS[:2], SPECIALS
+
+_ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
+_MARKUP = re.compile(r"<[A-Za-z/][^<>]*>")
+_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
+
+
+def words(sentence: str) -> list[str]:
+    """The words and punctuation marks of a sentence, in lower case and without markup such as `<br />`."""
+    return _WORD.findall(_MARKUP.sub(" ", sentence).lower())
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Words by number; the first two stand for padding and for unknown words.
+
+    Attributes:
+        tokens: the words, by number.
+    """
+
+    tokens: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sentences: Iterable[Sequence[str]], size: int, specials: Sequence[str] = OF_INPUT) -> Vocabulary:
+        """The vocabulary of the most frequent words; among equally frequent ones in the order of the alphabet.
+
+        Args:
+            sentences: of words.
+            size: words at most, the special ones included.
+            specials: what it begins with, `OF_INPUT` or `OF_TARGET`.
+        """
+        counts = Counter(word for sentence in sentences for word in sentence)
+        ordered = sorted(counts, key=lambda word: (-counts[word], word))
+        return cls((*specials, *ordered[: max(0, size - len(specials))]))
+
+    def numbers(self, sentence: Sequence[str]) -> list[int]:
+        """The numbers of a sentence's words."""
+        return [self._number.get(word, UNKNOWN) for word in sentence]
+
+    @cached_property
+    def _number(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.tokens)}
+
+
+def write_vocabulary(path: Path, tokens: Sequence[str]) -> None:
+    """Writes a word a line, whole or not at all; line breaks and backslashes are written as two characters."""
+    escaped = (re.sub(r"[\\\n\r]", lambda found: _ESCAPES[found[0]], token) for token in tokens)
+    files.write_text(path, "".join(f"{token}\n" for token in escaped))
+
+
+def read_vocabulary(path: Path) -> tuple[str, ...]:
+    """The words that `write_vocabulary` wrote, by number.
+
+    Raises:
+        DataError: there is no such file, or it is no vocabulary.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = file.read().split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"The vocabulary `{path}` cannot be read: {error}", "train again without it") from error
+    unescaped = {escaped: character for character, escaped in _ESCAPES.items()}
+    tokens = tuple(re.sub(r"\\[\\nr]", lambda found: unescaped[found[0]], line) for line in lines)
+    if len(set(tokens)) != len(tokens) or not tokens:
+        raise DataError(
+            f"The vocabulary `{path}` has {len(tokens)} lines, {len(set(tokens))} of them different",
+            "write each word on one line of its own, once",
+        )
+    return tokens
+
+
+def keep_vocabulary(path: Path, tokens: Sequence[str]) -> None:
+    """Writes the words by number for a run, or checks that it goes on with those that it began with.
+
+    Raises:
+        DataError: `path` holds other words.
+        OSError: it cannot be written.
+    """
+    if not path.exists():
+        write_vocabulary(path, tokens)
+    elif read_vocabulary(path) != tuple(tokens):
+        raise DataError(
+            f"The vocabulary of the training data is not the one that the run began with, `{path}`",
+            "resume the run on the same files, or begin another one",
+        )
