@@ -74,7 +74,17 @@ def of_this(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
     """`entries` with the parts of this process' replicas alone; where another number wrote them, the chief has all."""
     if peers.world.world_size == 1:
         return list(entries)
-    return [_of_this(entry, peers.world) if entry.by_replica else entry for entry in entries]
+    return [_of_this(part, peers.world) if part.by_replica else part for part in _in_parts(entries, peers)]
+
+
+def _in_parts(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+    """`entries` with the metrics that one process wrote as the only part, where each process has its own now."""
+    return [
+        replace(entry, value=entry.value[np.newaxis], by_replica=True)
+        if peers.metrics_by_process and entry.group == "metrics" and not entry.by_replica
+        else entry
+        for entry in entries
+    ]
 
 
 def _of_this(entry: Entry, world: World) -> Entry:
