@@ -134,7 +134,7 @@ def _places(world: World) -> dict[str, str]:
         "HOROVOD_CROSS_SIZE": str(len(across)),
         "HOROVOD_GLOO_IFACE": _interface(host),
     }
-    if world.tasks:
+    if world.world_size > 1:
         chief = world.tasks[0]
         address = socket.gethostbyname(chief.host)
         found |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(chief.port)}

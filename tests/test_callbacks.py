@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.callbacks import (
+    Checkpoint,
     ChiefOnly,
     LearningRateWarmup,
     MemoryUsage,
@@ -342,6 +343,12 @@ class TestLearningRateWarmup:
         fit([self.warmup()], model, epochs=2)
         fit([self.warmup(base_learning_rate=0.01), rates], model, epochs=3, initial_epoch=2)
         assert rates.rates == pytest.approx([0.04] * 9)
+
+    def test_a_run_resumed_with_another_factor_goes_on_at_the_rate_for_that(self, tmp_path):
+        rates = Rates()
+        fit([self.warmup(), Checkpoint(tmp_path)], self.model(), epochs=3)
+        fit([LearningRateWarmup(2, 2), Checkpoint(tmp_path, resume=True), rates], self.model(), epochs=4)
+        assert rates.rates == pytest.approx([0.02] * 9)
 
     def test_the_rate_rises_linearly_to_factor_times_the_base_and_stays(self):
         rates = Rates()

@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def test_an_example_runs(example, tmp_path):
     done = run(example, tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.8
+
+
+def test_a_wheel_has_every_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = [*(ROOT / "tfdist").glob("*"), *(ROOT / "tfdist").glob("*/*")]  # `**` does not follow links
+    found = [folder.relative_to(ROOT) for folder in folders if (folder / "__init__.py").exists()]
+    assert sorted(declared) == sorted(["tfdist", *(".".join(path.parts) for path in found)])
 
 
 @pytest.mark.parametrize("name", WITH_SYNOPSIS)

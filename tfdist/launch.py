@@ -13,6 +13,7 @@ import click
 
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launcher import job
+from tfdist.launcher.wishes import ElasticWishes, elastic_options
 
 
 @click.command(
@@ -26,8 +27,9 @@ from tfdist.launcher import job
 @click.option("--ps", type=int, default=0, show_default=True, help="parameter servers, and a chief beside them")
 @click.option("--mpi", is_flag=True, help="have mpirun start them")
 @click.option("--hosts", default="", metavar="A:2,B:2", help="start them there over ssh, in turn")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="the same from a file of lines `A slots=2`")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="the same from a file of lines `A slots=2`; watched")
 @click.option("--ssh-options", default="", metavar="TEXT", help="what ssh is given besides the host")
+@elastic_options
 @click.option("--restarts", type=int, default=0, show_default=True, help="start again so often after a failure")
 @click.option("--expose", is_flag=True, help="leave the job in this machine's network, open to others")
 @click.option("--start-seconds", type=float, default=60.0, show_default=True, help="deadline for all to start")
@@ -44,6 +46,10 @@ def command(
     emit: str | None,
     module: bool,
     program: tuple[str, ...],
+    elastic: bool,
+    min_workers: int | None,
+    max_workers: int | None,
+    host_discovery_script: Path | None,
     **options: object,
 ) -> None:
     """Start PROGRAM, a script or a module with its arguments, in several processes of one job."""
@@ -57,7 +63,8 @@ def command(
             name=name,
             **options,  # type: ignore[arg-type]
         )
-        code = _emit(wanted, emit) if emit else _run(wanted)
+        wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
+        code = _emit(wanted, emit) if emit else _run_elastic(wanted, wishes, hostfile) if elastic else _run(wanted)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
@@ -68,6 +75,15 @@ def _run(wanted: job.Job) -> int:
     from tfdist.launcher import run
 
     return run.run(wanted)
+
+
+def _run_elastic(wanted: job.Job, wishes: ElasticWishes, hostfile: Path | None) -> int:
+    from tfdist.launcher import elastic
+
+    if wanted.ps or wanted.mpi:
+        option = "--ps" if wanted.ps else "--mpi"
+        raise UsageError(f"`{option}` is set beside `--elastic`", "leave out the one or the other")
+    return elastic.run(wanted, wishes.members(hostfile, wanted.hosts, wanted.workers))
 
 
 def _emit(wanted: job.Job, kind: str) -> int:

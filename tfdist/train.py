@@ -25,35 +25,15 @@ from tfdist import console, data, ending, environment, models, plugins, recipes,
 from tfdist.data import augment
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
+from tfdist.launcher.wishes import ElasticWishes, elastic_options
 from tfdist.world import World
 
 if TYPE_CHECKING:
     from tfdist.config import TrainConfig
-    from tfdist.launcher import elastic
     from tfdist.record import RunFolder, RunRecord
     from tfdist.session import Session
 
 EXIT_UNEXPECTED = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class ElasticWishes:
-    """What the options say of workers that come and go."""
-
-    elastic: bool
-    min_workers: int | None
-    max_workers: int | None
-    hostfile: Path | None
-    script: Path | None
-
-    def options(self) -> dict[str, Any]:
-        """What was given, by option."""
-        return {
-            "--min-workers": self.min_workers,
-            "--max-workers": self.max_workers,
-            "--hostfile": self.hostfile,
-            "--host-discovery-script": self.script,
-        }
 
 
 def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
@@ -110,11 +90,8 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
 @click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
 @click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
 @click.option("--ps", type=int, metavar="N", help="and so many parameter servers")
-@click.option("--elastic", is_flag=True, help="go on with other workers when hosts come and go")
-@click.option("--min-workers", type=int, metavar="N", help="the elastic job needs so many; 1 if not given")
-@click.option("--max-workers", type=int, metavar="N", help="and takes no more")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="watch this file of lines `host slots=2`")
-@click.option("--host-discovery-script", type=click.Path(path_type=Path), help="or ask this program for `host:2`")
+@elastic_options
+@click.option("--hostfile", type=click.Path(path_type=Path), help="watched by an elastic job: lines `host slots=2`")
 @click.option("--restarts", type=int, default=0, show_default=True, help="start them again so often after a failure")
 @click.option("--expose", is_flag=True, help="leave them in this machine's network, open to others")
 @click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
@@ -162,11 +139,13 @@ def command(
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
         _check_processes(config, world, counts)
-        wishes = ElasticWishes(elastic, min_workers, max_workers, hostfile, host_discovery_script)
+        wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
         _check_elastic(config, counts, wishes)
+        if hostfile and not elastic:
+            raise UsageError("`--hostfile` is set, and the job is not elastic", "start it by `python -m tfdist.launch`")
         several = elastic or any(count is not None for count in counts.values())
         starts = world.world_size == 1 and several and job.JOB not in os.environ
-        code = _launch(config, counts, restarts, expose, wishes) if starts else run(config, world)
+        code = _launch(config, counts, restarts, expose, wishes, hostfile) if starts else run(config, world)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
@@ -222,44 +201,28 @@ def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | 
 
 
 def _check_elastic(config: TrainConfig, counts: dict[str, int | None], wishes: ElasticWishes) -> None:
-    given = [option for option, value in wishes.options().items() if value is not None]
-    if given and not wishes.elastic:
-        raise UsageError(f"`{given[0]}` is set, and the job is not elastic", "add `--elastic`, or leave it out")
-    if not wishes.elastic:
-        return
-    if config.strategy not in configs.ELASTIC:
+    if wishes.elastic and config.strategy not in configs.ELASTIC:
         raise UsageError(
             f"`--elastic` is set, and the workers of `{config.strategy}` cannot come and go",
             "use one of the strategies " + _names(configs.ELASTIC),
         )
-    if any(count is not None for count in counts.values()):
+    if wishes.elastic and any(count is not None for count in counts.values()):
         raise UsageError("`--workers` is set beside `--elastic`", "say `--min-workers` and `--max-workers`")
-    if wishes.hostfile and wishes.script:
-        raise UsageError("`--hostfile` and `--host-discovery-script` are both set", "use one of them")
-
-
-def _members(wishes: ElasticWishes) -> elastic.Members:
-    from tfdist.launcher import elastic
-
-    most = wishes.max_workers
-    if wishes.hostfile:
-        listed = elastic.in_file(wishes.hostfile)
-    elif wishes.script:
-        listed = elastic.by_script(wishes.script)
-    else:
-        places = ("localhost",) * (most or max(2, wishes.min_workers or 1))
-        listed = lambda: places  # noqa: E731
-    return elastic.Members(listed, 1 if wishes.min_workers is None else wishes.min_workers, most)
 
 
 def _launch(
-    config: TrainConfig, counts: dict[str, int | None], restarts: int, expose: bool, wishes: ElasticWishes
+    config: TrainConfig,
+    counts: dict[str, int | None],
+    restarts: int,
+    expose: bool,
+    wishes: ElasticWishes,
+    hostfile: Path | None,
 ) -> int:
     """Starts this same command in several processes."""
     from tfdist.launcher import elastic
     from tfdist.launcher import run as launcher
 
-    members = _members(wishes) if wishes.elastic else None
+    members = wishes.members(hostfile) if wishes.elastic else None
 
     name = job.new_name()
     run_dir = config.run_dir or _new_run_dir(config, name)

@@ -10,28 +10,35 @@ import pytest
 from tests.processes import horovod_jobs
 from tests.processes.jobs import ROOT, clean_environment
 
-ALIKE = [
+# Equal to one process; the others of `facade_job` have a test of their own.
+QUICK = [
     "sgd",
-    "momentum_and_clipnorm",
     "adam_and_global_clipnorm",
     "gradient_accumulation",
-    "moving_average",
     "sparse_gradients",
+    "steps_per_execution",
+    "several_passes",
+    "loss_scaling_outside",
+    "own_step",
+]
+THOROUGH = [
+    "momentum_and_clipnorm",
+    "moving_average",
     "sparse_gradients_as_dense",
     "predivided",
-    "steps_per_execution",
     "run_eagerly",
     "xla_is_left_out",
     "half_precision_on_the_wire",
     "sum_of_gradients",
-    "several_passes",
     "several_passes_added_up",
     "loss_scaling_inside",
-    "loss_scaling_outside",
-    "own_step",
 ]
 ONLY_BETWEEN = ["built_by_the_first_batch", "graphs_that_differ", "checkpoints"]
-OVER_MPI = ["sgd", "sparse_gradients", "loss_scaling_outside", "graphs_that_differ", "callbacks", "checkpoints"]
+# What is run together: everything quick over Gloo, and over MPI what shows that it is no different.
+OVER = {
+    "gloo": [*QUICK, *ONLY_BETWEEN, "callbacks", "values"],
+    "mpi": ["sgd", "sparse_gradients", "loss_scaling_outside", "callbacks"],
+}
 SIZE = 2
 pytestmark = horovod_jobs.needs_horovod
 
@@ -52,37 +59,46 @@ def over(tmp_path_factory):
     return results
 
 
-@pytest.fixture(params=["gloo", "mpi"])
+@pytest.fixture(params=OVER)
 def job(request, over):
-    """All results over Gloo; over MPI those that show that it is no different."""
-    return over("gloo") if request.param == "gloo" else over("mpi", *OVER_MPI)
+    return over(request.param, *OVER[request.param])
 
 
-@pytest.mark.parametrize("name", ALIKE)
+def check_equal_to_one_process(results, names):
+    for name in names:
+        assert results[name]["between"] == 0, name
+        assert results[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6), name
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_the_weights_are_those_of_one_process_with_the_same_global_batches(over, name):
-    (chief, _), _, _ = over("gloo")
-    assert chief[name]["between"] == 0
-    assert chief[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6)
+    (chief, _), _, _ = over("gloo", *OVER["gloo"])
+    check_equal_to_one_process(chief, [name])
 
 
 @pytest.mark.parametrize("name", ONLY_BETWEEN)
 def test_all_processes_have_the_same_weights(over, name):
-    (chief, _), _, _ = over("gloo")
+    (chief, _), _, _ = over("gloo", *OVER["gloo"])
     assert chief[name]["between"] == 0
 
 
-def test_mpi_gives_the_same(over):
-    (chief, _), _, _ = over("mpi", *OVER_MPI)
-    assert all(result["between"] == 0 for result in chief.values() if "between" in result)
-    assert all(result["from_one_process"] < 5e-6 for result in chief.values() if "from_one_process" in result)
+def test_over_mpi_the_weights_are_those_of_one_process_too(over):
+    (chief, _), _, _ = over("mpi", *OVER["mpi"])
+    check_equal_to_one_process(chief, ["sgd", "sparse_gradients", "loss_scaling_outside"])
 
 
 @pytest.mark.thorough
-def test_mpi_gives_the_same_in_every_case(over):
-    (chief, _), _, _ = over("mpi")
-    for name in ALIKE:
-        assert chief[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6), name
-    assert all(result["between"] == 0 for result in chief.values() if "between" in result)
+@pytest.mark.parametrize("name", THOROUGH)
+def test_less_usual_options_give_the_weights_of_one_process(over, name):
+    (chief, _), _, _ = over("gloo", *THOROUGH)
+    check_equal_to_one_process(chief, [name])
+
+
+@pytest.mark.thorough
+def test_over_mpi_every_case_gives_the_weights_of_one_process(over):
+    (chief, _), _, _ = over("mpi", *QUICK, *THOROUGH, *ONLY_BETWEEN)
+    check_equal_to_one_process(chief, [*QUICK, *THOROUGH])
+    assert all(chief[name]["between"] == 0 for name in ONLY_BETWEEN)
 
 
 def test_an_overflow_in_one_process_skips_the_step_in_all(job):
@@ -109,7 +125,7 @@ def test_the_metrics_of_an_epoch_are_the_means_over_the_processes(job):
 
 
 def test_values_cross_the_processes(over):
-    ranks, _, _ = over("gloo")
+    ranks, _, _ = over("gloo", *OVER["gloo"])
     expected = {"allreduce": 0.5, "sum": [1, 2], "allgather": [0, 1], "broadcast": 8, "variable": 1.0, "size": 2}
     assert [rank["values"] for rank in ranks] == [expected] * 2
 
@@ -128,7 +144,7 @@ print("trained on")
 
 
 def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
-    ranks, folder, _ = over("gloo")
+    ranks, folder, _ = over("gloo", *OVER["gloo"])
     command = [sys.executable, "-c", ELSEWHERE, folder / "model.keras", folder / "weights.npy"]
     done = subprocess.run(
         command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False
@@ -139,6 +155,7 @@ def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
     assert ranks[0]["checkpoints"] == {"between": 0.0, "kind": "Adam", "iterations": 16}
 
 
+@pytest.mark.thorough  # in one process tests/test_documents.py runs it
 def test_the_port_of_horovods_own_example_trains(tmp_path):
     output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_keras_mnist.py", cwd=tmp_path)
     assert output.count("'accuracy'") == 1  # rank 0 alone prints

@@ -28,7 +28,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     Where steps are run in chunks, the rate is set at the beginning of each.
 
     A training that is continued with `initial_epoch` goes on at that epoch's rate. After the warm-up it
-    keeps the rate that was restored with the optimizer.
+    keeps the rate that was restored with the optimizer, which `Checkpoint` scales to a new factor.
 
     Args:
         factor: how many times the global batch is larger than the one the base rate was chosen for: the
@@ -110,6 +110,15 @@ class LearningRateWarmup(keras.callbacks.Callback):
         """Adds `learning_rate` to `logs`, as Keras' own schedulers do."""
         if logs is not None:
             logs["learning_rate"] = rate.current(self.model.optimizer)
+
+    def checkpoint_state(self) -> dict[str, float]:
+        """For `tfdist.callbacks.Checkpoint`."""
+        return {"factor": self.factor}
+
+    def restore_checkpoint_state(self, state: dict[str, float]) -> None:
+        """Scales the rate that was restored where the run goes on with another factor, as on other workers."""
+        if state["factor"] != self.factor:
+            self.model.optimizer.learning_rate = rate.current(self.model.optimizer) * self.factor / state["factor"]
 
     def _join(self, epoch: int) -> None:
         """Checks a training that starts at a later epoch; past the warm-up, a restored rate is kept."""

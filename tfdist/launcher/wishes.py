@@ -1,0 +1,72 @@
+"""The options of a job whose workers come and go, for `tfdist.train` and `tfdist.launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tfdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from tfdist.launcher.elastic import Members
+
+OPTIONS = (
+    click.option("--elastic", is_flag=True, help="go on with other workers when hosts come and go"),
+    click.option("--min-workers", type=int, metavar="N", help="the elastic job needs so many; 1 if not given"),
+    click.option("--max-workers", type=int, metavar="N", help="and takes no more"),
+    click.option("--host-discovery-script", type=click.Path(path_type=Path), help="asked for lines `host:2`"),
+)
+
+
+def elastic_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command these options."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class ElasticWishes:
+    """What the options say.
+
+    Raises:
+        UsageError: they do not go together.
+    """
+
+    elastic: bool = False
+    min_workers: int | None = None
+    max_workers: int | None = None
+    host_discovery_script: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_workers", "max_workers", "host_discovery_script"):
+            if getattr(self, name) is not None and not self.elastic:
+                option = "--" + name.replace("_", "-")
+                raise UsageError(f"`{option}` is set, and the job is not elastic", "add `--elastic`, or leave it out")
+
+    def members(self, hostfile: Path | None, hosts: tuple[str, ...] = (), places: int = 2) -> Members:
+        """The hosts of the job: those of the script, or of the file, as it changes; else `hosts`, or this machine.
+
+        Args:
+            hostfile: see `tfdist.launcher.job.read_hostfile`.
+            hosts: one for each worker.
+            places: for so many workers on this machine, where `--max-workers` says nothing.
+
+        Raises:
+            UsageError: both are given, a list cannot be read, or numbers that cannot be.
+        """
+        from tfdist.launcher import elastic
+
+        least = 1 if self.min_workers is None else self.min_workers
+        script = self.host_discovery_script
+        if hostfile and script:
+            raise UsageError("`--hostfile` and `--host-discovery-script` are both set", "use one of them")
+        if hostfile or script:
+            listed = elastic.in_file(hostfile) if hostfile else elastic.by_script(script)  # type: ignore[arg-type]
+            return elastic.Members(listed, least, self.max_workers)
+        fixed = hosts or ("localhost",) * max(places if self.max_workers is None else self.max_workers, least)
+        return elastic.Members(lambda: fixed, least, self.max_workers)
