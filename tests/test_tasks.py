@@ -16,6 +16,7 @@ from tfdist import config, data, models, optimizers, recipes, tasks, train
 from tfdist.data import Source
 from tfdist.data.spec import TASKS
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.models.stateful_rnn import StreamLSTM
 from tfdist.tasks import characters, translation
 
 
@@ -40,9 +41,8 @@ def test_ignored_pixels_have_no_part_in_loss_and_metrics(void):
     y = np.where(rng.random((5, 4, 5)) < 0.4, void, rng.integers(0, 3, (5, 4, 5))).astype("int32")
     found = scores(spec, y, logits)
     labelled, right = y != void, logits.argmax(-1) == y
-    cross_entropies = -np.take_along_axis(keras.ops.log_softmax(logits).numpy(), np.minimum(y, 3)[..., None], -1)[
-        ..., 0
-    ]
+    logs = keras.ops.log_softmax(logits).numpy()
+    cross_entropies = -np.take_along_axis(logs, np.minimum(y, 3)[..., None], -1)[..., 0]
     # Keras' mean over the examples weighs the batches of two and one alike by their number of examples.
     parts = [slice(0, 2), slice(2, 4), slice(4, 5)]
     losses = [cross_entropies[part][labelled[part]].mean() for part in parts]
@@ -139,7 +139,7 @@ def test_the_state_of_streams_survives_the_command_on_any_number_of_replicas():
             tasks.compile(model, source.spec, keras.optimizers.SGD(0.5))
         history = strategy.fit(model, source.feed("train", 4, places=True), epochs=2, verbose=0).history
         losses.append(history["loss"])
-        hidden = model.get_layer(index=3).states[0]
+        hidden = next(layer for layer in model.layers if isinstance(layer, StreamLSTM)).states[0]
         assert hidden.shape[0] == 4 and np.abs(hidden.numpy()).min(axis=1).all()
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
@@ -157,9 +157,8 @@ def test_the_feed_says_where_each_example_is_in_its_stream():
 
 
 def settings(**options):
-    return optimizers.settings(
-        config.TrainConfig(**{"strategy": "single", "model": "resnet20", "dataset": "digits"} | options)
-    )
+    of_run = {"strategy": "single", "model": "resnet20", "dataset": "digits"} | options
+    return optimizers.settings(config.TrainConfig(**of_run))
 
 
 def test_a_model_is_trained_as_it_usually_is_unless_something_else_is_said():
