@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -316,6 +318,18 @@ def test_a_bad_file_is_named_or_left_out(some_camvid, what):
     assert data.spec.examples["train"] == 9
     assert len(data.skipped) == 1 and str(path) in data.skipped[0] and message in data.skipped[0]
     assert sum(len(x) for x, _ in data.pipeline("train", 4)) == 9
+
+
+def test_leaving_out_bad_files_does_not_start_tensorflow(folder_of_classes):
+    (folder_of_classes / "train" / "grey" / "1.png").write_bytes(b"no picture")
+    code = (
+        "import sys, tfdist.data; "
+        f"source = tfdist.data.load('image_folder', {str(folder_of_classes)!r}, size=(4, 4), on_bad_example='skip'); "
+        "assert source.spec.examples['train'] == 11 and len(source.skipped) == 1, source.skipped; "
+        "assert 'tensorflow' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @needs("camvid")

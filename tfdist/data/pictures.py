@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from tfdist.data import augment as augmentations
-from tfdist.data import order
+from tfdist.data import check, order
 from tfdist.data.bad import BadExamples
 from tfdist.data.records import Records
 from tfdist.data.source import ALONE, Arrays, Source
@@ -133,7 +133,10 @@ class PictureSource(Source):
         self.cache = cache
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
-            self.files = {split: _without_bad(spec, pictures, bad) for split, pictures in self.files.items()}
+            for split, (numbers, problems) in check.good(spec, self.files).items():
+                self.files[split] = self.files[split].keep(numbers)
+                for problem in problems:
+                    bad.found(problem)
         spec = dataclasses.replace(spec, examples={split: len(pictures) for split, pictures in self.files.items()})
         super().__init__(spec, self._decode_all, skipped=bad.sentences)
 
@@ -276,13 +279,3 @@ class PictureSource(Source):
         if problem is None:
             return None
         return DataError(problem, "repair it, or leave such examples out with `--on-bad-example skip`")
-
-
-def _without_bad(spec: DataSpec, files: Pictures | Records, bad: BadExamples) -> Pictures | Records:
-    from tfdist.data import decoding, pipeline
-
-    decoder = decoding.Decoder(spec, files)
-    good = pipeline.numbers_of_good(decoder)
-    for index in sorted(set(range(len(files))) - set(good)):
-        bad.found(decoder.problem(index) or f"`{files.name(index)}` cannot be read")
-    return files.keep(good)
