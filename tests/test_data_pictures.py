@@ -251,6 +251,23 @@ def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(f
     assert Counter(np.concatenate([y for batches in ranks for y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
 
 
+@pytest.mark.parametrize("replicas_of_a_rank", [1, 2])
+def test_a_rank_reads_only_what_its_replicas_take_of_a_global_batch(folder_of_classes, replicas_of_a_rank):
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
+    (whole, *_), replicas = batches_of_ranks(data, 7, 1), 2 * replicas_of_a_rank
+    labels, shares = [], 0.0
+    for rank in range(2):
+        feed = data.feed("train", 7, seed=SEED, world=World(rank, 2))
+        fetched = feed.batches.fetch(feed.start(0, 0), tf.constant(0))
+        assert len(fetched[0][1]) == (4 if rank == 0 else 3) and (feed.num_batches, feed.examples) == (2, 12)
+        for index in range(rank * replicas_of_a_rank, (rank + 1) * replicas_of_a_rank):
+            (_, y), share = feed.batches.part(None, fetched, index, replicas)
+            labels += y.numpy().tolist()
+            shares += float(share)
+            assert float(share) == pytest.approx(len(y) / 7)
+    assert labels == whole[1].tolist() and shares == pytest.approx(1)
+
+
 def test_ranks_can_have_whole_files(folder_of_classes):
     data = tfdist.data.load("image_folder", folder_of_classes, size=(4, 4))
     ranks = [list(data.pipeline("train", 5, world=World(rank, 2), by_file=True)) for rank in range(2)]
