@@ -86,6 +86,7 @@ def test_rt_polarity_has_one_file_a_class_and_folds_that_are_all_of_it_once():
         assert abs(data.spec.examples["test"] - 1066) <= 1 and data.spec.vocabulary_size < 20_000
         x, y = data.arrays("test")
         assert abs(y.mean() - 0.5) < 0.05 and x.dtype == np.int32
+        assert abs(data.limit(500).arrays("train")[1].mean() - 0.5) < 0.1
         vocabulary = data.spec.vocabulary
         counts.update(" ".join(words_of(row, vocabulary)).encode() for row in x)
     assert len(counts) > 2100  # two folds have no sentence in common
