@@ -178,6 +178,12 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
     file.write_text(json.dumps(content))
     with pytest.raises(DataError, match="The categories of the training pictures of `coco_folder` are not"):
         tfdist.data.load("coco_folder", tmp_path)
+    runs = {"size": [4, 4], "counts": "61X13mN000`0"}
+    picture = content["images"][0]["id"]
+    content["annotations"] = [{"image_id": picture, "category_id": 90, "area": 3, "segmentation": runs}]
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="ValueError run lengths are compressed"):
+        tfdist.data.load("coco_folder", tmp_path)
     file.write_text("{}")
     with pytest.raises(DataError, match="is not a file of COCO's instances: KeyError 'categories'"):
         tfdist.data.load("coco_folder", tmp_path)

@@ -195,6 +195,14 @@ def test_a_vocabulary_that_is_missing_or_names_a_word_twice_is_refused(tmp_path)
         text.read_vocabulary(tmp_path / "twice.txt")
 
 
+def test_a_run_keeps_its_vocabulary_and_goes_on_with_no_other(tmp_path):
+    for _ in range(2):
+        text.keep_vocabulary(tmp_path / "vocabulary.txt", ("a", "b"))
+    with pytest.raises(DataError, match="not the one that the run began with") as caught:
+        text.keep_vocabulary(tmp_path / "vocabulary.txt", ("a", "c"))
+    assert "resume the run on the same files" in caught.value.hint
+
+
 def test_a_kept_vocabulary_gives_the_same_numbers_on_other_sentences(tmp_path):
     write_sentences(tmp_path, *GOOD)
     first = load("sentences", tmp_path, train="train.txt")

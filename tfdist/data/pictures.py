@@ -124,7 +124,7 @@ class PictureSource(Source):
                 decoded once at the start, so that every epoch has the same examples.
 
         Raises:
-            UnknownNameError: an unknown cache or policy.
+            UsageError: an unknown cache or policy.
         """
         if cache not in CACHES:
             raise UsageError(f"`cache` is `{cache}`", f"use one of {', '.join(f'`{name}`' for name in CACHES)}")
@@ -153,6 +153,7 @@ class PictureSource(Source):
         if self.in_memory(split, self.augmentation(augment)):
             return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
         from tfdist.data import feed
+        from tfdist.data import pipeline as pipelines
 
         order_of = self._order_of(split, global_batch_size, seed, shuffle)
 
@@ -166,6 +167,8 @@ class PictureSource(Source):
                 first_batch=first_batch,
                 shuffle=shuffle,
                 augment=augment,
+                # The model's operations shall not wait behind decoding, however few threads they have.
+                threads=pipelines.cores(),
             )
 
         def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:
