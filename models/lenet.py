@@ -9,10 +9,12 @@ from __future__ import annotations
 import keras
 
 from tfdist.data.spec import DataSpec
-from tfdist.models._images import padding as padding_for
+from tfdist.models import _fit
+
+TASKS = ("classification",)
 
 
-def build(spec: DataSpec, *, dropout: float = 0.5) -> keras.Model:
+def build(spec: DataSpec, *, dropout: float = 0.5, width: float = 1.0) -> keras.Model:
     """Conv 10 5x5, pool 2, ReLU, conv 20 5x5, dropout, pool 2, ReLU, dense 50 ReLU, dropout, dense.
 
     21,840 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; where the image is too small for
@@ -24,24 +26,26 @@ def build(spec: DataSpec, *, dropout: float = 0.5) -> keras.Model:
     Args:
         spec: the facts about the dataset.
         dropout: the share of feature maps and of dense units dropped in training, in [0, 1).
+        width: a factor on the number of filters and hidden units.
 
     Raises:
         UsageError: the examples are not images.
     """
-    padding = padding_for("lenet", spec, kernel=5)
+    _fit.require_images("lenet", spec)
+    padding = _fit.padding(spec, kernel=5)
     return keras.Sequential(
         [
             keras.Input(spec.input_shape),
-            keras.layers.Conv2D(10, 5, padding=padding),
+            keras.layers.Conv2D(_fit.scaled(10, width), 5, padding=padding),
             keras.layers.MaxPooling2D(2, padding=padding),
             keras.layers.ReLU(),
-            keras.layers.Conv2D(20, 5, padding=padding),
+            keras.layers.Conv2D(_fit.scaled(20, width), 5, padding=padding),
             # Whole feature maps, as in the examples: neighbouring pixels are too alike to drop one by one.
             keras.layers.SpatialDropout2D(dropout),
             keras.layers.MaxPooling2D(2, padding=padding),
             keras.layers.ReLU(),
             keras.layers.Flatten(),
-            keras.layers.Dense(50, activation="relu"),
+            keras.layers.Dense(_fit.scaled(50, width), activation="relu"),
             keras.layers.Dropout(dropout),
             keras.layers.Dense(spec.classes, dtype="float32", name="logits"),
         ],

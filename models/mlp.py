@@ -5,9 +5,12 @@ from __future__ import annotations
 import keras
 
 from tfdist.data.spec import DataSpec
+from tfdist.models import _fit
+
+TASKS = ("classification",)
 
 
-def build(spec: DataSpec, *, units: int = 128, dropout: float = 0.2) -> keras.Model:
+def build(spec: DataSpec, *, units: int = 128, dropout: float = 0.2, width: float = 1.0) -> keras.Model:
     """Flatten, dense `units` with ReLU, dropout, dense; 101,770 parameters on 28x28x1 with 10 classes.
 
     Input `[B, *spec.input_shape]`, any shape. Output: logits `[B, spec.classes]`, always float32, so that a
@@ -17,12 +20,13 @@ def build(spec: DataSpec, *, units: int = 128, dropout: float = 0.2) -> keras.Mo
         spec: the facts about the dataset.
         units: the width of the hidden layer.
         dropout: the share of hidden units dropped in training, in [0, 1).
+        width: a factor on `units`.
     """
     return keras.Sequential(
         [
             keras.Input(spec.input_shape),
             keras.layers.Flatten(),
-            keras.layers.Dense(units, activation="relu"),
+            keras.layers.Dense(_fit.scaled(units, width), activation="relu"),
             keras.layers.Dropout(dropout),
             keras.layers.Dense(spec.classes, dtype="float32", name="logits"),
         ],

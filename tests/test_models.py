@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -11,13 +12,20 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist.models
+from tests import zoo
+from tfdist.config import OPTIMIZERS
 from tfdist.data import DataSpec
+from tfdist.data.spec import END, START
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.models import _search, segnet, seq2seq
 
 ROOT = Path(__file__).parent.parent
 SHAPES = [(28, 28, 1), (8, 8, 1), (32, 32, 3), (2, 3, 1)]
+SMALL_IMAGES = ["cnn", "lenet", "mlp", "resnet18", "resnet20"]
+LARGER_IMAGES = ["resnet50", "vgg11", "vgg16"]
 
 
 def spec_of(*input_shape: int, classes: int = 10) -> DataSpec:
@@ -28,9 +36,27 @@ def some_images(spec: DataSpec) -> np.ndarray:
     return np.random.default_rng(0).random((3, *spec.input_shape), np.float32)
 
 
+# Others show the same in less time.
+ZOO = [
+    pytest.param(case, marks=pytest.mark.thorough) if case in ("resnet18", "resnet50") else case for case in zoo.SMALL
+]
+HALF = ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.thorough)]
+
+
+def build(case: str, **options) -> keras.Model:
+    """The model of a case of the zoo, small."""
+    small = zoo.SMALL[case]
+    return tfdist.models.build(zoo.name_of(case), small.spec, **(small.options | options))
+
+
+def call(model: keras.Model, x) -> np.ndarray:
+    return np.asarray(keras.ops.cast(model(x), "float32"))
+
+
 def test_the_synopsis_runs():
-    result = doctest.testmod(tfdist.models)
-    assert result.attempted and not result.failed
+    for module in (tfdist.models, _search):
+        result = doctest.testmod(module)
+        assert result.attempted and not result.failed
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("mlp", 101_770), ("cnn", 225_034), ("lenet", 21_840)])
@@ -38,8 +64,172 @@ def test_parameters_on_28x28x1_are_the_published_ones(name, parameters):
     assert tfdist.models.build(name, spec_of(28, 28, 1)).count_params() == parameters
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+IMAGENET, CIFAR = zoo.images(224, 224, 3, classes=1000), zoo.images(32, 32, 3, classes=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "published"),
+    [
+        pytest.param("vgg11", IMAGENET, 132.9e6, marks=pytest.mark.thorough),
+        ("vgg16", IMAGENET, 138.4e6),
+        ("resnet20", CIFAR, 0.27e6),
+        ("resnet18", IMAGENET, 11.7e6),
+        ("resnet50", IMAGENET, 25.6e6),
+        ("unet", zoo.masks(572, 572, 1, classes=2), 31.0e6),
+        ("segnet", zoo.masks(360, 480, classes=11), 29.4e6),
+    ],
+)
+def test_parameters_are_the_published_ones(name, spec, published):
+    with tf.Graph().as_default():  # names and shapes of weights, and no memory for them
+        weights = tfdist.models.build(name, spec).trainable_variables
+    parameters = sum(math.prod(weight.shape) for weight in weights)
+    assert abs(parameters / published - 1) < 0.004
+
+
+def test_the_zoo_of_the_tests_is_the_zoo():
+    assert {zoo.name_of(case) for case in zoo.SMALL} == set(tfdist.models.names())
+
+
+@pytest.mark.parametrize("case", zoo.SMALL)
+def test_every_model_gives_float32_logits_of_the_shape_of_its_task(case):
+    spec, model = zoo.SMALL[case].spec, build(case)
+    x, _ = zoo.data(case, 4)
+    assert not model.compiled
+    outputs = model(x)
+    of_pixel = spec.input_shape[-1] if spec.task == "autoencoding" else spec.classes
+    shape = spec.input_shape[:-1] if spec.task == "autoencoding" else spec.target_shape
+    assert outputs.shape == (4, *shape, of_pixel)
+    assert np.isfinite(np.asarray(outputs)).all()
+    if spec.task != "autoencoding":
+        assert not np.allclose(keras.ops.sum(outputs, axis=-1), 1)  # logits, not probabilities
+
+
+@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("case", ZOO)
+def test_every_model_computes_in_half_precision_and_answers_in_float32(case, policy):
+    keras.config.set_dtype_policy(policy)
+    model = build(case)
+    outputs = model(zoo.data(case, 4)[0])
+    assert outputs.dtype.name == "float32" and np.isfinite(np.asarray(outputs)).all()
+    computing = [layer for layer in model._flatten_layers() if layer.weights and "logits" not in layer.name]
+    assert {layer.compute_dtype for layer in computing} - {"float32"} == {policy.removeprefix("mixed_")}
+
+
+@pytest.mark.parametrize("case", ZOO)
+def test_every_model_is_smaller_with_width_and_refuses_none(case):
+    assert build(case, width=0.5).count_params() > build(case, width=0.25).count_params()
+    with pytest.raises(UsageError, match=r"The option `width` is `0`\n\nhint: use a factor above 0"):
+        build(case, width=0)
+
+
+@pytest.mark.parametrize("case", zoo.SMALL)
+def test_every_model_refuses_a_dataset_for_another_task(case):
+    others = {zoo.SMALL[other].spec.task: zoo.SMALL[other].spec for other in zoo.SMALL}
+    takes = {small.spec.task for other, small in zoo.SMALL.items() if zoo.name_of(other) == zoo.name_of(case)}
+    for task in others.keys() - takes:
+        pattern = (
+            rf"`{zoo.name_of(case)}` does .*, dataset `some` is for {task.replace('_', ' ')}\n\nhint: use `--model "
+        )
+        with pytest.raises(UsageError, match=pattern):
+            tfdist.models.build(zoo.name_of(case), others[task])
+
+
+@pytest.mark.parametrize("name", LARGER_IMAGES)
+def test_images_that_are_too_small_are_refused(name):
+    with pytest.raises(UsageError, match=rf"`{name}` takes images of 32x32 pixels or more, .* `\(31, 40, 3\)`"):
+        tfdist.models.build(name, zoo.images(31, 40, 3))
+
+
+def test_units_that_do_not_divide_among_the_heads_are_refused():
+    with pytest.raises(UsageError, match="has 10 units, which do not divide among `heads` 4"):
+        tfdist.models.build("transformer", zoo.TEXTS, units=10, heads=4)
+
+
+@pytest.mark.parametrize("case", ["nbow", "textcnn", "bilstm", "transformer", "seq2seq"])
+def test_padding_changes_nothing(case):
+    model, (x, _) = build(case), zoo.data(case, 4)
+
+    def longer(tokens):
+        return np.pad(tokens, ((0, 0), (0, 5)))
+
+    more = {"source": longer(x["source"]), "target": x["target"]} if case == "seq2seq" else longer(x)
+    limit = slice(None, zoo.LENGTH)  # as many positions as the transformer knows
+    if case == "transformer":
+        model, x = tfdist.models.build("transformer", zoo.TEXTS, units=8, heads=2, dropout=0.0), x[:, :7]
+        x[:, 6] = 0
+        more = longer(x)[:, limit]
+    np.testing.assert_allclose(call(model, more), call(model, x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["nbow", "textcnn", "bilstm", "transformer"])
+def test_a_text_without_words_has_finite_logits(name):
+    assert np.isfinite(call(build(name), np.zeros((2, zoo.LENGTH), np.int32))).all()
+
+
+def test_a_character_is_told_by_those_before_it_alone():
+    model, (x, _) = build("transformer, characters"), zoo.data("transformer, characters", 2)
+    other = x.copy()
+    other[:, 3:] = (other[:, 3:] + 1) % zoo.WORDS
+    np.testing.assert_allclose(call(model, x)[:, :3], call(model, other)[:, :3], atol=1e-5)
+    assert np.abs(call(model, x)[:, 3:] - call(model, other)[:, 3:]).max() > 1e-3
+
+
+def test_segnet_puts_each_maximum_back_where_it_was():
+    image = np.random.default_rng(0).permutation(4 * 6 * 2).reshape(1, 4, 6, 2).astype("float32") - 20
+    maxima, places = segnet.max_pool(keras.ops.convert_to_tensor(image))
+    np.testing.assert_array_equal(maxima, keras.ops.max_pool(image, 2))
+    put = np.asarray(segnet.unpool(maxima, places))
+    there = put != 0
+    assert there.sum() == maxima.shape[1] * maxima.shape[2] * 2 and (put[there] == image[there]).all()
+
+
+def test_the_state_of_a_stream_goes_on_and_begins_anew_at_position_0():
+    model, (x, _) = build("stateful_rnn"), zoo.data("stateful_rnn", 2 * zoo.STREAMS)
+    halves = [{name: values[begin : begin + zoo.STREAMS] for name, values in x.items()} for begin in (0, zoo.STREAMS)]
+    together = {
+        "tokens": np.concatenate([half["tokens"] for half in halves], axis=1),
+        "position": halves[0]["position"],
+    }
+    whole = call(model, halves[0] | together)
+    parts = [call(model, half) for half in halves]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=1e-6)
+    np.testing.assert_array_equal(call(model, halves[0]), parts[0])
+    # The streams of a batch may come in any order, and in several parts.
+    backwards = {name: values[::-1] for name, values in halves[1].items()}
+    in_parts = [call(model, {name: values[i : i + 2] for name, values in backwards.items()}) for i in (0, 2)]
+    np.testing.assert_allclose(np.concatenate(in_parts)[::-1], parts[1], atol=1e-6)
+
+
+def test_a_translation_is_the_likeliest_that_its_beams_can_find():
+    """One beam takes the likeliest token each time; as many as there are sequences find the best of all."""
+    spec = zoo.spec_of("translation", 5, target_shape=(4,), vocabulary_size=9, classes=6, ignored_class=0)
+    model = tfdist.models.build("seq2seq", spec, width=0.05, dropout=0.0)
+    for weight in model.trainable_variables:
+        weight.assign(3 * weight)  # far from all tokens being alike
+    source = np.array([[4, 5, 6, 0, 0], [8, 7, 6, 5, 4]], np.int32)
+    every = [[END], *([first, second] for first in range(6) if first != END for second in range(6))]
+    before = np.array([[START, *tokens[:-1], 0][:2] for tokens in every], np.int32)
+    for sentence, greedy, best in zip(
+        source, *(seq2seq.translate(model, source, length=2, width=width) for width in (1, 40)), strict=True
+    ):
+        logits = model({"source": np.repeat(sentence[None], len(every), axis=0), "target": before})
+        scores = np.asarray(keras.ops.log_softmax(logits))
+        mean = [np.mean([scores[i, step, t] for step, t in enumerate(tokens)]) for i, tokens in enumerate(every)]
+        assert best.tolist()[: len(every[np.argmax(mean)])] == every[np.argmax(mean)]
+        first = int(scores[0, 0].argmax())
+        after = next(scores[i, 1].argmax() for i, tokens in enumerate(every) if tokens[0] == first)
+        assert greedy.tolist()[:2] == [first, END if first == END else after][: len(greedy)]
+
+
 @pytest.mark.parametrize("name", tfdist.models.names())
+def test_what_a_model_is_trained_with_is_an_optimizer_of_keras(name):
+    training = tfdist.models.training(name)
+    assert training.pop("optimizer", "adam") in OPTIMIZERS
+    assert set(training) <= {"learning_rate", "momentum", "weight_decay"}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", SMALL_IMAGES)
 def test_every_model_takes_every_image_and_gives_one_logit_a_class(name, shape):
     spec = spec_of(*shape, classes=7)
     model = tfdist.models.build(name, spec)
@@ -65,7 +255,7 @@ def mixed_precision() -> Iterator[None]:
     keras.mixed_precision.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize("name", tfdist.models.names())
+@pytest.mark.parametrize("name", SMALL_IMAGES[:3])
 def test_logits_are_float32_under_mixed_precision(name, mixed_precision):
     spec = spec_of(28, 28, 1)
     model = tfdist.models.build(name, spec)
@@ -73,15 +263,13 @@ def test_logits_are_float32_under_mixed_precision(name, mixed_precision):
     assert {layer.compute_dtype for layer in model.layers[:-1]} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("name", tfdist.models.names())
-def test_a_saved_model_is_the_same_model_in_stock_keras(name, tmp_path):
-    spec = spec_of(8, 8, 1)
-    model = tfdist.models.build(name, spec)
+@pytest.mark.parametrize("case", ZOO)
+def test_a_saved_model_is_the_same_model_in_stock_keras(case, tmp_path):
+    x, _ = zoo.data(case, 4)
+    model = build(case)
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(
-        again.predict(some_images(spec), verbose=0), model.predict(some_images(spec), verbose=0)
-    )
+    np.testing.assert_array_equal(again.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
 def test_options_reach_the_model():
@@ -96,18 +284,19 @@ def test_options_reach_the_model():
 
 
 def test_an_unknown_model_lists_the_known_ones():
-    with pytest.raises(UnknownNameError, match=r"the names are `cnn`, `lenet`, `mlp`\n\nhint: did you mean `lenet`\?"):
+    with pytest.raises(UnknownNameError, match=r"the names are `bilstm`, `cnn`, .*\n\nhint: did you mean `lenet`\?"):
         tfdist.models.build("le_net", spec_of(8, 8, 1))
 
 
 def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(UsageError, match="`mlp` does not know the option `width`: it takes `units`, `dropout`"):
-        tfdist.models.build("mlp", spec_of(8, 8, 1), width=3)
-    with pytest.raises(UsageError, match="`cnn` does not know the option `width`: it takes no options"):
-        tfdist.models.build("cnn", spec_of(8, 8, 1), width=3)
+    with pytest.raises(
+        UsageError, match="`mlp` does not know the option `depth`: it takes `units`, `dropout`, `width`"
+    ):
+        tfdist.models.build("mlp", spec_of(8, 8, 1), depth=3)
+    assert tfdist.models.knows("mlp", "units") and not tfdist.models.knows("cnn", "units")
 
 
-@pytest.mark.parametrize("name", ["cnn", "lenet"])
+@pytest.mark.parametrize("name", ["cnn", "lenet", *LARGER_IMAGES])
 def test_a_convolution_over_examples_that_are_no_images_is_refused(name):
     with pytest.raises(UsageError, match=rf"`{name}` takes images .* of shape `\(16,\)`"):
         tfdist.models.build(name, spec_of(16))

@@ -129,7 +129,7 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path):
     assert [line.split()[0] for line in lines[-6:]] == ["test", "test", "examples/s", "training", "peak", "files"]
     folder = tmp_path / "r"
     expected = {"run.json", "history.csv", "curves.png", "log.txt", "model.keras", "checkpoints", "tensorboard"}
-    assert {path.name for path in folder.iterdir()} == expected
+    assert {path.name for path in folder.iterdir()} == expected | {"confusion_matrix.png"}
     found = record.load(folder)
     assert found.status == "completed"
     assert [epoch.epoch for epoch in found.epochs] == [1, 2]

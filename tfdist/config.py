@@ -38,8 +38,11 @@ OPTIMIZERS = (
     "sgd",
 )
 # The strategies whose replicas are in several processes.
-OF_SEVERAL_PROCESSES = ("multiworker", "parameter_server")
+OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
+ELASTIC = ("horovod", "multiworker")  # their workers may come and go
 WITH_SERVERS = ("parameter_server",)
+BY_MPI = ("mpi_split",)
+SCHEDULES = ("constant", "cosine")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
@@ -53,12 +56,19 @@ class TrainConfig:
         dataset: a name from `tfdist.data.names()`, or `module:function`.
         epochs: passes over the training examples.
         batch_size: examples in a global batch, over all replicas.
-        learning_rate: `None` is the optimizer's default.
-        optimizer: one of `OPTIMIZERS`.
+        model_options: what the model is to be told, by the names of its own options.
+        optimizer: one of `OPTIMIZERS`; `None` is what the model is usually trained with.
+        learning_rate: `None` is the model's where the optimizer is, else the optimizer's default.
+        momentum: likewise.
+        weight_decay: likewise.
+        schedule: of the learning rate, one of `SCHEDULES`; "cosine" ends at 0 after the last epoch.
+        warmup_epochs: in which the learning rate rises from 0, part of the epochs.
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches whose gradients are averaged before an update.
         compression: of gradients between processes, "none" or "bf16"; `None` is the strategy's default.
         staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
+        sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
+        timeline: a file for Horovod's timeline.
         timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
@@ -69,6 +79,7 @@ class TrainConfig:
         on_bad_example: one of `tfdist.data.bad.POLICIES`; `None` is the dataset's default, "fail".
         run_dir: the run's folder; `None` makes one below `runs/`.
         resume: go on with the run in `run_dir`.
+        checkpoint_steps: save a checkpoint after so many steps too; `None` is at the end of an epoch alone.
         target_accuracy: validation accuracy at which to stop, 0 to 1.
         tensorboard: write TensorBoard logs.
         profile: the first step to trace and the step to stop before.
@@ -85,11 +96,18 @@ class TrainConfig:
     epochs: int = 5
     batch_size: int = 32
     learning_rate: float | None = None
-    optimizer: str = "adam"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+    schedule: str = "constant"
+    warmup_epochs: float = 0.0
     dtype_policy: str = "float32"
     gradient_accumulation: int = 1
     compression: str | None = None
     staleness: int | None = None
+    sync_every: int | str | None = None
+    timeline: Path | None = None
     timeout_seconds: float | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
@@ -100,6 +118,7 @@ class TrainConfig:
     on_bad_example: str | None = None
     run_dir: Path | None = None
     resume: bool = False
+    checkpoint_steps: int | None = None
     target_accuracy: float | None = None
     tensorboard: bool = False
     profile: tuple[int, int] | None = None
@@ -112,22 +131,21 @@ class TrainConfig:
             _known("model", self.model, models.names())
         if ":" not in self.dataset:
             _known("dataset", self.dataset, data.names())
-        _known("optimizer", self.optimizer, OPTIMIZERS)
         _known("dtype policy", self.dtype_policy, DTYPE_POLICIES)
         _known("augmentation", self.augment, augmentations.NAMES)
         if self.on_bad_example is not None:
             _known("policy for bad examples", self.on_bad_example, bad.POLICIES)
-        for name in ("epochs", "batch_size", "gradient_accumulation", "limit"):
+        for name in ("epochs", "batch_size", "gradient_accumulation", "limit", "checkpoint_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"`{_option(name)}` is {value}", "use 1 or more")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"`--seed` is {self.seed}", "use a number from 0 to 4294967295")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise UsageError(f"`--learning-rate` is {self.learning_rate}", "use a number above 0")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
-        _only_for(self, "compression", ("multiworker",))
+        _only_for(self, "compression", ("horovod", "multiworker"))
+        _only_for(self, "sync_every", BY_MPI)
+        _only_for(self, "timeline", ("horovod",))
         _only_for(self, "staleness", WITH_SERVERS)
         _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
@@ -136,12 +154,29 @@ class TrainConfig:
             raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
         if self.quiet and self.verbose:
             raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
+        _check_optimizer(self)
 
     @property
     def load_options(self) -> dict[str, Any]:
         """The options of `tfdist.data.load`."""
         policy = {} if self.on_bad_example is None else {"on_bad_example": self.on_bad_example}
         return dict(self.data_options) | policy
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    if config.optimizer is not None:
+        _known("optimizer", config.optimizer, OPTIMIZERS)
+    _known("schedule", config.schedule, SCHEDULES)
+    if config.learning_rate is not None and not config.learning_rate > 0:
+        raise UsageError(f"`--learning-rate` is {config.learning_rate}", "use a number above 0")
+    if config.momentum is not None and not 0 <= config.momentum < 1:
+        raise UsageError(f"`--momentum` is {config.momentum}", "use a share such as 0.9")
+    if config.weight_decay is not None and not config.weight_decay >= 0:
+        raise UsageError(f"`--weight-decay` is {config.weight_decay}", "use 0 or more, such as 1e-4")
+    if not 0 <= config.warmup_epochs < config.epochs:
+        raise UsageError(
+            f"`--warmup-epochs` is {config.warmup_epochs:g} of {config.epochs} epochs", "use fewer than all of them"
+        )
 
 
 def _only_for(config: TrainConfig, name: str, strategies_with_it: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ four; `cnn` at batch 128 takes 33 ms on one and 17 ms on four.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -19,29 +20,35 @@ from tfdist import models
 SMALL_STEP_OPERATIONS = 85_000_000
 
 
-def step_is_small(model: str, spec: Any, batch_size: int) -> bool:
+def step_is_small(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> bool:
     """Whether a step of the model with that name is faster on one thread; a CPU is assumed."""
-    return step_operations(model, spec, batch_size) < SMALL_STEP_OPERATIONS
+    return step_operations(model, spec, batch_size, options) < SMALL_STEP_OPERATIONS
 
 
-def step_operations(model: str, spec: Any, batch_size: int) -> float:
+def step_operations(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> float:
     """Multiplications and additions of the products of a training step: one pass forward, two back.
 
     Infinite for a model whose layers are not all built and connected, such as a subclassed one: nothing is known of it.
     """
     with tf.Graph().as_default():  # variables in a graph of its own do not start TensorFlow's devices
-        built = models.build(model, spec)
+        built = models.build(model, spec, **options or {})
         layers = [layer for layer in built._flatten_layers() if not isinstance(layer, keras.Model)]
         known = all(layer.built and layer._inbound_nodes for layer in layers)
-        forward = sum(_operations(layer) for layer in layers) if known else math.inf
+        length = 1 if spec.vocabulary_size == 0 else spec.input_shape[0]
+        forward = sum(_operations(layer, length) for layer in layers) if known else math.inf
     keras.backend.clear_session()  # the names that were used up
     return 3 * batch_size * forward
 
 
-def _operations(layer: Any) -> int:
-    """Of one example, forward: each kernel once for each place of the output that it makes."""
+def _operations(layer: Any, length: int) -> int:
+    """Of one example, forward: each kernel once for each place of the output that it makes.
+
+    A recurrent layer makes a state at each of the `length` places of its input, whichever of them it returns.
+    """
     kernels = [weight for weight in layer.trainable_weights if len(weight.shape) >= 2]
-    if not kernels:
+    if not kernels or isinstance(layer, keras.layers.Embedding):  # looked up, not multiplied
         return 0
-    places = math.prod(size or 1 for size in layer.output.shape[1:-1])
+    output = keras.tree.flatten(layer.output)[0]
+    recurrent = isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional)
+    places = length if recurrent else math.prod(size or length for size in output.shape[1:-1])
     return sum(2 * math.prod(kernel.shape) * places for kernel in kernels)

@@ -26,15 +26,20 @@ from keras.src import backend, tree
 from keras.src.backend import config
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import nn as tensorflow_nn
+from keras.src.backend.tensorflow import numpy as tensorflow_numpy
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
+from keras.src.trainers import trainer as trainer_module
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils import python_utils
+
+from tfdist import tensorflow_internals
+from tfdist.errors import UsageError
 
 SEEN_IN = "3.15.1"
 
@@ -91,6 +96,9 @@ def on_replica(replica: Replica | None) -> Iterator[None]:
 @functools.cache
 def install() -> None:
     """Puts the patches in place, once; outside of `on_replica` each of them calls the original."""
+    for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
+        _patch_around_apply(kind)
+    _patch_supports_xla()
     _patch(loss_module, "reduce_values", _reduce_values)
     _patch(loss_module, "apply_mask", _apply_mask)
     _patch(loss_module, "scale_loss_for_distribution", _as_it_is)
@@ -106,6 +114,36 @@ def install() -> None:
         return grads_and_vars if _current.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
 
     TFOptimizer._all_reduce_sum_gradients = once
+
+
+@functools.cache
+def look_up_rows() -> None:
+    """Lets Keras read of an embedding the rows that it takes, from here on, and not the whole table.
+
+    The result is the same. But TensorFlow copies a variable at each reading of the whole, once it has updated some of
+    its rows alone.
+    """
+    original = tensorflow_numpy.take
+
+    @functools.wraps(original)
+    def take(x: Any, indices: Any, axis: int | None = None) -> Any:
+        value = _readable_by_row(x) if axis == 0 and tf.is_tensor(indices) else None
+        if value is None or isinstance(indices, tf.SparseTensor | tf.RaggedTensor):
+            return original(x, indices, axis=axis)
+        rows = tf.gather(value, tf.where(indices < 0, indices + value.shape[0], indices))
+        return x._maybe_autocast(rows)
+
+    tensorflow_numpy.take = take
+
+
+def _readable_by_row(x: Any) -> Any:
+    """The variable behind a Keras variable, where that is what it stands for here."""
+    if not isinstance(x, backend.Variable):
+        return None
+    scope = global_state.get_global_attribute("stateless_scope")
+    value = None if scope is None else scope.get_current_value(x)
+    value = tensorflow_internals.local_copy(x._value if value is None else value)
+    return value if hasattr(value, "sparse_read") else None
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -220,14 +258,73 @@ def _optimizer_apply(
     variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
 
     def apply(gradients: Sequence[Any]) -> None:
-        with on_replica(None), _outside_of_stateless_scope():
-            _current.applies_reduced_gradients = True
-            try:
-                original(optimizer, gradients, trainable_variables)
-            finally:
-                _current.applies_reduced_gradients = False
+        with on_replica(None), _outside_of_stateless_scope(), _applying_reduced_gradients():
+            original(optimizer, gradients, trainable_variables)
 
+    if around_apply(optimizer) is not None:
+        raise UsageError(
+            f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
+            "leave out the one or the other",
+        )
     replica.apply(apply, list(grads), list(variables))
+
+
+@contextlib.contextmanager
+def _applying_reduced_gradients() -> Iterator[None]:
+    _current.applies_reduced_gradients = True
+    try:
+        yield
+    finally:
+        _current.applies_reduced_gradients = False
+
+
+# `around(optimizer, gradients, variables, update)` reduces the gradients and calls `update(reduced)`.
+AroundApply = Callable[[Any, list[Any], list[Any], Callable[[Sequence[Any]], None]], None]
+_AROUND_APPLY = "_tfdist_around_apply"
+
+
+def set_around_apply(optimizer: Any, around: AroundApply) -> None:
+    """From now on `around` is called where `optimizer`, or one that scales its losses, is to apply gradients."""
+    install()
+    # Past Keras' attribute tracking, so that nothing of it is saved with the model.
+    object.__setattr__(optimizer, _AROUND_APPLY, around)
+
+
+def around_apply(optimizer: Any) -> AroundApply | None:
+    """What was set for `optimizer` itself, or for the one inside it."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return vars(inner).get(_AROUND_APPLY) or vars(optimizer).get(_AROUND_APPLY)
+
+
+def _patch_around_apply(kind: Any) -> None:
+    original = kind.apply
+
+    @functools.wraps(original)
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        around = None if _current.applies_reduced_gradients else around_apply(optimizer)
+        if around is None:
+            return original(optimizer, grads, trainable_variables)
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+
+        def update(gradients: Sequence[Any]) -> None:
+            with _applying_reduced_gradients():
+                original(optimizer, gradients, trainable_variables)
+
+        return around(optimizer, list(grads), list(variables), update)
+
+    kind.apply = apply
+
+
+def _patch_supports_xla() -> None:
+    """What goes around an update, Horovod's operations, is not known to XLA."""
+    original = trainer_module.model_supports_jit
+
+    @functools.wraps(original)
+    def model_supports_jit(model: Any) -> bool:
+        optimizer = getattr(model, "optimizer", None)
+        return (optimizer is None or around_apply(optimizer) is None) and original(model)
+
+    trainer_module.model_supports_jit = model_supports_jit
 
 
 @contextlib.contextmanager
@@ -245,8 +342,9 @@ class VariableUpdates(keras.StatelessScope):
 
     Moving averages, seeds and states would otherwise drift apart between the replicas, or be written once a replica
     where there is one copy. `merge` writes each of them once, the same value everywhere: floating-point values as the
-    mean of the replicas weighed by their shares, so that a replica without examples has no say; others, which count
-    alike on all replicas, as the first replica has them.
+    mean of the replicas weighed by their shares, so that a replica without examples has no say; where the variable's
+    aggregation is "sum", as it was with the changes of all replicas added; others, which count alike on all replicas,
+    as the first replica has them.
     """
 
     def __init__(self, metrics_variables: Sequence[Any]):
@@ -274,13 +372,20 @@ class VariableUpdates(keras.StatelessScope):
         floats = [(v, value) for v, value in updates if v._value.dtype.is_floating]
         others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
         if floats:
-            weighed = [
-                tf.math.multiply_no_nan(tf.cast(value, v._value.dtype), tf.cast(replica.share, v._value.dtype))
-                for v, value in floats
+            sums = replica.all_reduce([_part(replica, v, tf.cast(value, v._value.dtype)) for v, value in floats])
+            floats = [
+                (v, v._value + total if v.aggregation == "sum" else total)
+                for (v, _), total in zip(floats, sums, strict=True)
             ]
-            floats = list(zip([v for v, _ in floats], replica.all_reduce(weighed), strict=True))
         if updates:
             write(floats + others)
+
+
+def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
+    """What a replica adds to the value of `variable` that all agree on."""
+    if variable.aggregation == "sum":
+        return value - variable._value
+    return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
 
 
 class Carried(VariableUpdates):
@@ -293,14 +398,13 @@ class Carried(VariableUpdates):
 
     def __init__(self, variables: Sequence[Any], values: Sequence[tf.Tensor]):
         super().__init__(())
-        self._carried = list(variables)
+        self._carried = {id(variable): variable for variable in variables}
         self.state_mapping.update({id(v): value for v, value in zip(variables, values, strict=True)})
-        self.written: set[int] = set()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if any(variable is carried for carried in self._carried):
-            self.written.add(id(variable))
+        if id(variable) in self._carried:
+            self.metrics_updated.add(id(variable))
             self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
         else:
             super().add_update(update)
@@ -308,7 +412,7 @@ class Carried(VariableUpdates):
     @property
     def values(self) -> list[tf.Tensor]:
         """The carried variables after the step."""
-        return [self.state_mapping[id(variable)] for variable in self._carried]
+        return [self.state_mapping[key] for key in self._carried]
 
 
 @contextlib.contextmanager
@@ -328,6 +432,7 @@ def build(model: Any, spec: Any, *, for_prediction: bool = False) -> None:
     Variables that are made inside a traced loop cannot be lifted out of it, so all must exist before the first trace.
     A prediction needs the model's alone, and has no targets to build loss and metrics from.
     """
+    look_up_rows()
     spec = tree.map_structure(_none_if_optional, spec)
     if for_prediction:
         if not all(layer.built for layer in model._flatten_layers()):

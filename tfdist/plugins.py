@@ -5,8 +5,8 @@ without importing anything, so that `--help` and misspelt names answer at once.
 
 Synopsis:
 
-    >>> names("tfdist.models")
-    ['cnn', 'lenet', 'mlp']
+    >>> names("tfdist.models")[:3]
+    ['bilstm', 'cnn', 'conv_autoencoder']
     >>> resolve("os.path:join", "model")("a", "b")
     'a/b'
 """

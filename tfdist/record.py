@@ -38,7 +38,7 @@ from tfdist.errors import RunFolderError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -123,6 +123,7 @@ class ModelRecord(_Part):
 
     name: str
     parameters: int
+    options: dict[str, str] = {}
 
 
 class DatasetRecord(_Part):

@@ -48,9 +48,17 @@ def reduce_gradients(
     gradients: Sequence[Any], share: tf.Tensor, all_reduce: AllReduce, packing: Packing = Packing()
 ) -> list[Any]:
     """The gradients of the global batch, on every replica; `None` stays `None`, sparse stays sparse."""
-    weighed = weigh(gradients, share)
-    reduced = iter(packed(all_reduce, packing)([g for g in weighed if g is not None]))
-    return [None if gradient is None else next(reduced) for gradient in weighed]
+    return without_none(packed(all_reduce, packing))(weigh(gradients, share))
+
+
+def without_none(all_reduce: AllReduce) -> AllReduce:
+    """An all-reduce of a list in which some are `None`, and stay so."""
+
+    def reduce(tensors: list[Any]) -> list[Any]:
+        reduced = iter(all_reduce([tensor for tensor in tensors if tensor is not None]))
+        return [None if tensor is None else next(reduced) for tensor in tensors]
+
+    return reduce
 
 
 def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
@@ -113,16 +121,19 @@ def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterat
 
     With `locking` a kernel is alone with its variables, where several processes update them.
 
-    Only for the Keras optimizers whose update a kernel computes with the same formula (`KERNELS`); the others, and
-    sparse gradients, keep Keras' own update. The results agree to rounding.
+    Only for the Keras optimizers whose update a kernel computes with the same formula (`KERNELS`, and of sparse
+    gradients `OF_ROWS`); the others keep Keras' own update. The results agree to rounding.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    kernel = KERNELS.get(type(inner)) if enabled else None
-    if kernel is None or (kernel is _rmsprop and not inner.momentum):  # that kernel has no form without momentum
+    kernel = KERNELS.get(type(inner))
+    if kernel is _rmsprop and not inner.momentum:  # that kernel has no form without momentum
+        kernel = None
+    of_rows = OF_ROWS.get(type(inner))
+    if not enabled or (kernel is None and of_rows is None):
         yield
         return
     # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
-    object.__setattr__(inner, "update_step", _update_step(inner, kernel, locking))
+    object.__setattr__(inner, "update_step", _update_step(inner, kernel, of_rows, locking))
     try:
         yield
     finally:
@@ -153,12 +164,15 @@ class _Scalars:
         return self._powers[base]
 
 
-def _update_step(optimizer: Any, kernel: Callable[..., None], locking: bool) -> Callable[..., None]:
+def _update_step(
+    optimizer: Any, kernel: Callable[..., None] | None, of_rows: Callable[..., None] | None, locking: bool
+) -> Callable[..., None]:
     original = optimizer.update_step
     memo: dict[Any, _Scalars] = {}
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if isinstance(gradient, tf.IndexedSlices):
+        chosen = of_rows if isinstance(gradient, tf.IndexedSlices) else kernel
+        if chosen is None:
             original(gradient, variable, learning_rate)
             return
         dtype = variable.dtype.base_dtype
@@ -166,7 +180,7 @@ def _update_step(optimizer: Any, kernel: Callable[..., None], locking: bool) -> 
         if key not in memo or tf.executing_eagerly():
             memo[key] = _Scalars(optimizer, learning_rate, dtype, locking)
         index = optimizer._get_variable_index(variable)
-        kernel(optimizer, memo[key], variable.handle, index, tf.cast(gradient, dtype))
+        chosen(optimizer, memo[key], variable.handle, index, tf.cast(gradient, dtype))
 
     return update_step
 
@@ -273,6 +287,21 @@ def _ftrl(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gr
         use_locking=scalars.locking,
     )
 
+
+def _adagrad_of_rows(
+    optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.IndexedSlices
+) -> None:
+    """Keras' formula on the rows that have a gradient; where it is zero, nothing changes."""
+    accumulator, rows = _handle(optimizer._accumulators, index), gradient.indices
+    tf.raw_ops.ResourceScatterAdd(resource=accumulator, indices=rows, updates=tf.square(gradient.values))
+    squares = tf.raw_ops.ResourceGather(resource=accumulator, indices=rows, dtype=scalars.dtype)
+    step = scalars.learning_rate * gradient.values / tf.sqrt(squares + scalars.constant(optimizer.epsilon))
+    tf.raw_ops.ResourceScatterSub(resource=variable, indices=rows, updates=step)
+
+
+# Keras' own update of these reads and writes whole variables for a sparse gradient too. The others are left out: they
+# change rows without a gradient as well, or (SGD without momentum) Keras' own is sparse already.
+OF_ROWS: dict[type, Callable[..., None]] = {keras.optimizers.Adagrad: _adagrad_of_rows}
 
 # Adagrad, Nadam and Lion are left out: their kernels place epsilon or the schedule elsewhere than Keras does.
 KERNELS: dict[type, Callable[..., None]] = {

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import agreement, callbacks, cost, data, files, models, profiler, record
+from tfdist import agreement, callbacks, cost, data, files, models, optimizers, profiler, record, tasks
 from tfdist.callbacks import memory
 from tfdist.config import OF_SEVERAL_PROCESSES, TrainConfig
 from tfdist.data import text
@@ -52,6 +52,7 @@ class Session:
         self._show = show
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
+        self._shown: dict[str, str] = {}
 
     def interrupt(self) -> None:
         """Ends the run with `KeyboardInterrupt`, after the current steps at the latest."""
@@ -69,19 +70,24 @@ class Session:
         if earlier is not None:
             _refuse_other_run(config, earlier)
         source = data.load(config.dataset, config.data_dir, **config.load_options)
+        if models.tasks(config.model) == ("autoencoding",):
+            source = source.for_autoencoding()
         if config.limit is not None:
             source = source.limit(config.limit)
         strategy = self._strategy(source)
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(config.dtype_policy)
+
+        def feed(split: str, **options: Any) -> Any:
+            if _keeps_streams(config):
+                options["places"] = True
+            return source.feed(split, config.batch_size, world=strategy.world, seed=config.seed, **options)
+
+        train = feed("train", augment=config.augment)
         with strategy.scope():
-            model = models.build(config.model, source.spec)
+            model = models.build(config.model, source.spec, **_model_options(config))
             if not model.compiled:
-                model.compile(
-                    _optimizer(config),
-                    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                    metrics=["accuracy"],
-                )
+                tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
         self.record = self._begin_record(strategy, model, source, earlier)
         self.folder.write(self.record)
         self._keep_vocabularies(strategy, source)
@@ -89,12 +95,9 @@ class Session:
             self._show(f"{len(source.skipped)} bad examples are left out; the log names them.")
             print(*source.skipped, sep="\n", file=sys.stderr)
 
-        def feed(split: str, **options: Any) -> Any:
-            return source.feed(split, config.batch_size, world=strategy.world, seed=config.seed, **options)
-
         strategy.fit(
             model,
-            feed("train", augment=config.augment),
+            train,
             epochs=config.epochs,
             validation_data=feed("validation") if source.spec.examples["validation"] else None,
             callbacks=self._callbacks(strategy),
@@ -105,6 +108,7 @@ class Session:
         if strategy.world.is_chief:
             with _whole_run_folder(self.folder):
                 files.write_whole(self.folder.model, model.save)
+        self._show_task(model, source, strategy)
         if model.stop_training:
             self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
         else:
@@ -134,12 +138,12 @@ class Session:
         if (
             config.strategy in ("single", "custom")
             and config.devices in (None, 1)
-            and cost.step_is_small(config.model, source.spec, config.batch_size)
+            and cost.step_is_small(config.model, source.spec, config.batch_size, _model_options(config))
         ):
             options["threads"] = 1
         if config.strategy in OF_SEVERAL_PROCESSES:
             options["card"] = _card(config)
-            names = ("compression", "staleness", "timeout_seconds")
+            names = ("compression", "staleness", "sync_every", "timeline", "timeout_seconds")
             options |= {name: value for name in names if (value := getattr(config, name)) is not None}
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
@@ -172,7 +176,11 @@ class Session:
                 local_world_size=world.local_world_size,
                 source=world.source,
             ),
-            model=record.ModelRecord(name=config.model, parameters=model.count_params()),
+            model=record.ModelRecord(
+                name=config.model,
+                parameters=model.count_params(),
+                options={name: str(value) for name, value in _model_options(config).items()},
+            ),
             dataset=record.DatasetRecord(
                 name=config.dataset,
                 examples=dict(source.spec.examples),
@@ -184,7 +192,7 @@ class Session:
             per_replica_batch_size=-(-config.batch_size // strategy.num_replicas),
             seed=config.seed,
             optimizer=model.optimizer.name,
-            learning_rate=float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
+            learning_rate=_learning_rate(model.optimizer),
             dtype_policy=config.dtype_policy,
             epochs=[] if earlier is None else list(earlier.epochs),
             startup_seconds=None if earlier is None else earlier.startup_seconds,
@@ -206,7 +214,7 @@ class Session:
 
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config
-        keep = callbacks.Checkpoint(self.folder.checkpoints, resume=config.resume)
+        keep = callbacks.Checkpoint(self.folder.checkpoints, every_steps=config.checkpoint_steps, resume=config.resume)
         throughput = callbacks.Throughput()
         found: list[Any] = [keep, throughput, callbacks.StopAtNonFiniteLoss(keep)]
         timer = None
@@ -237,7 +245,17 @@ class Session:
             "model": self.folder.model,
         }
         written = {"history", "curves"} if self.record is not None and self.record.epochs else {"history"}
-        return {name: path.name for name, path in paths.items() if name in written or path.exists()}
+        return {name: path.name for name, path in paths.items() if name in written or path.exists()} | self._shown
+
+    def _show_task(self, model: Any, source: Any, strategy: Any) -> None:
+        """Leaves what the task shows in the run's folder; a model that was compiled already has another task."""
+        assert self.record is not None
+        run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
+        with _whole_run_folder(self.folder):
+            tasks.show(run)
+        self._shown = run.files
+        if run.scores:
+            self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
     def _show_profile(self) -> None:
         from rich.console import Console
@@ -289,15 +307,21 @@ class _Recorder(keras.callbacks.Callback):
         self._session.folder.write_history(found)
 
 
-def _optimizer(config: TrainConfig) -> Any:
-    options: dict[str, Any] = {}
-    if config.learning_rate is not None:
-        options["learning_rate"] = config.learning_rate
-    if config.gradient_accumulation > 1:
-        options["gradient_accumulation_steps"] = config.gradient_accumulation
-    # `keras.optimizers.get` does not know all of them by name.
-    classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
-    return classes[config.optimizer](**options)
+def _keeps_streams(config: TrainConfig) -> bool:
+    return models.knows(config.model, "streams")
+
+
+def _model_options(config: TrainConfig) -> dict[str, Any]:
+    """What the model is told: a model that keeps the state of streams has one for each example of a global batch."""
+    of_batch = {"streams": config.batch_size} if _keeps_streams(config) else {}
+    return of_batch | dict(config.model_options)
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """The learning rate of the whole run; none where it follows a schedule."""
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def _card(config: TrainConfig) -> dict[str, str]:
@@ -311,8 +335,13 @@ def _card(config: TrainConfig) -> dict[str, str]:
         "limit",
         "epochs",
         "batch_size",
-        "learning_rate",
+        "model_options",
         "optimizer",
+        "learning_rate",
+        "momentum",
+        "weight_decay",
+        "schedule",
+        "warmup_epochs",
         "dtype_policy",
         "gradient_accumulation",
         "seed",

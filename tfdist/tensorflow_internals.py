@@ -196,3 +196,8 @@ def finished(remote_value: Any, seconds: float) -> bool:
 def profiling() -> bool:
     """Whether a trace is being taken in this process."""
     return profiler_v2._profiler is not None
+
+
+def local_copy(variable: Any) -> Any:
+    """The copy of a mirrored variable that the current replica has; of another variable, itself."""
+    return variable._get() if isinstance(variable, values.MirroredVariable) else variable

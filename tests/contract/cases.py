@@ -295,6 +295,7 @@ CASES = {
     "synchronized batch norm": Case(batch_norm),
     "sparse gradients, sgd": Case(embedding(sgd()), data=tokens),
     "sparse gradients, adam": Case(embedding(adam()), data=tokens),
+    "sparse gradients, adagrad": Case(embedding(lambda: optimizers.Adagrad(0.1)), data=tokens),
     "sparse gradients, clipnorm": Case(embedding(adam(global_clipnorm=0.1)), data=tokens),
     "several inputs and outputs": Case(several_outputs, data=two_in_two_out),
     "own train_step": Case(compiled(OwnTrainStep)),

@@ -58,6 +58,17 @@ def streams(examples: int, batch_size: int) -> np.ndarray:
     return rows.T.reshape(-1)
 
 
+def places(examples: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each stored example is in the `streams`: the number of its stream, and its own in the stream.
+
+    Returns:
+        Two int32 `[examples]`; of the tail that is left out, what it would be in a further stream.
+    """
+    number = np.arange(examples, dtype=np.int32)
+    a_stream = examples // batch_size
+    return number // a_stream, number % a_stream
+
+
 def as_stored(examples: int) -> np.ndarray:
     """The order without shuffling: 0 to `examples - 1`, int32 `[examples]`."""
     return np.arange(examples, dtype=np.int32)

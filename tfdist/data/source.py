@@ -169,6 +169,7 @@ class Source:
         seed: int = 0,
         shuffle: bool | None = None,
         augment: str = "none",
+        places: bool = False,
     ) -> Feed:
         """A split as `strategy.fit(model, feed)`, `evaluate` and `predict` take it: all epochs of global batches.
 
@@ -179,13 +180,16 @@ class Source:
             seed: with the epoch, all that order and augmentation depend on.
             shuffle: whether to shuffle; None shuffles "train" alone. Characters stay in order.
             augment: one of `tfdist.data.augment.NAMES`.
+            places: of characters, x is a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row in its
+                batch, and "position" `[b]`, how many come before it in that stream: for models that keep a state.
 
         Raises:
             UsageError: a batch size below 1, or an augmentation that the examples cannot have.
             UnknownNameError, DataError: as `arrays`.
         """
         del world
-        return self._array_feed(split, global_batch_size, seed, shuffle, self.augmentation(augment), on_host=False)
+        augmentation = self.augmentation(augment)
+        return self._array_feed(split, global_batch_size, seed, shuffle, augmentation, on_host=False, places=places)
 
     def pipeline(
         self,
@@ -262,6 +266,7 @@ class Source:
         augmentation: Augmentation | None,
         *,
         on_host: bool,
+        places: bool = False,
     ) -> ArrayFeed:
         from tfdist.data import feed
 
@@ -270,6 +275,9 @@ class Source:
         if on_host and split not in self._tensors:
             # TensorFlow copies what it is given: once for all epochs, not once an epoch.
             self._tensors[split] = feed.tensors(*arrays, on_host=True)
+        if places:
+            stream, position = order.places(len(arrays[1]), batch_size)
+            arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
         tensors = self._tensors[split] if on_host else feed.tensors(*arrays)
         return feed.ArrayFeed(tensors, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed))
 

@@ -1,0 +1,59 @@
+"""The basic block of residual networks: two 3x3 convolutions and a way around them.
+
+K. He, X. Zhang, S. Ren and J. Sun, "Deep residual learning for image recognition", CVPR 2016, figure 5 left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import layers
+
+
+def convolution(image: Any, filters: int, kernel: int, strides: int = 1) -> Any:
+    """A convolution without bias: `[B, H, W, C]` to `[B, H/strides, W/strides, filters]`, sizes rounded up."""
+    return layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False, kernel_initializer="he_normal")(
+        image
+    )
+
+
+def normalization(image: Any, synchronized: bool) -> Any:
+    """A batch normalization."""
+    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, synchronized=synchronized)(image)
+
+
+def stage(image: Any, filters: int, blocks: int, strides: int, synchronized: bool, projected: bool) -> Any:
+    """`blocks` basic blocks; the first has stride `strides` and the way around it changes shape too.
+
+    Args:
+        image: `[B, H, W, C]`.
+        filters: of every convolution.
+        blocks: their number.
+        strides: of the first block.
+        synchronized: whether batch normalizations take their statistics from the whole global batch.
+        projected: whether a way around that changes shape is a 1x1 convolution (the paper's option B); otherwise it
+            drops pixels and adds channels of zeros (option A, without parameters).
+    """
+    for block in range(blocks):
+        step = strides if block == 0 else 1
+        around = image
+        if step > 1 or image.shape[-1] != filters:
+            change = _projected if projected else _resized
+            around = change(image, filters, step, synchronized)
+        image = layers.ReLU()(normalization(convolution(image, filters, 3, step), synchronized))
+        image = normalization(convolution(image, filters, 3), synchronized)
+        image = layers.ReLU()(layers.Add()([image, around]))
+    return image
+
+
+def _projected(image: Any, filters: int, strides: int, synchronized: bool) -> Any:
+    return normalization(convolution(image, filters, 1, strides), synchronized)
+
+
+def _resized(image: Any, filters: int, strides: int, synchronized: bool) -> Any:
+    del synchronized
+    if strides > 1:
+        image = layers.MaxPooling2D(1, strides)(image)
+    channels = filters - image.shape[-1]
+    return keras.ops.pad(image, [[0, 0], [0, 0], [0, 0], [channels // 2, channels - channels // 2]])

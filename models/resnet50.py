@@ -1,0 +1,33 @@
+"""`resnet50`: the residual network for ImageNet with 50 layers, that of `keras.applications`.
+
+K. He, X. Zhang, S. Ren and J. Sun, "Deep residual learning for image recognition", CVPR 2016, table 1.
+"""
+
+from __future__ import annotations
+
+import keras
+
+from tfdist.data.spec import DataSpec
+from tfdist.models import _applications, _fit
+
+TASKS = ("classification",)
+TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+
+
+def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> keras.Model:
+    """Conv 7x7, pool, four stages of 3, 4, 6 and 3 bottleneck blocks, average, dense; new weights.
+
+    25.6 million parameters on 224x224x3 with 1000 classes. Keras' convolutions have a bias, the paper's have none.
+
+    Input `[B, H, W, C]`, 32x32 pixels or more. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
+
+    Args:
+        spec: the facts about the dataset.
+        synchronized: batch normalizations take their statistics from the whole global batch, not from a replica's part.
+        width: a factor on the number of filters.
+
+    Raises:
+        UsageError: the examples are not images, or too small.
+    """
+    _fit.require_images("resnet50", spec, smallest=32)
+    return _applications.adapted(keras.applications.ResNet50, spec, width=width, synchronized=synchronized)

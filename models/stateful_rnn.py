@@ -1,0 +1,107 @@
+"""`stateful_rnn`: an LSTM over streams of characters, whose state goes on from batch to batch.
+
+R. J. Williams and J. Peng, "An efficient gradient-based algorithm for on-line training of recurrent network
+trajectories", Neural Computation, 1990: back-propagation through time, truncated to the steps of a batch. The network
+is that of A. Karpathy's "The unreasonable effectiveness of recurrent neural networks", 2015.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfdist.data.spec import DataSpec
+from tfdist.models import _fit
+
+TASKS = ("characters",)
+TRAINING = {"optimizer": "adam", "learning_rate": 2e-3}
+
+
+def build(
+    spec: DataSpec,
+    *,
+    streams: int = 32,
+    embedding: int = 64,
+    units: int = 256,
+    layers: int = 2,
+    dropout: float = 0.0,
+    width: float = 1.0,
+) -> keras.Model:
+    """Embed, `layers` LSTMs with a state for each stream, dense.
+
+    0.86 million parameters besides the embedding and the last layer. Each example says which stream it continues; a
+    replica reads and writes the states of its examples' streams alone, so that batches spread over replicas in any way
+    are as exact as on one.
+
+    Input: a dict of `tokens` `[B, steps]`; `stream` `[B]`, their numbers, 0 to `streams - 1`, each once in a batch;
+    `position` `[B]`, the number of the example in its stream: at 0 the state begins anew, at zero. Output: logits
+    `[B, steps, spec.classes]`, float32 under every dtype policy.
+
+    Args:
+        spec: the facts about the dataset.
+        streams: how many; the examples in a global batch.
+        embedding: numbers that represent a character.
+        units: of each LSTM.
+        layers: how many LSTMs.
+        dropout: the share of values dropped between layers in training, in [0, 1).
+        width: a factor on `embedding` and `units`.
+    """
+    inputs = {
+        "tokens": keras.Input((None,), dtype="int32", name="tokens"),
+        "stream": keras.Input((), dtype="int32", name="stream"),
+        "position": keras.Input((), dtype="int32", name="position"),
+    }
+    size = _fit.scaled(embedding, width)
+    values = keras.layers.Embedding(spec.vocabulary_size, size, name="characters")(inputs["tokens"])
+    for _ in range(layers):
+        values = StreamLSTM(_fit.scaled(units, width), streams)(values, inputs["stream"], inputs["position"])
+        values = keras.layers.Dropout(dropout)(values)
+    logits = keras.layers.Dense(spec.classes, dtype="float32", name="logits")(values)
+    return keras.Model(inputs, logits, name="stateful_rnn")
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class StreamLSTM(keras.layers.Layer):
+    """An LSTM that begins each example with the state in which it left the example before in the same stream.
+
+    The states of all streams are two variables `[streams, units]`. Replicas that each change some rows of a variable
+    agree by adding their changes, which its aggregation, "sum", says.
+
+    Args:
+        units: the size of the state.
+        streams: how many states to keep.
+    """
+
+    def __init__(self, units: int, streams: int, **options: Any):
+        super().__init__(**options)
+        self.units = units
+        self.streams = streams
+        self.lstm = keras.layers.LSTM(units, return_sequences=True, return_state=True, dtype=self.dtype_policy)
+
+    def build(self, sequence_shape: Any, stream_shape: Any, position_shape: Any) -> None:
+        del stream_shape, position_shape
+        self.lstm.build(sequence_shape)
+        self.states = [
+            self.add_weight((self.streams, self.units), "zeros", trainable=False, aggregation="sum", name=name)
+            for name in ("hidden", "cell")
+        ]
+
+    def call(self, sequence: Any, stream: Any, position: Any) -> Any:
+        """Sequences `[B, steps, D]` of streams number `stream` `[B]` to outputs `[B, steps, units]`."""
+        goes_on = ops.expand_dims(position > 0, -1)
+        initial = [ops.take(state, stream, axis=0) for state in self.states]
+        initial = [ops.where(goes_on, state, ops.zeros_like(state)) for state in initial]
+        outputs, *final = self.lstm(sequence, initial_state=initial)
+        rows = ops.expand_dims(stream, -1)
+        for state, value in zip(self.states, final, strict=True):
+            state.assign(ops.scatter_update(state, rows, ops.cast(value, state.dtype)))
+        return outputs
+
+    def compute_output_shape(self, sequence_shape: Any, stream_shape: Any, position_shape: Any) -> Any:
+        del stream_shape, position_shape
+        return (*sequence_shape[:-1], self.units)
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {"units": self.units, "streams": self.streams}

@@ -1,0 +1,83 @@
+"""`transformer`: a small encoder for texts, and with a causal mask a model of what character comes next.
+
+A. Vaswani and others, "Attention is all you need", NeurIPS 2017; with the order of operations of R. Xiong and others,
+"On layer normalization in the transformer architecture", ICML 2020.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfdist.data.spec import PADDING, DataSpec
+from tfdist.errors import UsageError
+from tfdist.models import _fit
+
+TASKS = ("text_classification", "characters")
+TRAINING = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01}
+
+
+def build(
+    spec: DataSpec, *, layers: int = 4, units: int = 128, heads: int = 4, dropout: float = 0.1, width: float = 1.0
+) -> keras.Model:
+    """Embed tokens and positions; `layers` blocks of attention and two dense layers; normalize; dense.
+
+    0.8 million parameters besides the embeddings. Normalization comes before attention and before the dense layers, so
+    that no warm-up is needed, and positions are learned; the paper normalizes after, and its positions are sines. A
+    text is classified by the average over its words; padding takes no part in attention and average.
+
+    Input: tokens `[B, length]` up to the dataset's length; for texts padded with 0. Output: logits
+    `[B, spec.classes]` for texts, `[B, length, spec.classes]` for characters, float32 under every dtype policy.
+
+    Args:
+        spec: the facts about the dataset.
+        layers: the number of blocks.
+        units: numbers that a token is represented by; a multiple of `heads`.
+        heads: of each attention.
+        dropout: the share of values dropped in training, in [0, 1).
+        width: a factor on `units`.
+
+    Raises:
+        UsageError: the units do not divide among the heads.
+    """
+    units = _fit.scaled(units, width)
+    if units % heads:
+        raise UsageError(
+            f"The model `transformer` has {units} units, which do not divide among `heads` {heads}",
+            "choose `units` times `width` as a multiple of `heads`",
+        )
+    causal = spec.task == "characters"
+    tokens = keras.Input((None,), dtype="int32", name="tokens")
+    there = None if causal else ops.not_equal(tokens, PADDING)
+    values = _embedded(tokens, spec, units)
+    for _ in range(layers):
+        values = _block(values, there, causal, heads, dropout)
+    values = _normalized(values)
+    if there is not None:
+        weight = ops.expand_dims(ops.cast(there, values.dtype), -1)
+        values = ops.sum(values * weight, axis=1) / ops.maximum(ops.sum(weight, axis=1), 1)
+    logits = keras.layers.Dense(spec.classes, dtype="float32", name="logits")(values)
+    return keras.Model(tokens, logits, name="transformer")
+
+
+def _embedded(tokens: Any, spec: DataSpec, units: int) -> Any:
+    positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    of_token = keras.layers.Embedding(spec.vocabulary_size, units, name="words")(tokens)
+    return of_token + keras.layers.Embedding(spec.input_shape[0], units, name="positions")(positions)
+
+
+def _block(values: Any, there: Any, causal: bool, heads: int, dropout: float) -> Any:
+    units = values.shape[-1]
+    before = _normalized(values)
+    mask = None if there is None else ops.expand_dims(there, 1)
+    attention = keras.layers.MultiHeadAttention(heads, units // heads, dropout=dropout)
+    found = attention(before, before, attention_mask=mask, use_causal_mask=causal)
+    values = values + keras.layers.Dropout(dropout)(found)
+    hidden = keras.layers.Dense(4 * units, activation="gelu")(_normalized(values))
+    return values + keras.layers.Dropout(dropout)(keras.layers.Dense(units)(hidden))
+
+
+def _normalized(values: Any) -> Any:
+    return keras.layers.LayerNormalization(epsilon=1e-5)(values)

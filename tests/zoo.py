@@ -1,0 +1,117 @@
+"""Every model of the zoo at a size that a test can train: its options, and a small dataset of its task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tfdist.data.spec import END, START, DataSpec
+
+WORDS, LENGTH, STEPS, STREAMS = 30, 12, 6, 4
+VOID = 3
+
+
+def spec_of(task: str, *input_shape: int, **facts: Any) -> DataSpec:
+    """The facts about a dataset called `some`."""
+    return DataSpec("some", task, input_shape, **({"classes": 3, "examples": {"train": 1}} | facts))
+
+
+def images(height: int, width: int, channels: int, classes: int = 3) -> DataSpec:
+    return spec_of("classification", height, width, channels, classes=classes)
+
+
+def masks(height: int, width: int, channels: int = 3, classes: int = 4) -> DataSpec:
+    shape = (height, width)
+    return spec_of("segmentation", height, width, channels, classes=classes, target_shape=shape, ignored_class=VOID)
+
+
+TEXTS = spec_of("text_classification", LENGTH, vocabulary_size=WORDS)
+CHARACTERS = spec_of("characters", STEPS, target_shape=(STEPS,), vocabulary_size=WORDS, classes=WORDS)
+TRANSLATION = spec_of(
+    "translation", LENGTH, target_shape=(LENGTH - 2,), vocabulary_size=WORDS, classes=WORDS - 5, ignored_class=0
+)
+
+
+def arrays(spec: DataSpec, examples: int, seed: int = 0) -> tuple[Any, np.ndarray]:
+    """Examples x and targets y, at random."""
+    rng = np.random.default_rng(seed)
+    if spec.task in ("classification", "segmentation", "autoencoding"):
+        x: Any = rng.random((examples, *spec.input_shape), np.float32)
+        if spec.task == "autoencoding":
+            return x, x
+        return x, rng.integers(0, spec.classes, (examples, *spec.target_shape)).astype(np.int32)
+    if spec.task == "characters":
+        text = rng.integers(0, spec.classes, (examples, spec.input_shape[0] + 1)).astype(np.int32)
+        return text[:, :-1], text[:, 1:]
+    sentences = _sentences(rng, examples, spec.input_shape[0], spec.vocabulary_size)
+    if spec.task == "text_classification":
+        return sentences, rng.integers(0, spec.classes, examples).astype(np.int32)
+    target = _sentences(rng, examples, spec.target_shape[0] - 1, spec.classes)
+    before = np.pad(target, ((0, 0), (1, 0)), constant_values=START)
+    after = np.pad(target, ((0, 0), (0, 1)))
+    after[np.arange(examples), (target != 0).sum(axis=1)] = END
+    return {"source": sentences, "target": before}, after
+
+
+def _sentences(rng: np.random.Generator, examples: int, length: int, words: int) -> np.ndarray:
+    lengths = rng.integers(1, length + 1, examples)
+    tokens = rng.integers(END + 1, words, (examples, length))
+    return (tokens * (np.arange(length) < lengths[:, None])).astype(np.int32)
+
+
+def streamed(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Characters as `stateful_rnn` takes them, in global batches of `STREAMS`."""
+    number = np.arange(len(x), dtype=np.int32)
+    return {"tokens": x, "stream": number % STREAMS, "position": number // STREAMS}
+
+
+@dataclass(frozen=True)
+class Small:
+    """One model to try: the dataset's facts, and options that leave nothing random.
+
+    Attributes:
+        spec: the facts.
+        options: for a small model whose replicas can equal one device.
+        key: distinguishes a second test of the same model.
+    """
+
+    spec: DataSpec
+    options: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+
+
+SMALL = {
+    "lenet": Small(images(16, 16, 1), {"width": 0.5, "dropout": 0.0}),
+    "mlp": Small(images(4, 4, 1), {"width": 0.1, "dropout": 0.0}),
+    "cnn": Small(images(10, 10, 1), {"width": 0.1}),
+    "vgg11": Small(images(32, 32, 3), {"width": 0.05, "dropout": 0.0}),
+    "vgg16": Small(images(32, 32, 3), {"width": 0.05}),
+    "resnet20": Small(images(8, 8, 3), {"width": 0.25, "synchronized": True}),
+    "resnet18": Small(images(32, 32, 3), {"width": 0.0625, "synchronized": True}),
+    "resnet50": Small(images(32, 32, 3), {"width": 0.0625, "synchronized": True}),
+    "unet": Small(masks(20, 24), {"width": 0.0625, "dropout": 0.0}),
+    "segnet": Small(masks(36, 32), {"width": 0.0625, "synchronized": True}),
+    "nbow": Small(TEXTS, {"width": 0.02, "dropout": 0.0}),
+    "textcnn": Small(TEXTS, {"width": 0.05, "dropout": 0.0}),
+    "bilstm": Small(TEXTS, {"width": 0.05, "dropout": 0.0}),
+    "transformer": Small(TEXTS, {"layers": 2, "width": 0.125, "heads": 2, "dropout": 0.0}),
+    "transformer, characters": Small(
+        CHARACTERS, {"layers": 2, "width": 0.125, "heads": 2, "dropout": 0.0}, "transformer"
+    ),
+    "seq2seq": Small(TRANSLATION, {"width": 0.05, "dropout": 0.0}),
+    "conv_autoencoder": Small(spec_of("autoencoding", 10, 12, 1, classes=0), {"width": 0.25}),
+    "stateful_rnn": Small(CHARACTERS, {"width": 0.05, "streams": STREAMS}),
+}
+
+
+def name_of(case: str) -> str:
+    """The model that a case of `SMALL` tries."""
+    return SMALL[case].model or case
+
+
+def data(case: str, examples: int, seed: int = 0) -> tuple[Any, np.ndarray]:
+    """Examples for a case of `SMALL`, as its model takes them."""
+    x, y = arrays(SMALL[case].spec, examples, seed)
+    return (streamed(x) if case == "stateful_rnn" else x), y

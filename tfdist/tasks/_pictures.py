@@ -1,0 +1,76 @@
+"""The pictures at the end of a run: rows of images, and a confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdist import files
+
+
+def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -> None:
+    """Draws images in rows.
+
+    Args:
+        path: the PNG.
+        columns: a title, and an image a row: `[H, W, 1]` or `[H, W, 3]` in [0, 1].
+        title: of the whole.
+    """
+    rows = len(columns[0][1])
+    figure = _figure((2.4 * len(columns), 1.9 * rows + 0.6))
+    figure.suptitle(title, fontweight="bold")
+    axes = figure.subplots(rows, len(columns), squeeze=False)
+    for column, (name, images) in enumerate(columns):
+        axes[0][column].set_title(name)
+        for row, image in enumerate(images):
+            axes[row][column].imshow(np.squeeze(np.clip(image, 0, 1)), cmap="gray", vmin=0, vmax=1)
+            axes[row][column].set_axis_off()
+    files.write_whole(path, figure.savefig)
+
+
+def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.ndarray:
+    """A mask `[H, W]` of class numbers as an image `[H, W, 3]`: a colour a class, black what is ignored."""
+    import matplotlib
+
+    palette = matplotlib.colormaps["tab20"](np.arange(classes) % 20)[:, :3]
+    image = palette[np.clip(mask, 0, classes - 1)]
+    if ignored_class is not None:
+        image[mask == ignored_class] = 0
+    return image
+
+
+def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
+    """Draws how often class i (a row) was taken for class j (a column).
+
+    Args:
+        path: the PNG.
+        matrix: counts `[classes, classes]`.
+        names: of the classes; numbers where there are none.
+        title: of the whole.
+    """
+    classes = len(matrix)
+    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    side = min(12.0, 3.0 + 0.5 * classes)
+    figure = _figure((side + 1.2, side))
+    axes = figure.subplots()
+    shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(shown, label="share of the class")
+    axes.set(title=title, xlabel="predicted", ylabel="true")
+    if classes <= 30:
+        ticks = list(names) or list(map(str, range(classes)))
+        axes.set_xticks(range(classes), ticks, rotation=90 if max(map(len, ticks)) > 3 else 0)
+        axes.set_yticks(range(classes), ticks)
+        for row, column in np.argwhere(matrix):
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", color=colour, fontsize=7)
+    files.write_whole(path, figure.savefig)
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    # No pyplot: it would keep the figure, and choose a window system.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size, dpi=120, layout="constrained")

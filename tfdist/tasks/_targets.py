@@ -1,0 +1,49 @@
+"""Loss and metrics of targets that are class numbers, one an example, a pixel or a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfdist.data.spec import DataSpec
+
+
+def cross_entropy(spec: DataSpec) -> keras.losses.Loss:
+    """The mean over all targets but the ignored ones, in nats."""
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=spec.ignored_class)
+
+
+def accuracy(spec: DataSpec) -> Any:
+    """The share of targets that are predicted, of all but the ignored ones; called "accuracy"."""
+    return "accuracy" if spec.ignored_class is None else Accuracy(spec.ignored_class)
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class Accuracy(keras.metrics.Mean):
+    """The share of class numbers that the largest logit has, without those that are `ignored_class`.
+
+    Args:
+        ignored_class: the class number that is left out.
+        name: of the metric.
+        dtype: of its state.
+    """
+
+    def __init__(self, ignored_class: int, name: str = "accuracy", dtype: Any = None):
+        super().__init__(name=name, dtype=dtype)
+        self.ignored_class = ignored_class
+        self._direction = "up"  # for Keras' callbacks that choose the best
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Adds class numbers `[B, ...]` and logits `[B, ..., classes]`."""
+        y_true = ops.cast(y_true, "int32")
+        counted = ops.cast(ops.not_equal(y_true, self.ignored_class), self.dtype)
+        if sample_weight is not None:
+            weight = ops.cast(sample_weight, self.dtype)
+            counted = counted * ops.reshape(weight, (-1, *[1] * (len(y_true.shape) - 1)))
+        found = ops.cast(ops.equal(y_true, ops.cast(ops.argmax(y_pred, axis=-1), "int32")), self.dtype)
+        return super().update_state(found, counted)
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {"ignored_class": self.ignored_class}

@@ -1,0 +1,35 @@
+"""An image from itself: mean squared error, mean absolute error, reconstructions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist import tasks
+from tfdist.data.spec import DataSpec
+from tfdist.tasks import _pictures
+
+SHOWN = 8
+
+
+def loss(spec: DataSpec) -> keras.losses.Loss:
+    """The mean over pixels and channels of the squared difference; pixels are in [0, 1]."""
+    del spec
+    return keras.losses.MeanSquaredError()
+
+
+def metrics(spec: DataSpec) -> list[Any]:
+    """The mean over pixels and channels of the absolute difference."""
+    del spec
+    return ["mae"]
+
+
+def show(run: tasks.Run) -> None:
+    """Pictures beside what the model makes of them, as `reconstructions.png`."""
+    x, _ = run.examples(SHOWN)
+    made = run.strategy.predict(run.model, x, batch_size=run.batch_size, verbose=0)
+    if run.strategy.world.is_chief:
+        title = f"{run.model.name}, {run.source.spec.name}, {run.split}"
+        path = run.file("reconstructions", "reconstructions.png")
+        _pictures.grid(path, [("picture", list(x[..., :3])), ("reconstruction", list(made[..., :3]))], title)

@@ -1,0 +1,64 @@
+"""The character that comes next: cross-entropy in nats a character, accuracy, a text that the model writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist import files, tasks
+from tfdist.data.spec import DataSpec
+from tfdist.tasks import _targets
+
+WRITTEN = 400
+
+
+def loss(spec: DataSpec) -> keras.losses.Loss:
+    """Cross-entropy, a mean over all characters, in nats."""
+    return _targets.cross_entropy(spec)
+
+
+def metrics(spec: DataSpec) -> list[Any]:
+    """The share of characters that are predicted."""
+    return [_targets.accuracy(spec)]
+
+
+def show(run: tasks.Run) -> None:
+    """A text that begins as the data does and that the model goes on with, as `sample.txt`."""
+    if not run.strategy.world.is_chief:
+        return
+    spec = run.source.spec
+    x, _ = run.examples(1)
+    begun = x[0]
+    written = write(run.model, begun, WRITTEN, np.random.default_rng(run.seed))
+    text = f"{_text(begun, spec)}\n\n--- from here on the model writes ---\n\n{_text(written, spec)}\n"
+    files.write_text(run.file("sample", "sample.txt"), text)
+
+
+def write(model: keras.Model, begun: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """`count` characters that follow `begun`, each drawn from what the model makes of as many before it.
+
+    Args:
+        model: from characters, or from streams of them at position 0, to logits.
+        begun: int32 `[steps]`.
+        count: how many to write.
+        generator: what draws.
+
+    Returns:
+        int32 `[count]`.
+    """
+    text = list(map(int, begun))
+    first = np.zeros(1, np.int32)
+    for _ in range(count):
+        tokens = np.array([text[-len(begun) :]], np.int32)
+        stateful = isinstance(model.input, dict)
+        x = {"tokens": tokens, "stream": first, "position": first} if stateful else tokens
+        logits = np.asarray(model.predict_on_batch(x))[0, -1].astype(np.float64)
+        # The largest of logits with Gumbel noise is a draw from their softmax.
+        text.append(int(np.argmax(logits + generator.gumbel(size=logits.shape))))
+    return np.array(text[len(begun) :], np.int32)
+
+
+def _text(tokens: np.ndarray, spec: DataSpec) -> str:
+    return "".join(spec.vocabulary[token] for token in tokens) if spec.vocabulary else " ".join(map(str, tokens))

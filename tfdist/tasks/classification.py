@@ -1,0 +1,38 @@
+"""One class an example: cross-entropy, accuracy, a confusion matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist import tasks
+from tfdist.data.spec import DataSpec
+from tfdist.tasks import _pictures, _targets
+
+# So many examples make a picture that more would not change.
+SHOWN = 10_000
+
+
+def loss(spec: DataSpec) -> keras.losses.Loss:
+    """Cross-entropy, in nats."""
+    return _targets.cross_entropy(spec)
+
+
+def metrics(spec: DataSpec) -> list[Any]:
+    """The share of examples whose class is predicted."""
+    return [_targets.accuracy(spec)]
+
+
+def show(run: tasks.Run) -> None:
+    """How often each class is taken for each other, as `confusion_matrix.png`."""
+    spec = run.source.spec
+    x, y = run.examples(SHOWN)
+    logits = run.strategy.predict(run.model, x, batch_size=run.batch_size, verbose=0)
+    if not run.strategy.world.is_chief:
+        return
+    matrix = np.zeros((spec.classes, spec.classes), np.int64)
+    np.add.at(matrix, (y, np.argmax(logits, axis=-1)), 1)
+    title = f"{run.model.name}, {spec.name}: {len(y):,} {run.split} examples, {np.trace(matrix) / len(y):.1%} right"
+    _pictures.confusion(run.file("confusion_matrix", "confusion_matrix.png"), matrix, spec.class_names, title)
