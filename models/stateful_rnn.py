@@ -31,7 +31,7 @@ def build(
 ) -> keras.Model:
     """Embed, `layers` LSTMs with a state for each stream, dense.
 
-    0.86 million parameters besides the embedding and the last layer. Each example says which stream it continues; a
+    0.85 million parameters besides the embedding and the last layer. Each example says which stream it continues; a
     replica reads and writes the states of its examples' streams alone, so that batches spread over replicas in any way
     are as exact as on one.
 

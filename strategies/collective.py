@@ -10,13 +10,14 @@ import contextlib
 import functools
 import importlib.metadata
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist import agreement, console, reduction
+from tfdist import agreement, console, reduction, tensorflow_internals
 from tfdist.communicators import Communicator
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.lookout import Lookout
@@ -44,6 +45,47 @@ class CollectiveReplica(base.Replica):
     def _next_name(self) -> str:
         self._exchanges += 1
         return f"step.{self._exchanges}"
+
+
+class CollectiveStrategy(tf.distribute.Strategy):
+    """A `tf.distribute.Strategy` over a `Communicator`, for Keras code of one's own and stock `model.fit`.
+
+        communicator = tfdist.strategy("horovod").communicator
+        with CollectiveStrategy(communicator).scope():
+            model = ...
+
+    Each process is one replica, and feeds it with data of its own. Gradients are packed and added up before Keras'
+    optimizer sees them. What `fit` under this strategy logs is each process' own; tfdist's strategies, which are exact
+    for uneven batches and merge metrics, do not need it.
+
+    Args:
+        communicator: brings the processes together.
+        packing: how gradients travel.
+        device: of this process' replica.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        packing: reduction.Packing = reduction.Packing(1 << 20),  # noqa: B008 - frozen
+        device: str = "CPU:0",
+    ):
+        self._communicator = communicator
+        self._exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        reduce = reduction.packed(lambda sent: communicator.all_reduce(sent, self._next_name()), packing)
+        super().__init__(
+            tensorflow_internals.ReducingExtended(self, device, communicator.rank, communicator.size, reduce)
+        )
+
+    def _next_name(self) -> str:
+        """A name of its own for each exchange of a graph and of those inside it."""
+        if tf.executing_eagerly():
+            return "eager"
+        graph = tf.compat.v1.get_default_graph()
+        while (outer := getattr(graph, "outer_graph", None)) is not None and hasattr(outer, "outer_graph"):
+            graph = outer
+        self._exchanges[graph] = self._exchanges.get(graph, 0) + 1
+        return f"keras.{self._exchanges[graph]}"
 
 
 class CommunicatingStrategy(base.Strategy):

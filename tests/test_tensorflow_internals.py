@@ -6,6 +6,7 @@ from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     cross_device_utils,
     distribute_lib,
+    one_device_strategy,
     values,
 )
 from tensorflow.python.ops import collective_ops
@@ -89,3 +90,9 @@ def test_a_trace_that_is_being_taken_is_known(tmp_path):
     assert tensorflow_internals.profiling()
     tf.profiler.experimental.stop()
     assert not tensorflow_internals.profiling()
+
+
+def test_a_strategy_of_one_device_can_be_taught_to_meet_others():
+    overridden = [name for name in vars(tensorflow_internals.ReducingExtended) if name not in ("_reduced",)]
+    inherited = one_device_strategy.OneDeviceExtended
+    assert [name for name in overridden if not name.startswith("__") and not hasattr(inherited, name)] == []

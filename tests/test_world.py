@@ -431,3 +431,52 @@ class TestCommand:
         assert done.stdout == "False 2\n"
         assert done.stderr.startswith("error: `TF_CONFIG` is `{`, which is not JSON")
         assert "hint: " in done.stderr
+
+
+def open_mpi(rank, size, local_rank=None, local_size=None):
+    found = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size)}
+    if local_rank is not None:
+        found |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size)}
+    return found
+
+
+HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+
+
+class TestPlacesWithoutAddresses:
+    @pytest.mark.parametrize(
+        ("environment", "expected", "source"),
+        [
+            (open_mpi(1, 4, 1, 2), (1, 4, 1, 2), "mpirun of Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"),
+            (open_mpi(1, 2), (1, 2, 1, 2), "mpirun of Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"),
+            (open_mpi(0, 1), (0, 1, 0, 1), "mpirun of Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"),
+            (HOROVODRUN, (3, 4, 1, 2), "horovodrun (HOROVOD_RANK, HOROVOD_SIZE)"),
+            (HOROVODRUN | open_mpi(0, 9), (3, 4, 1, 2), "horovodrun (HOROVOD_RANK, HOROVOD_SIZE)"),
+            ({"PMI_RANK": "1", "PMI_SIZE": "3"}, (1, 3, 1, 3), "PMI (PMI_RANK, PMI_SIZE)"),
+            ({"PMIX_RANK": "1", "PMIX_SIZE": "3"}, (1, 3, 1, 3), "PMIx (PMIX_RANK, PMIX_SIZE)"),
+            # `srun` starts the daemons of an `mpirun` inside an allocation, and their variables are inherited.
+            (slurm(0, 2) | open_mpi(3, 4, 1, 2), (3, 4, 1, 2), "mpirun of Open MPI"),
+        ],
+    )
+    def test_the_places_of_mpirun_and_horovodrun_are_found(self, environment, expected, source):
+        world = World.detect(environment)
+        assert places(world) == expected
+        assert world.source.startswith(source)
+        assert world.tasks == () and world.named(1) == "rank 1"
+
+    def test_slurm_knows_more_than_pmi(self):
+        assert World.detect(slurm(1, 2) | {"PMI_RANK": "1", "PMI_SIZE": "2"}).source.startswith("Slurm")
+
+    @pytest.mark.parametrize(
+        ("environment", "what"),
+        [
+            ({"OMPI_COMM_WORLD_RANK": "0"}, "`OMPI_COMM_WORLD_SIZE` is not set"),
+            (open_mpi(2, 2), "`OMPI_COMM_WORLD_RANK` is 2 of `OMPI_COMM_WORLD_SIZE` 2"),
+            (open_mpi("one", 2), "`OMPI_COMM_WORLD_RANK` is `one`, which is not a number"),
+            (open_mpi(0, 2, 1, 1), "this process is number 1 of the 1 on its machine"),
+        ],
+    )
+    def test_places_that_cannot_be_are_refused(self, environment, what):
+        with pytest.raises(UsageError) as found:
+            World.detect(environment)
+        assert what in found.value.sentence and found.value.hint

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.distribute import distribute_lib, values
+from tensorflow.python.distribute import distribute_lib, one_device_strategy, values
 from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
@@ -201,3 +201,54 @@ def profiling() -> bool:
 def local_copy(variable: Any) -> Any:
     """The copy of a mirrored variable that the current replica has; of another variable, itself."""
     return variable._get() if isinstance(variable, values.MirroredVariable) else variable
+
+
+class ReducingExtended(one_device_strategy.OneDeviceExtended):
+    """One replica in each of several processes, which meet by `reduce`; the rest is as on one device.
+
+    Args:
+        strategy: whose part this is.
+        device: of this process' replica.
+        rank: this process' number.
+        size: the number of processes.
+        reduce: `reduce(tensors)`: their sums over the processes; `tf.IndexedSlices` among them.
+    """
+
+    def __init__(self, strategy: Any, device: str, rank: int, size: int, reduce: Callable[[list[Any]], list[Any]]):
+        super().__init__(strategy, device)
+        self._rank, self._size, self._reduce = rank, size, reduce
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._size
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        context = distribute_lib.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._rank)
+        with tf.device(self._device), context:
+            return fn(*args, **kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del options
+        flat = tf.nest.flatten(value)
+        return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, flat))
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del destinations, options
+        return self._reduced(reduce_op, [value])[0]
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        del options
+        return self._reduced(reduce_op, [value for value, _ in value_destination_pairs])
+
+    def _reduced(self, reduce_op: Any, flat: Sequence[Any]) -> list[Any]:
+        sums = self._reduce(list(flat))
+        return [total / self._size for total in sums] if reduce_op == tf.distribute.ReduceOp.MEAN else sums
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        return value_fn(tf.distribute.experimental.ValueContext(self._rank, self._size))
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return 0

@@ -103,6 +103,40 @@ class TestContract:
         assert "passed" in run_together("horovod", workers, part, cwd=tmp_path, options=engine)
 
 
+STOCK = """
+import keras, numpy as np, tfdist
+from tfdist.strategies.collective import CollectiveStrategy
+
+communicator = tfdist.strategy("horovod").communicator
+x = np.random.default_rng(0).normal(size=(128, 6)).astype("float32")
+y = (x.sum(1) > 0).astype("int32")
+
+
+def compiled():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, jit_compile=False)
+    return model
+
+
+with CollectiveStrategy(communicator).scope():
+    model = compiled()
+mine = np.concatenate([np.arange(b + communicator.rank * 8, b + communicator.rank * 8 + 8) for b in range(0, 128, 16)])
+model.fit(x[mine], y[mine], batch_size=8, epochs=2, shuffle=False, verbose=0)
+alone = compiled()
+alone.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+print("DIFFERENCE", max(abs(a - b).max() for a, b in zip(model.get_weights(), alone.get_weights())))
+"""
+
+
+def test_stock_fit_under_its_tf_distribute_strategy_equals_one_process(tmp_path):
+    (tmp_path / "stock.py").write_text(STOCK)
+    done = run(sys.executable, "-m", "tfdist.launch", "--mpi", "stock.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [float(found) < 2e-6 for found in said(done.stdout, "DIFFERENCE")] == [True, True]
+
+
 class TestLaunchers:
     def test_mpirun_horovodrun_and_the_launcher_end_with_the_same_weights(self, tmp_path, script):
         python = (sys.executable, script, "{}")

@@ -78,7 +78,7 @@ class MpiCommunicator(Communicator):
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         def add(values: np.ndarray) -> np.ndarray:
-            total = np.ascontiguousarray(values).astype(np.float32 if values.dtype == np.float16 else values.dtype)
+            total = np.array(values, np.float32 if values.dtype == np.float16 else values.dtype, order="C")
             self.sum_in_place(total)
             return total.astype(values.dtype, copy=False)
 
@@ -97,28 +97,17 @@ class MpiCommunicator(Communicator):
             lengths = np.empty(self.size, np.int64)
             self._world.Allgather(np.array([len(values)], np.int64), lengths)
             joined = np.empty((lengths.sum(), *values.shape[1:]), values.dtype)
-            row_bytes = values.dtype.itemsize * int(np.prod(values.shape[1:]))
-            counts = lengths * row_bytes
-            self._world.Allgatherv(
-                [
-                    np.ascontiguousarray(values).view(np.uint8).reshape(-1) if values.size else np.empty(0, np.uint8),
-                    self._mpi.BYTE,
-                ],
-                [
-                    joined.view(np.uint8).reshape(-1) if joined.size else np.empty(0, np.uint8),
-                    counts,
-                    counts.cumsum() - counts,
-                    self._mpi.BYTE,
-                ],
-            )
+            counts = lengths * values.dtype.itemsize * int(np.prod(values.shape[1:]))
+            received = [_bytes(joined), counts, counts.cumsum() - counts, self._mpi.BYTE]
+            self._world.Allgatherv([_bytes(values), self._mpi.BYTE], received)
             return joined
 
         return self._call(join, tensor, [None, *tensor.shape[1:]])
 
     def _broadcast(self, tensor: tf.Tensor, name: str, root: int) -> tf.Tensor:
         def fill(values: np.ndarray) -> np.ndarray:
-            values = np.array(values, order="C")
-            self.broadcast_in_place(values.view(np.uint8).reshape(-1) if values.ndim else values, root)
+            values = np.array(values, order="C")  # of its own, to be written to
+            self.broadcast_in_place(_bytes(values), root)
             return values
 
         return self._call(fill, tensor, tensor.shape)
@@ -138,3 +127,8 @@ class MpiCommunicator(Communicator):
         before = self._last.get(graph)
         with tf.control_dependencies([] if before is None else [before]):
             yield lambda operation: self._last.__setitem__(graph, operation)
+
+
+def _bytes(values: np.ndarray) -> np.ndarray:
+    """The memory of an array as bytes `[n]`."""
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -1,0 +1,74 @@
+"""Every operation of a `Communicator`, over each engine, on two and three processes, in a graph and outside."""
+
+import sys
+
+import pytest
+
+from tests.processes.jobs import require_horovod
+from tests.processes.test_horovod import run
+
+require_horovod()
+
+SCRIPT = """
+import sys
+import numpy as np, tensorflow as tf
+from tfdist import strategy
+from tfdist.communicators.horovod import HorovodCommunicator
+from tfdist.communicators.mpi import MpiCommunicator
+
+engine = sys.argv[1]
+if engine == "mpi4py":
+    found = MpiCommunicator()
+elif engine == "MPI":
+    found = HorovodCommunicator()
+else:
+    found = strategy("horovod").communicator
+rank, size = found.rank, found.size
+assert found.engine in engine + " MPI"
+mine = tf.range(4 * size, dtype=tf.float32) * (rank + 1.0)
+ranks_sum = sum(range(1, size + 1))
+everything = np.arange(4 * size, dtype=np.float32) * ranks_sum
+
+
+def operations():
+    small = [tf.cast(mine, dtype) for dtype in (tf.float16, tf.float64, tf.int32, tf.int64, tf.bfloat16, tf.int8)]
+    sums = found.all_reduce([mine, tf.constant(1.0), *small], "sums")
+    table = tf.IndexedSlices(tf.fill([1, 3], rank + 1.0), tf.constant([rank]), tf.constant([9, 3]))
+    (rows,) = found.all_reduce([table], "rows")
+    scattered = found.reduce_scatter(mine, "scattered")
+    gathered = found.all_gather(tf.fill([rank + 1, 2], rank), "gathered")
+    seeds = found.all_gather(tf.cast(tf.fill([1], rank + 7), tf.uint32), "seeds")
+    said = found.broadcast(tf.constant([rank + 5]), "said", root=size - 1)
+    return sums, tf.convert_to_tensor(rows), scattered, gathered, seeds, said
+
+
+for way in (operations, tf.function(operations, autograph=False)):
+    sums, rows, scattered, gathered, seeds, said = way()
+    assert float(sums[1]) == size  # a constant of the graph too is added up
+    for total in (sums[0], *sums[2:]):
+        np.testing.assert_allclose(tf.cast(total, tf.float32), everything, rtol=0.01)
+    np.testing.assert_array_equal(rows, [[i + 1] * 3 if i < size else [0] * 3 for i in range(9)])
+    np.testing.assert_array_equal(scattered, everything[4 * rank : 4 * rank + 4])
+    np.testing.assert_array_equal(gathered, [[r] * 2 for r in range(size) for _ in range(r + 1)])
+    np.testing.assert_array_equal(seeds, np.arange(size) + 7)
+    np.testing.assert_array_equal(said, [size + 4])
+
+found.dense_below_bytes = 1 << 20
+table = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, rank]), tf.constant([9, 3]))
+(rows,) = found.all_reduce([table], "dense rows")
+assert list(rows.indices.numpy()) == list(range(size))
+np.testing.assert_array_equal(rows.values[0], [size + 1.0] * 3)
+assert found.exchange(b"x" * rank) == [b"x" * r for r in range(size)]
+found.barrier()
+print("ALL RIGHT")
+"""
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("engine", ["Gloo", "MPI", "mpi4py"])
+def test_all_operations_give_every_process_what_they_promise(tmp_path, engine, workers):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = ("--verbose", "--workers", str(workers), *(() if engine == "Gloo" else ("--mpi",)))
+    done = run(sys.executable, "-m", "tfdist.launch", *options, "script.py", engine, cwd=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert done.stdout.count("ALL RIGHT") == workers

@@ -1,0 +1,43 @@
+"""What a launcher is told: hosts and their processes, and the command that follows from it."""
+
+import pytest
+
+from tfdist.errors import UsageError
+from tfdist.launcher.job import Job, parse_hosts, read_hostfile
+
+
+def test_hosts_are_named_as_often_as_they_get_processes():
+    assert parse_hosts("a:2, b,c:1,") == ("a", "a", "b", "c")
+    assert parse_hosts("") == ()
+
+
+@pytest.mark.parametrize("text", ["a:", "a:0", "a:two", "a b", ":2"])
+def test_a_host_that_cannot_be_understood_is_shown(text):
+    with pytest.raises(UsageError, match="is not a host with its number of processes"):
+        parse_hosts(text)
+
+
+def test_a_host_file_is_read_as_mpirun_reads_it(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# two machines\ngpu1 slots=2\n\ngpu2   slots=1  # the small one\ngpu3\n")
+    assert read_hostfile(file) == ("gpu1", "gpu1", "gpu2", "gpu3")
+
+
+def test_a_host_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UsageError, match="nowhere` cannot be read: No such file"):
+        read_hostfile(tmp_path / "nowhere")
+
+
+def test_mpirun_gets_the_hosts_with_their_counts_and_the_ssh_options(tmp_path, monkeypatch):
+    (tmp_path / "mpirun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    argv = Job(("script.py",), workers=3, hosts=("a", "a", "b"), mpi=True, ssh_options=("-p", "2222")).argv()
+    assert argv[:3] == ["mpirun", "-np", "3"]
+    assert argv[argv.index("--host") + 1] == "a:2,b:1"
+    assert argv[argv.index("plm_rsh_args") + 1] == "-p 2222"
+    assert argv[-1] == "script.py"
+
+
+def test_mpi_has_no_parameter_servers():
+    with pytest.raises(UsageError, match="MPI knows no parameter servers"):
+        Job(("script.py",), ps=1, mpi=True)

@@ -1,0 +1,239 @@
+"""Tasks: what has no part in loss and metrics, what a run shows in the end, what a model is trained with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tests import zoo
+from tests.test_train import refuse, run
+from tfdist import config, data, models, optimizers, recipes, tasks, train
+from tfdist.data import Source
+from tfdist.data.spec import TASKS
+from tfdist.errors import UnknownNameError, UsageError
+from tfdist.models.stateful_rnn import StreamLSTM
+from tfdist.tasks import characters, translation
+
+
+def test_every_task_has_a_loss_metrics_and_something_to_show():
+    for task in TASKS:
+        module = tasks._module(zoo.spec_of(task, 4, 4, 1))
+        assert callable(module.loss) and callable(module.metrics) and callable(module.show)
+
+
+def scores(spec, y, logits, sample_weight=None):
+    """What a compiled model reports of these logits."""
+    model = keras.Sequential([keras.Input(logits.shape[1:]), keras.layers.Identity()])
+    tasks.compile(model, spec, "sgd")
+    return model.evaluate(logits, y, batch_size=2, sample_weight=sample_weight, verbose=0, return_dict=True)
+
+
+@pytest.mark.parametrize("void", [3, 4], ids=["void among the classes", "void beyond the classes"])
+def test_ignored_pixels_have_no_part_in_loss_and_metrics(void):
+    spec = dataclasses.replace(zoo.masks(4, 5), ignored_class=void)
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, 4, 5, 4)).astype("float32")
+    y = np.where(rng.random((5, 4, 5)) < 0.4, void, rng.integers(0, 3, (5, 4, 5))).astype("int32")
+    found = scores(spec, y, logits)
+    labelled, right = y != void, logits.argmax(-1) == y
+    logs = keras.ops.log_softmax(logits).numpy()
+    cross_entropies = -np.take_along_axis(logs, np.minimum(y, 3)[..., None], -1)[..., 0]
+    # Keras' mean over the examples weighs the batches of two and one alike by their number of examples.
+    parts = [slice(0, 2), slice(2, 4), slice(4, 5)]
+    losses = [cross_entropies[part][labelled[part]].mean() for part in parts]
+    assert found["loss"] == pytest.approx(np.average(losses, weights=[2, 2, 1]), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(right[labelled].mean(), rel=1e-5)
+    predicted = logits.argmax(-1)[labelled]
+    counted = [number for number in range(4) if number != void]
+    both = [((predicted == n) & (y[labelled] == n)).sum() for n in counted]
+    either = [((predicted == n) | (y[labelled] == n)).sum() for n in counted]
+    shares = [b / e for b, e in zip(both, either, strict=True) if e]
+    assert found["mean_iou"] == pytest.approx(np.mean(shares), rel=1e-5)
+
+
+def test_ignored_tokens_stay_out_of_a_weighted_accuracy():
+    metric = tasks._targets.Accuracy(0)
+    y = np.array([[1, 2, 0], [1, 0, 0]])
+    logits = np.eye(3)[[[1, 1, 0], [2, 0, 0]]]
+    metric.update_state(y, logits, sample_weight=np.array([1.0, 3.0]))
+    assert float(metric.result()) == pytest.approx(1 / 5)
+    again = keras.metrics.deserialize(keras.metrics.serialize(metric))
+    assert again.ignored_class == 0 and again.name == "accuracy"
+
+
+def test_padding_has_no_part_in_a_translation():
+    """More padding, the same loss and accuracy."""
+    (x, y), small = zoo.data("seq2seq", 6), zoo.SMALL["seq2seq"]
+    keras.utils.set_random_seed(0)
+    model = models.build("seq2seq", small.spec, **small.options)
+    tasks.compile(model, small.spec, "sgd")
+    once = model.evaluate(x, y, batch_size=6, verbose=0)
+    longer = {name: np.pad(array, ((0, 0), (0, 4))) for name, array in x.items()}
+    assert model.evaluate(longer, np.pad(y, ((0, 0), (0, 4))), batch_size=6, verbose=0) == pytest.approx(once, rel=1e-5)
+
+
+def test_bleu_is_that_of_sacrebleu_and_a_rare_word_is_never_right():
+    vocabulary = ("", "?", "<", ">", "the", "cat", "sat", "here", "now")
+    words = [4, 5, 6, 7, 8, 3, 0]
+    assert translation.sentence(np.array(words), vocabulary, "!") == "the cat sat here now"
+    assert translation.sentence(np.array([4, 1, 3]), vocabulary, "!") == "the !"
+    assert translation.sentence(np.array([4, 5]), (), "!") == "4 5"
+    assert translation.bleu(["the cat sat here now"], ["the cat sat here now"]) == pytest.approx(100)
+    # 4/5 words, 3/4 pairs, 2/3 triples, 1/2 fours; as long as the reference.
+    mean = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
+    assert translation.bleu(["the cat sat here <unknown>"], ["the cat sat here <rare>"]) == pytest.approx(100 * mean)
+
+
+def test_a_model_writes_what_it_is_sure_of():
+    """A model that is sure that each character's successor in the alphabet follows writes the alphabet."""
+    spec = zoo.CHARACTERS
+    tokens = keras.Input((None,), dtype="int32")
+    sure = 100 * keras.ops.one_hot((tokens + 1) % spec.classes, spec.classes)
+    model = keras.Model(tokens, sure)
+    text = characters.write(model, np.array([3, 4, 5], np.int32), 5, np.random.default_rng(0))
+    assert text.tolist() == [6, 7, 8, 9, 10]
+
+
+SHOWN = {
+    "classification": ("mlp", [], "confusion_matrix.png"),
+    "segmentation": ("unet", ["--model-option", "width=0.0625"], "masks.png"),
+    "text_classification": ("nbow", [], "confusion_matrix.png"),
+    "translation": ("seq2seq", ["--model-option", "width=0.05", "--data-option", "length=5"], "translations.txt"),
+    "characters": ("stateful_rnn", ["--model-option", "width=0.05", "--data-option", "length=8"], "sample.txt"),
+    "autoencoding": ("conv_autoencoder", [], "reconstructions.png"),
+}
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(t, marks=() if t in ("segmentation", "translation") else pytest.mark.thorough) for t in SHOWN]
+)
+def test_the_command_trains_every_task_and_shows_it(tmp_path, task):
+    model, options, file = SHOWN[task]
+    sizes = [f"--data-option={split}={count}" for split, count in (("train", 64), ("validation", 16), ("test", 16))]
+    arguments = ["--strategy", "custom", "--devices", 2, "--model", model, "--dataset", "synthetic", *options, *sizes]
+    done = run(
+        *arguments, "--data-option", f"task={task}", "--batch-size", 16, "--epochs", 1, "--run-dir", "r", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert file in found["files"].values() and (tmp_path / "r" / file).stat().st_size > 100
+    assert np.isfinite(found["test_metrics"]["loss"])
+    assert ("bleu" in found["test_metrics"]) == (task == "translation")
+    assert found["optimizer"] == models.training(model).get("optimizer", "adam")
+
+
+def test_the_state_of_streams_survives_the_command_on_any_number_of_replicas():
+    """As `tests/contract` shows of arrays, here of the feed that the command makes of characters."""
+    source = data.load("synthetic", task="characters", length=6, train=17, validation=0, test=0)
+    losses = []
+    for devices in (1, 2):
+        keras.utils.set_random_seed(1)
+        strategy = tfdist.strategy("custom", devices=devices, seed=0)
+        with strategy.scope():
+            model = models.build("stateful_rnn", source.spec, streams=4, width=0.05)
+            tasks.compile(model, source.spec, keras.optimizers.SGD(0.5))
+        history = strategy.fit(model, source.feed("train", 4, places=True), epochs=2, verbose=0).history
+        losses.append(history["loss"])
+        hidden = next(layer for layer in model.layers if isinstance(layer, StreamLSTM)).states[0]
+        assert hidden.shape[0] == 4 and np.abs(hidden.numpy()).min(axis=1).all()
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_the_feed_says_where_each_example_is_in_its_stream():
+    text = np.arange(14 * 3).reshape(14, 3) % 5
+    source = Source.from_arrays("text", classes=5, train=(text, text), task="characters", vocabulary_size=5)
+    feed = source.feed("train", 4, places=True)
+    state = feed.start(0, 0)
+    for step in range(feed.num_batches):
+        (x, _), _ = feed.batches.part(state, feed.batches.fetch(state, step), 0, 1)[0], None
+        assert x["stream"].numpy().tolist() == [0, 1, 2, 3]
+        assert x["position"].numpy().tolist() == [step] * 4
+        assert (x["tokens"].numpy() == text[[step + 3 * row for row in range(4)]]).all()
+
+
+def settings(**options):
+    of_run = {"strategy": "single", "model": "resnet20", "dataset": "digits"} | options
+    return optimizers.settings(config.TrainConfig(**of_run))
+
+
+def test_a_model_is_trained_as_it_usually_is_unless_something_else_is_said():
+    assert settings() == {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+    assert settings(optimizer="sgd", learning_rate=0.2)["momentum"] == 0.9
+    assert settings(optimizer="adam") == {"optimizer": "adam"}
+    assert settings(model="mlp") == {"optimizer": "adam"}
+
+
+def rates(steps, **options):
+    made = optimizers.make(
+        config.TrainConfig(strategy="single", model="mlp", dataset="digits", learning_rate=0.1, **options), 10
+    )
+    return [float(made._learning_rate(step)) for step in steps]
+
+
+def test_a_cosine_ends_at_zero_and_a_warm_up_begins_there():
+    assert rates([0, 20, 40], epochs=4, schedule="cosine") == pytest.approx([0.1, 0.05, 0.0])
+    assert rates([0, 5, 10, 39], epochs=4, warmup_epochs=1.0) == pytest.approx([0, 0.05, 0.1, 0.1])
+    assert rates([0, 5, 20], epochs=4, schedule="cosine", gradient_accumulation=2) == pytest.approx(
+        [0.1, 0.05 * (1 + np.cos(np.pi / 4)), 0.0]
+    )
+
+
+def test_a_setting_that_an_optimizer_does_not_have_is_refused():
+    made = config.TrainConfig(strategy="single", model="mlp", dataset="digits", momentum=0.9)
+    with pytest.raises(UsageError, match=r"The optimizer `adam` cannot have `momentum` 0\.9: .*\n\nhint: leave it out"):
+        optimizers.make(made, 10)
+    cosine = config.TrainConfig(strategy="single", model="mlp", dataset="digits", schedule="cosine")
+    with pytest.raises(UsageError, match="`--schedule cosine` counts steps, and the dataset `digits` does not say"):
+        optimizers.make(cosine, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"momentum": 1.0}, "`--momentum` is 1.0"),
+        ({"weight_decay": -1.0}, "`--weight-decay` is -1.0"),
+        ({"warmup_epochs": 5.0}, "`--warmup-epochs` is 5 of 5 epochs"),
+        ({"schedule": "step"}, "Unknown schedule `step`"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_is_refused(option, message):
+    with pytest.raises(UsageError, match=message):
+        config.TrainConfig(strategy="single", model="mlp", dataset="digits", **option)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_is_made_of_options_that_can_be(name):
+    known = {parameter.name for parameter in train.command.params}
+    found = recipes.load(name)
+    assert set(found) <= known and {"model", "dataset", "epochs", "batch_size"} <= set(found)
+    plain = {key: value for key, value in found.items() if key not in ("model_option", "data_option")}
+    config.TrainConfig(strategy="single", **plain)
+    head = (recipes._FOLDER / f"{name}.toml").read_text().partition("\n\n")[0]
+    assert f"--recipe {name}" in head and all(line.startswith("#") for line in head.splitlines())
+
+
+def test_the_command_line_takes_the_place_of_a_recipe(tmp_path):
+    small = ["--recipe", "fashion_mnist-cnn", "--dataset", "digits", "--epochs", 1, "--augment", "none", "--quiet"]
+    done = run("--strategy", "single", *small, "--run-dir", "r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert (found["model"]["name"], found["dataset"]["name"]) == ("cnn", "digits")
+    assert found["global_batch_size"] == 128 and found["learning_rate"] is None and len(found["epochs"]) == 1
+
+
+def test_an_unknown_recipe_lists_the_known_ones(tmp_path):
+    message = refuse(tmp_path, "--strategy", "single", "--recipe", "fashion_mnist")
+    assert "Unknown recipe `fashion_mnist`" in message and "`fashion_mnist-cnn`" in message
+    with pytest.raises(UnknownNameError):
+        recipes.load("no")
+
+
+def test_a_model_for_another_task_is_refused_before_training(tmp_path):
+    message = refuse(tmp_path, "--strategy", "single", "--model", "unet", "--dataset", "digits")
+    assert "`unet` does segmentation, dataset `digits` is for classification" in message
