@@ -9,7 +9,7 @@ TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env train test test-all lint bench clean
+.PHONY: env horovod train test test-all lint bench clean
 
 env: $(VENV)/.installed
 
@@ -17,13 +17,20 @@ env: $(VENV)/.installed
 $(VENV)/.installed: requirements.lock pyproject.toml scripts/make_env.sh
 	scripts/make_env.sh $(VENV) $(PYTHON)
 
+# Without it the rest works, and its tests say why they are skipped.
+horovod: env
+	test -e $(VENV)/.horovod || scripts/install_horovod.sh $(VENV) || true
+
+ifneq ($(filter horovod mpi_split,$(STRATEGY)),)
+train: horovod
+endif
 train: env
 	$(BIN)/python -m tfdist.train --strategy $(STRATEGY) --model $(MODEL) --dataset $(DATASET) $(ARGS)
 
-test: env
+test: horovod
 	scripts/run_tests.sh $(BIN)/python "not thorough" $(TESTS)
 
-test-all: env
+test-all: horovod
 	scripts/run_tests.sh $(BIN)/python "thorough or not thorough" $(TESTS)
 
 lint: env

@@ -4,7 +4,7 @@ Synopsis:
 
     >>> from tfdist import strategies
     >>> strategies.names()
-    ['custom', 'mirrored', 'multiworker', 'parameter_server', 'single']
+    ['custom', 'horovod', 'mirrored', 'mpi_split', 'multiworker', 'parameter_server', 'single']
 
 A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. Names are found without
 importing TensorFlow.
@@ -21,7 +21,7 @@ from tfdist.errors import UnknownNameError
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
-_SHARED = {"base", "devices", "distribute"}
+_SHARED = {"base", "collective", "devices", "distribute"}
 
 
 def names() -> list[str]:

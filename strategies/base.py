@@ -92,7 +92,9 @@ class Strategy:
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
+    metrics_by_process: bool = False  # each has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback wants to see more
+    parallel_steps: ClassVar[int] = 10  # how many steps of the inner loop may be begun at a time
 
     def __init__(
         self,
@@ -130,6 +132,11 @@ class Strategy:
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a model and its optimizer are made and compiled."""
         return contextlib.nullcontext()
+
+    def merged(self, variables: Sequence[Any], name: str) -> contextlib.AbstractContextManager[Any]:
+        """The context in which `variables` of metrics are read as they are over all replicas; `name` is its own."""
+        del variables, name
+        return self.scope()
 
     @property
     def serial(self) -> bool:

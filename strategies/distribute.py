@@ -1,19 +1,28 @@
-"""What the strategies over one of TensorFlow's own synchronous strategies share.
+"""What the strategies over one of TensorFlow's own strategies share.
 
-Their scope makes the variables, a copy on each device, and their `run` calls the step on each.
+Their scope makes the variables, a copy on each device, and their `run` calls the step on each. Those of several
+processes meet before TensorFlow's servers start.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import rendezvous
 from tfdist.errors import UsageError
+from tfdist.launcher import job
 from tfdist.strategies import base
-from tfdist.tensorflow_internals import replica_local_updates
+from tfdist.tensorflow_internals import replica_local_updates, runtime_started
+from tfdist.world import World
+
+# What must be the same in all processes of a job.
+PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
 
 
 class MirroredReplica(base.Replica):
@@ -64,3 +73,33 @@ class DistributeStrategy(base.Strategy):
 
     def _is_ours(self, variable: Any) -> bool:
         return self.tf_strategy.extended.variable_created_in_scope(variable.value)
+
+
+def require_addresses(world: World, strategy: str) -> None:
+    """Refuses a job whose processes do not know each other's addresses."""
+    if world.world_size > 1 and not world.tasks:
+        raise UsageError(
+            f"{world.source} names no addresses, and `{strategy}` needs them",
+            "start the job with `python -m tfdist.launch`, with Slurm's `srun`, or with `TF_CONFIG` set",
+        )
+
+
+def start_timeout_seconds(wanted: float | None) -> float:
+    """How long the start waits for all processes: what is wanted, else what the launcher says, else 60."""
+    return wanted or float(os.environ.get(job.START_SECONDS, "60"))
+
+
+def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], seconds: float) -> bool:
+    """Waits for all processes of the job, and compares their versions and `card`; `False` if it had already begun.
+
+    Raises:
+        UsageError: TensorFlow has already started.
+        ClusterError: a process is missing, or differs.
+    """
+    if runtime_started():
+        raise UsageError(
+            "TensorFlow has already started, and must know the cluster when it starts",
+            "create the strategy before anything else uses TensorFlow",
+        )
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return rendezvous.meet(world, versions | {"strategy": strategy} | dict(card), seconds)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist import reduction, rendezvous, tensorflow_internals, waiting
+from tfdist import reduction, tensorflow_internals, waiting
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
-from tfdist.launcher import job
 from tfdist.strategies import base, distribute
 from tfdist.world import World
 
@@ -99,7 +97,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         self.compression = compression
         self._communication = communication
         self._timeout_seconds = timeout_seconds
-        self._start_timeout_seconds = start_timeout_seconds or float(os.environ.get(job.START_SECONDS, "60"))
+        self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
         super().__init__(**options)
         # The order of the examples follows from the seed, which must be the same everywhere.
@@ -125,6 +123,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 "`TF_CONFIG` has parameter servers, and `multiworker` has no use for them",
                 "use the strategy `parameter_server`, or a cluster of workers alone",
             )
+        distribute.require_addresses(self.world, self.name)
         card = tuple(self._card.items())
         self.tf_strategy = _join(
             self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, card
@@ -215,10 +214,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             )
         silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
         if silent:
-            return ClusterError(
-                f"Gone, or silent for {self._timeout_seconds:g} s: " + ", ".join(map(self.world.named, silent)),
-                "see that process' own output; start the job again with `--resume`",
-            )
+            names = ", ".join(map(self.world.named, silent))
+            return ClusterError.lost(f"Gone, or silent for {self._timeout_seconds:g} s: {names}")
         return None
 
 
@@ -235,14 +232,7 @@ def _join(
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATIONS[communication])
     if world.world_size == 1:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    if tensorflow_internals.runtime_started():
-        raise UsageError(
-            "TensorFlow has already started, and must know the cluster when it starts",
-            "create the strategy before anything else uses TensorFlow",
-        )
-    versions = {name: importlib.metadata.version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")}
-    began = rendezvous.meet(world, versions | {"strategy": "multiworker"} | dict(card), start_timeout_seconds)
-    if not began:
+    if not distribute.meet(world, "multiworker", card, start_timeout_seconds):
         raise ClusterError(
             f"The job of {world.named(0)} has begun without {world.named(world.rank)}",
             "end all its processes, and start all of them again",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import sys
 import time
@@ -22,9 +21,8 @@ import tensorflow as tf
 
 from tfdist import closures, keras_internals, ports, rendezvous, tensorflow_internals
 from tfdist.errors import ClusterError, UsageError
-from tfdist.launcher import job
 from tfdist.strategies import base, distribute
-from tfdist.world import World
+from tfdist.world import Task, World
 
 # How long a server waits after its chief can no longer be reached.
 SECONDS_WITHOUT_CHIEF = 6.0
@@ -118,7 +116,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             raise UsageError(f"`staleness` is {staleness}", "use 0 or more, or leave it out for no bound")
         self.staleness = staleness
         self.timeout_seconds = timeout_seconds
-        self._start_timeout_seconds = start_timeout_seconds or float(os.environ.get(job.START_SECONDS, "60"))
+        self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
         super().__init__(**options)
 
@@ -132,6 +130,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     def set_up(self) -> None:
         self._job = World.detect(os.environ)
+        distribute.require_addresses(self._job, self.name)
         if not self._job.tasks_of("ps") or not self._job.tasks_of("chief") or not self._job.tasks_of("worker"):
             raise UsageError(
                 f"The job ({self._job.source}) has {_counted(self._job)}, and `parameter_server` needs a chief, "
@@ -176,17 +175,20 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     def unreachable(self, role: str) -> list[str]:
         """Those of a role that do not answer, as messages name them."""
-        return [str(task) for task in self._job.tasks_of(role) if not rendezvous.serves(task)]
+        return [str(task) for task in self._silent(role)]
 
     def drop_silent_workers(self) -> list[str]:
         """Ends the connections to workers that do not answer, and says which, as messages name them.
 
         What waits for such a worker then fails, as if the worker had ended; if it ever answers, it is taken back.
         """
-        silent = [task for task in self._job.tasks_of("worker") if not rendezvous.serves(task)]
+        silent = self._silent("worker")
         for task in silent:
             ports.hang_up(task.host, task.port)
         return [str(task) for task in silent]
+
+    def _silent(self, role: str) -> list[Task]:
+        return [task for task in self._job.tasks_of(role) if not rendezvous.serves(task)]
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -196,10 +198,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             gone = self.unreachable("ps")
             if not gone:
                 raise
-            raise ClusterError(
-                f"Gone: {', '.join(gone)}, with its part of the variables",
-                "see that process' own output; start the job again with `--resume`",
-            ) from error
+            raise ClusterError.lost(f"Gone: {', '.join(gone)}, with its part of the variables") from error
 
 
 def _counted(world: World) -> str:
@@ -209,13 +208,7 @@ def _counted(world: World) -> str:
 @functools.cache
 def _join(world: World, start_timeout_seconds: float, card: tuple[Any, ...]) -> tuple[Any, Any]:
     """Joins the job, which a process can do once; returns in the chief alone."""
-    if tensorflow_internals.runtime_started():
-        raise UsageError(
-            "TensorFlow has already started, and must know the cluster when it starts",
-            "create the strategy before anything else uses TensorFlow",
-        )
-    versions = {name: importlib.metadata.version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")}
-    rendezvous.meet(world, versions | {"strategy": "parameter_server"} | dict(card), start_timeout_seconds)
+    distribute.meet(world, "parameter_server", card, start_timeout_seconds)
     cluster = tf.train.ClusterSpec(world.cluster())
     if not world.is_chief:
         _serve(world, cluster)

@@ -15,11 +15,15 @@ if not TOGETHER:
 # Tests run one process a core; more threads would only wait for each other.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
-if TOGETHER:
-    import tfdist
 
-    # TensorFlow must know the others when it starts.
-    tfdist.strategy("parameter_server" if '"ps"' in os.environ["TF_CONFIG"] else "multiworker")
+
+def pytest_configure(config):
+    names = config.getoption("--strategies").split(",")
+    if TOGETHER and names[0] in ("multiworker", "parameter_server"):
+        import tfdist
+
+        # TensorFlow must know the others when it starts.
+        tfdist.strategy(names[0])
 
 
 def pytest_addoption(parser):

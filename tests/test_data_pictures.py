@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -94,7 +96,8 @@ def test_a_folder_of_pictures_by_class_is_read_at_one_size(folder_of_classes):
     assert data.spec.class_names == ("dark", "grey", "light")
     assert data.spec.examples == {"train": 12, "validation": 12, "test": 0}
     x, y = data.arrays("train")
-    assert x.shape == (12, 16, 12, 3) and y.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert x.shape == (12, 16, 12, 3) and Counter(y.tolist()) == {0: 4, 1: 4, 2: 4}
+    assert len({*data.limit(6).arrays("train")[1].tolist()}) == 3
     np.testing.assert_allclose(x[:, 3, 3, 0], y * 100 / np.float32(255), rtol=1e-6)
     assert tfdist.data.load("image_folder", folder_of_classes).spec.input_shape == (20, 20, 3)
     grey = tfdist.data.load("image_folder", folder_of_classes, channels=1)
@@ -175,6 +178,12 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
     file.write_text(json.dumps(content))
     with pytest.raises(DataError, match="The categories of the training pictures of `coco_folder` are not"):
         tfdist.data.load("coco_folder", tmp_path)
+    runs = {"size": [4, 4], "counts": "61X13mN000`0"}
+    picture = content["images"][0]["id"]
+    content["annotations"] = [{"image_id": picture, "category_id": 90, "area": 3, "segmentation": runs}]
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="ValueError run lengths are compressed"):
+        tfdist.data.load("coco_folder", tmp_path)
     file.write_text("{}")
     with pytest.raises(DataError, match="is not a file of COCO's instances: KeyError 'categories'"):
         tfdist.data.load("coco_folder", tmp_path)
@@ -249,6 +258,23 @@ def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(f
     assert Counter(np.concatenate([y for batches in ranks for y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
 
 
+@pytest.mark.parametrize("replicas_of_a_rank", [1, 2])
+def test_a_rank_reads_only_what_its_replicas_take_of_a_global_batch(folder_of_classes, replicas_of_a_rank):
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
+    (whole, *_), replicas = batches_of_ranks(data, 7, 1), 2 * replicas_of_a_rank
+    labels, shares = [], 0.0
+    for rank in range(2):
+        feed = data.feed("train", 7, seed=SEED, world=World(rank, 2))
+        fetched = feed.batches.fetch(feed.start(0, 0), tf.constant(0))
+        assert len(fetched[0][1]) == (4 if rank == 0 else 3) and (feed.num_batches, feed.examples) == (2, 12)
+        for index in range(rank * replicas_of_a_rank, (rank + 1) * replicas_of_a_rank):
+            (_, y), share = feed.batches.part(None, fetched, index, replicas)
+            labels += y.numpy().tolist()
+            shares += float(share)
+            assert float(share) == pytest.approx(len(y) / 7)
+    assert labels == whole[1].tolist() and shares == pytest.approx(1)
+
+
 def test_ranks_can_have_whole_files(folder_of_classes):
     data = tfdist.data.load("image_folder", folder_of_classes, size=(4, 4))
     ranks = [list(data.pipeline("train", 5, world=World(rank, 2), by_file=True)) for rank in range(2)]
@@ -285,9 +311,12 @@ def test_training_on_files_gives_the_weights_of_training_in_memory_on_any_number
 # Bad files
 
 
+DAMAGES = ("truncated", "missing", "mask_of_another_size", "label_outside")
+
+
 def damage(folder: Path, what: str) -> tuple[Path, str]:
-    """Damages example 6; the path that an error has to name, and what it has to say."""
-    picture, mask = names(folder, 6)
+    """Damages an example, another one for each damage; the path that has to be named, and what has to be said."""
+    picture, mask = names(folder, 3 + DAMAGES.index(what))
     if what == "truncated":
         picture.write_bytes(picture.read_bytes()[:-4000])
         return picture, "cannot be decoded"
@@ -304,18 +333,37 @@ def damage(folder: Path, what: str) -> tuple[Path, str]:
 
 
 @needs("camvid")
-@pytest.mark.parametrize("what", ["truncated", "missing", "mask_of_another_size", "label_outside"])
-def test_a_bad_file_is_named_or_left_out(some_camvid, what):
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_bad_file_is_named(some_camvid, what):
     path, message = damage(some_camvid, what)
     with pytest.raises(DataError, match=f"`{path}` {message}") as caught:
         camvid(some_camvid, 10, cache="memory").arrays("train")
     assert "`--on-bad-example skip`" in caught.value.hint
-    data = tfdist.data.load(
-        "segmentation_folder", some_camvid, validation=None, test=None, on_bad_example="skip", cache="off"
+
+
+@needs("camvid")
+def test_bad_files_are_left_out_and_counted(some_camvid):
+    good = tfdist.data.load("segmentation_folder", some_camvid, validation=None, test=None).arrays("train")[1]
+    told = [damage(some_camvid, what) for what in DAMAGES]
+    options = {"validation": None, "test": None, "on_bad_example": "skip", "cache": "off"}
+    data = tfdist.data.load("segmentation_folder", some_camvid, **options)
+    assert data.spec.examples["train"] == 6 and len(data.skipped) == 4
+    for sentence, (path, message) in zip(data.skipped, told, strict=True):
+        assert str(path) in sentence and message in sentence
+    left = np.concatenate([y for _, y in data.pipeline("train", 4, shuffle=False)])
+    np.testing.assert_array_equal(left, good[[0, 1, 2, 7, 8, 9]])
+
+
+def test_leaving_out_bad_files_does_not_start_tensorflow(folder_of_classes):
+    (folder_of_classes / "train" / "grey" / "1.png").write_bytes(b"no picture")
+    code = (
+        "import sys, tfdist.data; "
+        f"source = tfdist.data.load('image_folder', {str(folder_of_classes)!r}, size=(4, 4), on_bad_example='skip'); "
+        "assert source.spec.examples['train'] == 11 and len(source.skipped) == 1, source.skipped; "
+        "assert 'tensorflow' not in sys.modules"
     )
-    assert data.spec.examples["train"] == 9
-    assert len(data.skipped) == 1 and str(path) in data.skipped[0] and message in data.skipped[0]
-    assert sum(len(x) for x, _ in data.pipeline("train", 4)) == 9
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @needs("camvid")

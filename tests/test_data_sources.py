@@ -86,6 +86,7 @@ def test_rt_polarity_has_one_file_a_class_and_folds_that_are_all_of_it_once():
         assert abs(data.spec.examples["test"] - 1066) <= 1 and data.spec.vocabulary_size < 20_000
         x, y = data.arrays("test")
         assert abs(y.mean() - 0.5) < 0.05 and x.dtype == np.int32
+        assert abs(data.limit(500).arrays("train")[1].mean() - 0.5) < 0.1
         vocabulary = data.spec.vocabulary
         counts.update(" ".join(words_of(row, vocabulary)).encode() for row in x)
     assert len(counts) > 2100  # two folds have no sentence in common
@@ -192,6 +193,14 @@ def test_a_vocabulary_that_is_missing_or_names_a_word_twice_is_refused(tmp_path)
     (tmp_path / "twice.txt").write_text("a\nb\na\n")
     with pytest.raises(DataError, match="has 3 lines, 2 of them different"):
         text.read_vocabulary(tmp_path / "twice.txt")
+
+
+def test_a_run_keeps_its_vocabulary_and_goes_on_with_no_other(tmp_path):
+    for _ in range(2):
+        text.keep_vocabulary(tmp_path / "vocabulary.txt", ("a", "b"))
+    with pytest.raises(DataError, match="not the one that the run began with") as caught:
+        text.keep_vocabulary(tmp_path / "vocabulary.txt", ("a", "c"))
+    assert "resume the run on the same files" in caught.value.hint
 
 
 def test_a_kept_vocabulary_gives_the_same_numbers_on_other_sentences(tmp_path):

@@ -220,14 +220,13 @@ def run_pod(documents, index, failures="0", **more):
             (name,) = re.findall(r"metadata\.annotations\['(.*)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])
             variables[variable["name"]] = annotations[name]
     variables["JOB_COMPLETION_INDEX"] = str(index)  # the Job's controller adds it after the others
-    done = subprocess.run(
-        [expanded(word, variables) for word in container["command"] + container["args"]],
-        env={"PATH": path(), **variables, **more},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [expanded(word, variables) for word in container["command"] + container["args"]]
+    return output(command, env={"PATH": path(), **variables, **more})
+
+
+def output(command, **options):
+    """What a command prints, which ends well."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -296,16 +295,7 @@ def test_kubectl_reads_the_same_and_knows_every_field():
 
     # What needs no cluster: `label` keeps all that it reads, `set env` only what it knows, and adds what is left out.
     def kubectl(*arguments, of):
-        done = subprocess.run(
-            ["kubectl", *arguments, "--local", "-f", "-", "-o", "json"],
-            input=of,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return output(["kubectl", *arguments, "--local", "-f", "-", "-o", "json"], input=of)
 
     read, rest = [], kubectl("label", "a=b", of=text)
     while rest.strip():

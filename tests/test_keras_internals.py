@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow import nn, numpy
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers import trainer
 
 from tfdist import keras_internals
 
@@ -40,6 +41,7 @@ def test_the_version_of_keras_is_the_one_that_was_read():
         (keras.StatelessScope.add_update, ["self", "update"]),
         (keras.StatelessScope.get_current_value, ["self", "variable"]),
         (keras.Model._symbolic_build, ["self", "iterator", "data_batch"]),
+        (trainer.model_supports_jit, ["model"]),
         (keras.Model._should_eval, ["self", "epoch", "validation_freq"]),
         (keras.Model._flatten_metrics_in_order, ["self", "logs"]),
     ],
@@ -56,6 +58,21 @@ def test_the_attributes_that_are_read_exist():
     assert model._loss_tracker.total is not None
     assert model._initial_epoch is None
     assert hasattr(model.optimizer, "_trainable_variables") or not model.optimizer.built
+
+
+def test_around_the_update_of_an_optimizer_its_gradients_can_be_changed_and_none_of_it_is_saved():
+    def double(optimizer, gradients, variables, update):
+        update([2 * gradient for gradient in gradients])
+
+    plain, doubled, scaled = (keras.optimizers.SGD(0.1, clipvalue=3.0) for _ in range(3))
+    for optimizer in (doubled, scaled):
+        keras_internals.set_around_apply(optimizer, double)
+    outside = keras.optimizers.LossScaleOptimizer(scaled, initial_scale=2.0)
+    for optimizer, expected in ((plain, -0.2), (doubled, -0.3), (outside, -0.2)):
+        variable = keras.Variable([0.0])
+        optimizer.apply([keras.ops.convert_to_tensor([2.0])], [variable])
+        assert float(variable[0]) == pytest.approx(expected)
+    assert doubled.get_config() | {"name": ""} == plain.get_config() | {"name": ""}
 
 
 def test_looking_up_rows_gives_what_taking_them_gives():

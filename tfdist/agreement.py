@@ -18,6 +18,7 @@ class Peers(Protocol):
     """How a process reaches the others; a strategy is one."""
 
     world: World
+    metrics_by_process: bool  # each process has its own part of a metric's state, in an ordinary variable
 
     def exchange(self, message: bytes) -> list[bytes]:
         """What each process says, by rank."""
@@ -28,6 +29,7 @@ class Alone:
     """A process without others."""
 
     world = World()
+    metrics_by_process = False
 
     def exchange(self, message: bytes) -> list[bytes]:
         """What this process says."""
@@ -64,11 +66,9 @@ def require(peers: Peers, facts: Mapping[str, Any]) -> None:
         DisagreementError: in every process, with each one's value of what differs.
     """
     found = said(peers, {name: str(value) for name, value in facts.items()})
-    differing = [name for name in facts if len({values.get(name) for values in found}) > 1]
-    if differing:
-        raise DisagreementError.of(
-            {name: {peers.world.named(rank): v.get(name) for rank, v in enumerate(found)} for name in differing}
-        )
+    error = DisagreementError.among({peers.world.named(rank): values for rank, values in enumerate(found)})
+    if error is not None:
+        raise error
 
 
 def fingerprint(description: Any) -> str:

@@ -10,6 +10,7 @@ A closure that was begun twice, because its worker was gone or silent, counts on
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
@@ -21,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import keras_internals, reduction, tensorflow_internals
-from tfdist.data.feed import ArrayBatches, Batches, DatasetBatches, FetchedBatches
+from tfdist.data.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
-from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, joined
+from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
 
 STEPS_OF_A_CLOSURE = 10
 # So many that a worker which is done early finds another one.
@@ -51,16 +52,19 @@ class ClosureProgram(StepProgram):
     def run(self, state: Any, first: int, count: int) -> Outcome:
         before = self._iterations()
         done, ended, own = 0, False, self._own_logs
+        metrics: list[list[np.ndarray]] = []
         for wanted in self._rounds(count):
             work = list(self._sender.closures(state, first + done, wanted, self._closure_length(wanted)))
-            results = [self._read(vector) for vector in self._run_all(work)]
-            self._merge([result.metrics for result in results])
+            vectors = self._traced(functools.partial(self._send, work))
+            results = [self._read(vector) for vector in vectors]
+            metrics += [result.metrics for result in results]
             done += sum(result.steps for result in results)
             if results:
                 own = results[-1].own_logs
             ended = sum(closure.steps for closure in work) < wanted
             if ended or not all(result.finite for result in results):
                 break
+        self._merge(metrics)
         self._note_repeated(self._iterations() - before - done)
         late = self._late.logs() if self._strategy.staleness != 0 else {}  # with no other's updates, none of it
         return Outcome(done, ended, self._results(own or {}) | late if done else {})
@@ -76,13 +80,8 @@ class ClosureProgram(StepProgram):
         closures = CLOSURES_OF_A_WORKER * self._strategy.num_workers
         return max(1, min(STEPS_OF_A_CLOSURE, count // closures))
 
-    def _run_all(self, work: Sequence[Closure]) -> list[Any]:
-        try:
-            return run_all(self._strategy, self._many_steps, work)
-        except OwnLogs as found:
-            self._own_logs = found.spec
-            self._one_step, self._many_steps = self._make_functions()
-            return run_all(self._strategy, self._many_steps, work)
+    def _send(self, work: Sequence[Closure]) -> list[Any]:
+        return run_all(self._strategy, self._many_steps, work)
 
     def _make_functions(self) -> Any:
         function = tf.function(self._closure, autograph=False, reduce_retracing=True)
@@ -138,13 +137,13 @@ class ClosureProgram(StepProgram):
                     with updates:
                         logs = self._step_function(replica)(data)
                     updates.merge(replica, replica.write)
-                self._metrics_updated |= updates.written
+                self._metrics_updated |= updates.metrics_updated
                 return updates.values, late(), tf.nest.map_structure(_as_float, logs)
 
         with reduction.fused(self._model.optimizer, self._strategy.fused, locking=True):
             ((values, late, logs),) = self._strategy.run(on_replica)
-        if self._own_logs is None and set(logs) != set(self._metrics()):
-            raise OwnLogs(tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), logs))
+        if self._own_logs is None and set(logs) != self._metric_names():
+            raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         return values, late, logs
 
     def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -244,7 +243,8 @@ class _Sender:
     def closures(self, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
         """The work of `count` steps from batch `first` of the pass on; less when the data end."""
         if not isinstance(self._fetching, ArrayBatches):
-            yield from (Closure((batch, tf.constant(1)), 1) for batch in self._fetch(state, first, count))
+            fetched = self._fetching.take(state, first, count)
+            yield from (Closure((batch, tf.constant(1)), 1) for batch in fetched)
             return
         arrays, positions = state
         if self._sent[0] is not arrays:
@@ -254,16 +254,6 @@ class _Sender:
             steps = min(length, first + count - begin)
             examples = tuple(of_each[begin * size : (begin + steps) * size] for of_each in positions)
             yield Closure(((self._sent[1], examples), tf.constant(steps)), steps)
-
-    def _fetch(self, state: Any, first: int, count: int) -> Iterator[Any]:
-        assert isinstance(self._fetching, DatasetBatches)
-        for step in range(first, first + count):
-            batch = self._fetching.fetch(state, tf.constant(step))
-            if not self._fetching.counted:
-                if not batch.has_value():
-                    return
-                batch = batch.get_value()
-            yield keras_internals.tree.map_structure(lambda part: part, batch)
 
 
 @tf.function(autograph=False)
@@ -290,10 +280,7 @@ def run_all(strategy: Any, function: Any, work: Sequence[Closure]) -> list[Any]:
             continue
         if patience > strategy.timeout_seconds:
             names = strategy.unreachable("worker") or strategy.names_of("worker")
-            raise ClusterError(
-                f"No worker has finished a step for {waited:.0f} s: {', '.join(names)}",
-                "see the workers' own output; start the job again with `--resume`",
-            )
+            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {', '.join(names)}")
         silent = strategy.drop_silent_workers()
         if silent:
             warnings.warn(f"Silent for {strategy.timeout_seconds:g} s: {', '.join(silent)}", stacklevel=2)

@@ -38,8 +38,10 @@ OPTIMIZERS = (
     "sgd",
 )
 # The strategies whose replicas are in several processes.
-OF_SEVERAL_PROCESSES = ("multiworker", "parameter_server")
+OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
+ELASTIC = ("horovod", "multiworker")  # their workers may come and go
 WITH_SERVERS = ("parameter_server",)
+BY_MPI = ("mpi_split",)
 SCHEDULES = ("constant", "cosine")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -65,6 +67,8 @@ class TrainConfig:
         gradient_accumulation: batches whose gradients are averaged before an update.
         compression: of gradients between processes, "none" or "bf16"; `None` is the strategy's default.
         staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
+        sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
+        timeline: a file for Horovod's timeline.
         timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
@@ -75,6 +79,7 @@ class TrainConfig:
         on_bad_example: one of `tfdist.data.bad.POLICIES`; `None` is the dataset's default, "fail".
         run_dir: the run's folder; `None` makes one below `runs/`.
         resume: go on with the run in `run_dir`.
+        checkpoint_steps: save a checkpoint after so many steps too; `None` is at the end of an epoch alone.
         target_accuracy: validation accuracy at which to stop, 0 to 1.
         tensorboard: write TensorBoard logs.
         profile: the first step to trace and the step to stop before.
@@ -101,6 +106,8 @@ class TrainConfig:
     gradient_accumulation: int = 1
     compression: str | None = None
     staleness: int | None = None
+    sync_every: int | str | None = None
+    timeline: Path | None = None
     timeout_seconds: float | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
@@ -111,6 +118,7 @@ class TrainConfig:
     on_bad_example: str | None = None
     run_dir: Path | None = None
     resume: bool = False
+    checkpoint_steps: int | None = None
     target_accuracy: float | None = None
     tensorboard: bool = False
     profile: tuple[int, int] | None = None
@@ -127,7 +135,7 @@ class TrainConfig:
         _known("augmentation", self.augment, augmentations.NAMES)
         if self.on_bad_example is not None:
             _known("policy for bad examples", self.on_bad_example, bad.POLICIES)
-        for name in ("epochs", "batch_size", "gradient_accumulation", "limit"):
+        for name in ("epochs", "batch_size", "gradient_accumulation", "limit", "checkpoint_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"`{_option(name)}` is {value}", "use 1 or more")
@@ -135,7 +143,9 @@ class TrainConfig:
             raise UsageError(f"`--seed` is {self.seed}", "use a number from 0 to 4294967295")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
-        _only_for(self, "compression", ("multiworker",))
+        _only_for(self, "compression", ("horovod", "multiworker"))
+        _only_for(self, "sync_every", BY_MPI)
+        _only_for(self, "timeline", ("horovod",))
         _only_for(self, "staleness", WITH_SERVERS)
         _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:

@@ -15,6 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from tfdist.errors import TfdistError
+
+# Where messages for the user go; the last one holds.
+_terminal: list[TextIO] = [sys.stderr]
+
 
 @contextlib.contextmanager
 def stderr_to(log: Path | None) -> Iterator[TextIO]:
@@ -27,9 +32,11 @@ def stderr_to(log: Path | None) -> Iterator[TextIO]:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 2)
     os.close(file)
+    _terminal.append(terminal)
     try:
         yield terminal
     finally:
+        _terminal.remove(terminal)
         sys.stderr.flush()
         os.dup2(terminal.fileno(), 2)
         terminal.close()
@@ -52,3 +59,13 @@ def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
+    """Shows `error` and ends this process at once, from any thread, where native code cannot be made to return.
+
+    `before` is called with the exit code in between. No file is closed and no handler runs.
+    """
+    print(f"error: {error}", file=_terminal[-1], flush=True)
+    before(error.exit_code)
+    os._exit(error.exit_code)

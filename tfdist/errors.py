@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 
 EXIT_USAGE = 2
 EXIT_CLUSTER = 3
+EXIT_RESHAPED = 75  # the processes of an elastic job want to be started again; `EX_TEMPFAIL` of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -76,6 +77,11 @@ class ClusterError(TfdistError):
 
     exit_code = EXIT_CLUSTER
 
+    @classmethod
+    def lost(cls, sentence: str) -> ClusterError:
+        """The error for processes that were there when the job began."""
+        return cls(sentence, "see that process' own output; start the job again with `--resume`")
+
 
 class DisagreementError(ClusterError):
     """Processes of a job were given different things to do."""
@@ -83,11 +89,18 @@ class DisagreementError(ClusterError):
     exit_code = EXIT_USAGE
 
     @classmethod
-    def of(cls, differing: Mapping[str, Mapping[str, object]]) -> DisagreementError:
-        """The error that shows, for each thing that differs, who has which value."""
+    def among(cls, cards: Mapping[str, Mapping[str, object]]) -> DisagreementError | None:
+        """The error that shows, for each thing that differs, who has which value; `None` where nothing differs.
+
+        `cards` has, by who, each one's value by name.
+        """
+        names = dict.fromkeys(name for card in cards.values() for name in card)
+        differing = [name for name in names if len({card.get(name) for card in cards.values()}) > 1]
+        if not differing:
+            return None
         lines = [
-            f"`{name}`: " + ", ".join(f"{who} has `{value}`" for who, value in values.items())
-            for name, values in differing.items()
+            f"`{name}`: " + ", ".join(f"{who} has `{card.get(name)}`" for who, card in cards.items())
+            for name in differing
         ]
         return cls(
             "The processes of the job disagree on " + "; on ".join(lines),

@@ -33,11 +33,13 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
+from keras.src.trainers import trainer as trainer_module
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils import python_utils
 
 from tfdist import tensorflow_internals
+from tfdist.errors import UsageError
 
 SEEN_IN = "3.15.1"
 
@@ -94,6 +96,9 @@ def on_replica(replica: Replica | None) -> Iterator[None]:
 @functools.cache
 def install() -> None:
     """Puts the patches in place, once; outside of `on_replica` each of them calls the original."""
+    for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
+        _patch_around_apply(kind)
+    _patch_supports_xla()
     _patch(loss_module, "reduce_values", _reduce_values)
     _patch(loss_module, "apply_mask", _apply_mask)
     _patch(loss_module, "scale_loss_for_distribution", _as_it_is)
@@ -253,14 +258,73 @@ def _optimizer_apply(
     variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
 
     def apply(gradients: Sequence[Any]) -> None:
-        with on_replica(None), _outside_of_stateless_scope():
-            _current.applies_reduced_gradients = True
-            try:
-                original(optimizer, gradients, trainable_variables)
-            finally:
-                _current.applies_reduced_gradients = False
+        with on_replica(None), _outside_of_stateless_scope(), _applying_reduced_gradients():
+            original(optimizer, gradients, trainable_variables)
 
+    if around_apply(optimizer) is not None:
+        raise UsageError(
+            f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
+            "leave out the one or the other",
+        )
     replica.apply(apply, list(grads), list(variables))
+
+
+@contextlib.contextmanager
+def _applying_reduced_gradients() -> Iterator[None]:
+    _current.applies_reduced_gradients = True
+    try:
+        yield
+    finally:
+        _current.applies_reduced_gradients = False
+
+
+# `around(optimizer, gradients, variables, update)` reduces the gradients and calls `update(reduced)`.
+AroundApply = Callable[[Any, list[Any], list[Any], Callable[[Sequence[Any]], None]], None]
+_AROUND_APPLY = "_tfdist_around_apply"
+
+
+def set_around_apply(optimizer: Any, around: AroundApply) -> None:
+    """From now on `around` is called where `optimizer`, or one that scales its losses, is to apply gradients."""
+    install()
+    # Past Keras' attribute tracking, so that nothing of it is saved with the model.
+    object.__setattr__(optimizer, _AROUND_APPLY, around)
+
+
+def around_apply(optimizer: Any) -> AroundApply | None:
+    """What was set for `optimizer` itself, or for the one inside it."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return vars(inner).get(_AROUND_APPLY) or vars(optimizer).get(_AROUND_APPLY)
+
+
+def _patch_around_apply(kind: Any) -> None:
+    original = kind.apply
+
+    @functools.wraps(original)
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        around = None if _current.applies_reduced_gradients else around_apply(optimizer)
+        if around is None:
+            return original(optimizer, grads, trainable_variables)
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+
+        def update(gradients: Sequence[Any]) -> None:
+            with _applying_reduced_gradients():
+                original(optimizer, gradients, trainable_variables)
+
+        return around(optimizer, list(grads), list(variables), update)
+
+    kind.apply = apply
+
+
+def _patch_supports_xla() -> None:
+    """What goes around an update, Horovod's operations, is not known to XLA."""
+    original = trainer_module.model_supports_jit
+
+    @functools.wraps(original)
+    def model_supports_jit(model: Any) -> bool:
+        optimizer = getattr(model, "optimizer", None)
+        return (optimizer is None or around_apply(optimizer) is None) and original(model)
+
+    trainer_module.model_supports_jit = model_supports_jit
 
 
 @contextlib.contextmanager
@@ -334,14 +398,13 @@ class Carried(VariableUpdates):
 
     def __init__(self, variables: Sequence[Any], values: Sequence[tf.Tensor]):
         super().__init__(())
-        self._carried = list(variables)
+        self._carried = {id(variable): variable for variable in variables}
         self.state_mapping.update({id(v): value for v, value in zip(variables, values, strict=True)})
-        self.written: set[int] = set()
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if any(variable is carried for carried in self._carried):
-            self.written.add(id(variable))
+        if id(variable) in self._carried:
+            self.metrics_updated.add(id(variable))
             self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
         else:
             super().add_update(update)
@@ -349,7 +412,7 @@ class Carried(VariableUpdates):
     @property
     def values(self) -> list[tf.Tensor]:
         """The carried variables after the step."""
-        return [self.state_mapping[id(variable)] for variable in self._carried]
+        return [self.state_mapping[key] for key in self._carried]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Nothing slow is imported here; the processes are started by `tfdist.launcher`.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,14 +18,16 @@ from tfdist.launcher import job
 @click.command(
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "ignore_unknown_options": False,
         # What comes after the program's name is the program's own.
         "allow_interspersed_args": False,
     }
 )
 @click.option("--workers", type=int, default=2, show_default=True, help="processes that train")
 @click.option("--ps", type=int, default=0, show_default=True, help="parameter servers, and a chief beside them")
-@click.option("--hosts", default="", metavar="A,B", help="start them there over ssh, in turn")
+@click.option("--mpi", is_flag=True, help="have mpirun start them")
+@click.option("--hosts", default="", metavar="A:2,B:2", help="start them there over ssh, in turn")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="the same from a file of lines `A slots=2`")
+@click.option("--ssh-options", default="", metavar="TEXT", help="what ssh is given besides the host")
 @click.option("--restarts", type=int, default=0, show_default=True, help="start again so often after a failure")
 @click.option("--expose", is_flag=True, help="leave the job in this machine's network, open to others")
 @click.option("--start-seconds", type=float, default=60.0, show_default=True, help="deadline for all to start")
@@ -34,14 +37,22 @@ from tfdist.launcher import job
 @click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def command(
-    hosts: str, log_dir: Path | None, emit: str | None, module: bool, program: tuple[str, ...], **options: object
+    hosts: str,
+    hostfile: Path | None,
+    ssh_options: str,
+    log_dir: Path | None,
+    emit: str | None,
+    module: bool,
+    program: tuple[str, ...],
+    **options: object,
 ) -> None:
     """Start PROGRAM, a script or a module with its arguments, in several processes of one job."""
     try:
         name = job.new_name()
         wanted = job.Job(
             command=("-m", *program) if module and program else program,
-            hosts=tuple(host.strip() for host in hosts.split(",") if host.strip()),
+            hosts=job.read_hostfile(hostfile) if hostfile else job.parse_hosts(hosts),
+            ssh_options=tuple(shlex.split(ssh_options)),
             log_dir=log_dir or Path("logs") / name,
             name=name,
             **options,  # type: ignore[arg-type]

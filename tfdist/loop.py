@@ -410,7 +410,7 @@ def _epoch_runner(
             wish, stopping = agreement.next_call(strategy, pacer.steps(done), bool(getattr(model, stopped)))
             setattr(model, stopped, stopping)
         passes.end_epoch(done - first, data_ended)
-        return logs
+        return logs | program.end_epoch()
 
     return run_epoch
 

@@ -48,9 +48,17 @@ def reduce_gradients(
     gradients: Sequence[Any], share: tf.Tensor, all_reduce: AllReduce, packing: Packing = Packing()
 ) -> list[Any]:
     """The gradients of the global batch, on every replica; `None` stays `None`, sparse stays sparse."""
-    weighed = weigh(gradients, share)
-    reduced = iter(packed(all_reduce, packing)([g for g in weighed if g is not None]))
-    return [None if gradient is None else next(reduced) for gradient in weighed]
+    return without_none(packed(all_reduce, packing))(weigh(gradients, share))
+
+
+def without_none(all_reduce: AllReduce) -> AllReduce:
+    """An all-reduce of a list in which some are `None`, and stay so."""
+
+    def reduce(tensors: list[Any]) -> list[Any]:
+        reduced = iter(all_reduce([tensor for tensor in tensors if tensor is not None]))
+        return [None if tensor is None else next(reduced) for tensor in tensors]
+
+    return reduce
 
 
 def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:

@@ -31,10 +31,10 @@ SECONDS_BETWEEN_TRIES = 0.1
 # Who has not said who it is by then is a stranger.
 SECONDS_TO_INTRODUCE = 5.0
 # The chief answers by the earliest deadline of all; its answer may travel this long.
-SECONDS_FOR_ANSWER = 5.0
+SECONDS_TO_HEAR_ALL = 5.0
 SECONDS_TO_CONNECT = 5.0
 SECONDS_TO_CLOSE = 1.0
-SECONDS_TO_ANSWER = 3.0
+SECONDS_TO_GREET = 3.0
 MOST_STRANGERS = 64
 MOST_NAMES = 8
 # The first frame of an HTTP/2 server, such as TensorFlow's, after three bytes that say its length: type 4, no flags,
@@ -99,7 +99,8 @@ def meet(world: World, card: Mapping[str, str], deadline_seconds: float) -> bool
     if world.world_size == 1:
         return True
     task = world.tasks[world.rank]
-    require_free(task)
+    # TensorFlow's server, which listens on every interface, will need this port.
+    _every_interface(task).close()
     card = {CLUSTER: json.dumps(world.cluster()), **card}
     deadline = time.monotonic() + deadline_seconds
     if world.rank == 0:
@@ -113,16 +114,6 @@ def meet(world: World, card: Mapping[str, str], deadline_seconds: float) -> bool
     if refusal is not None:
         raise refusal.error()
     return True
-
-
-def require_free(task: Task) -> None:
-    """Makes sure that TensorFlow's server, which listens on every interface, will get the port of this process' task.
-
-    Raises:
-        ClusterError: it would not; the message says why.
-    """
-    with _every_interface(task):
-        pass
 
 
 def _every_interface(task: Task) -> socket.socket:
@@ -264,7 +255,7 @@ class _Reception:
         told = [guest.connection for guest in self.guests if guest.hello is not None]
         for connection in told:
             with contextlib.suppress(OSError):  # TensorFlow will miss those who have gone in this moment
-                connection.settimeout(SECONDS_FOR_ANSWER)
+                connection.settimeout(SECONDS_TO_HEAR_ALL)
                 connection.sendall(answer)
         # Who closes first keeps the port of a connection for a minute; this port is about to be TensorFlow's.
         until = time.monotonic() + SECONDS_TO_CLOSE
@@ -292,16 +283,8 @@ class _Reception:
         )
 
     def _difference(self, cards: Mapping[int, Mapping[str, str]]) -> _Refusal | None:
-        names = dict.fromkeys(name for card in cards.values() for name in card)
-        differing = {
-            name: {self._named(rank): cards[rank].get(name) for rank in sorted(cards)}
-            for name in names
-            if len({card.get(name) for card in cards.values()}) > 1
-        }
-        if not differing:
-            return None
-        error = DisagreementError.of(differing)
-        return _Refusal(differing=True, sentence=error.sentence, hint=error.hint)
+        error = DisagreementError.among({self._named(rank): cards[rank] for rank in sorted(cards)})
+        return None if error is None else _Refusal(differing=True, sentence=error.sentence, hint=error.hint)
 
     def _named(self, rank: int) -> str:
         return self.world.named(rank) if rank < self.world.world_size else f"rank {rank}"
@@ -332,7 +315,7 @@ def _ask_chief(world: World, card: Mapping[str, str], deadline: float, deadline_
                     )
                     connection.sendall(_line(hello))
                     reason = "it was reached and did not answer"
-                    text = _read_answer(connection, left + SECONDS_FOR_ANSWER, world.world_size)
+                    text = _read_answer(connection, left + SECONDS_TO_HEAR_ALL, world.world_size)
                 else:
                     # Linux joins a connection to itself if its own port happens to be the one that nobody listens on.
                     text = b""
@@ -383,7 +366,7 @@ def _line(message: BaseModel) -> bytes:
 def can_connect(task: Task) -> bool:
     """Whether something listens where a task should; its process may be stopped."""
     try:
-        socket.create_connection((task.host, task.port), timeout=SECONDS_TO_ANSWER).close()
+        socket.create_connection((task.host, task.port), timeout=SECONDS_TO_GREET).close()
     except OSError:
         return False
     return True
@@ -392,7 +375,7 @@ def can_connect(task: Task) -> bool:
 def serves(task: Task) -> bool:
     """Whether a task's server answers: TensorFlow's speaks first."""
     try:
-        with socket.create_connection((task.host, task.port), timeout=SECONDS_TO_ANSWER) as connection:
+        with socket.create_connection((task.host, task.port), timeout=SECONDS_TO_GREET) as connection:
             return connection.recv(3 + len(HTTP2_SETTINGS))[3:] == HTTP2_SETTINGS
     except OSError:
         return False

@@ -21,7 +21,7 @@ import click
 import psutil
 
 from tfdist import config as configs
-from tfdist import console, data, environment, models, plugins, recipes, strategies
+from tfdist import console, data, ending, environment, models, plugins, recipes, strategies
 from tfdist.data import augment
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
@@ -29,10 +29,31 @@ from tfdist.world import World
 
 if TYPE_CHECKING:
     from tfdist.config import TrainConfig
+    from tfdist.launcher import elastic
     from tfdist.record import RunFolder, RunRecord
     from tfdist.session import Session
 
 EXIT_UNEXPECTED = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticWishes:
+    """What the options say of workers that come and go."""
+
+    elastic: bool
+    min_workers: int | None
+    max_workers: int | None
+    hostfile: Path | None
+    script: Path | None
+
+    def options(self) -> dict[str, Any]:
+        """What was given, by option."""
+        return {
+            "--min-workers": self.min_workers,
+            "--max-workers": self.max_workers,
+            "--hostfile": self.hostfile,
+            "--host-discovery-script": self.script,
+        }
 
 
 def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
@@ -84,9 +105,16 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
 @click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
 @click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16")
 @click.option("--staleness", type=int, metavar="S", help="bound on the updates between a step's reading and its own")
+@click.option("--sync-every", metavar="epoch|N", help="average the weights of mpi_split after so many steps")
+@click.option("--timeline", type=click.Path(path_type=Path), help="write Horovod's timeline there")
 @click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
 @click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
 @click.option("--ps", type=int, metavar="N", help="and so many parameter servers")
+@click.option("--elastic", is_flag=True, help="go on with other workers when hosts come and go")
+@click.option("--min-workers", type=int, metavar="N", help="the elastic job needs so many; 1 if not given")
+@click.option("--max-workers", type=int, metavar="N", help="and takes no more")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="watch this file of lines `host slots=2`")
+@click.option("--host-discovery-script", type=click.Path(path_type=Path), help="or ask this program for `host:2`")
 @click.option("--restarts", type=int, default=0, show_default=True, help="start them again so often after a failure")
 @click.option("--expose", is_flag=True, help="leave them in this machine's network, open to others")
 @click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
@@ -98,6 +126,7 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
 @click.option("--on-bad-example", metavar="NAME", help="a file or line that cannot be used: fail, skip")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="the run's folder; below runs/ if not given")
 @click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
+@click.option("--checkpoint-steps", type=int, metavar="N", help="save after so many steps too, not only each epoch")
 @click.option("--target-accuracy", type=float, metavar="SHARE", help="stop at this validation accuracy")
 @click.option("--tensorboard", is_flag=True, help="write TensorBoard logs")
 @click.option("--profile", metavar="FIRST:LAST", help="trace these training steps, LAST excluded")
@@ -106,12 +135,18 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
 def command(
     devices: str | None,
     profile: str | None,
+    sync_every: str | None,
     data_option: tuple[str, ...],
     model_option: tuple[str, ...],
     workers: int | None,
     ps: int | None,
     restarts: int,
     expose: bool,
+    elastic: bool,
+    min_workers: int | None,
+    max_workers: int | None,
+    hostfile: Path | None,
+    host_discovery_script: Path | None,
     **options: Any,
 ) -> None:
     """Train a model on a dataset with a strategy."""
@@ -120,19 +155,25 @@ def command(
             **options,
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
+            sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
             data_options=plugins.parse_options(data_option, "--data-option"),
             model_options=plugins.parse_options(model_option, "--model-option"),
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
         _check_processes(config, world, counts)
-        starts = not world.tasks and any(count is not None for count in counts.values())
-        code = _launch(config, counts, restarts, expose) if starts else run(config, world)
+        wishes = ElasticWishes(elastic, min_workers, max_workers, hostfile, host_discovery_script)
+        _check_elastic(config, counts, wishes)
+        several = elastic or any(count is not None for count in counts.values())
+        starts = world.world_size == 1 and several and job.JOB not in os.environ
+        code = _launch(config, counts, restarts, expose, wishes) if starts else run(config, world)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    if code:
+        ending.fail(code)
     sys.exit(code)
 
 
@@ -167,21 +208,58 @@ def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | 
                 f"`{option}` is {count}, and `{config.strategy}` has no use for it",
                 "use `--devices`, or one of the strategies " + _names(able[role]),
             )
-        if count is not None and world.tasks and count != len(world.tasks_of(role)):
+        there = len(world.tasks_of(role)) if world.tasks else world.world_size
+        if count is not None and world.world_size > 1 and count != there:
             raise UsageError(
-                f"`{option}` is {count}, and {world.source} has {len(world.tasks_of(role))}",
+                f"`{option}` is {count}, and {world.source} has {there}",
                 f"leave `{option}` out where the job is described already",
             )
-    if world.tasks and config.strategy not in configs.OF_SEVERAL_PROCESSES:
+    if world.world_size > 1 and config.strategy not in configs.OF_SEVERAL_PROCESSES:
         raise UsageError(
             f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
             "unset it, or use one of the strategies " + _names(configs.OF_SEVERAL_PROCESSES),
         )
 
 
-def _launch(config: TrainConfig, counts: dict[str, int | None], restarts: int, expose: bool) -> int:
+def _check_elastic(config: TrainConfig, counts: dict[str, int | None], wishes: ElasticWishes) -> None:
+    given = [option for option, value in wishes.options().items() if value is not None]
+    if given and not wishes.elastic:
+        raise UsageError(f"`{given[0]}` is set, and the job is not elastic", "add `--elastic`, or leave it out")
+    if not wishes.elastic:
+        return
+    if config.strategy not in configs.ELASTIC:
+        raise UsageError(
+            f"`--elastic` is set, and the workers of `{config.strategy}` cannot come and go",
+            "use one of the strategies " + _names(configs.ELASTIC),
+        )
+    if any(count is not None for count in counts.values()):
+        raise UsageError("`--workers` is set beside `--elastic`", "say `--min-workers` and `--max-workers`")
+    if wishes.hostfile and wishes.script:
+        raise UsageError("`--hostfile` and `--host-discovery-script` are both set", "use one of them")
+
+
+def _members(wishes: ElasticWishes) -> elastic.Members:
+    from tfdist.launcher import elastic
+
+    most = wishes.max_workers
+    if wishes.hostfile:
+        listed = elastic.in_file(wishes.hostfile)
+    elif wishes.script:
+        listed = elastic.by_script(wishes.script)
+    else:
+        places = ("localhost",) * (most or max(2, wishes.min_workers or 1))
+        listed = lambda: places  # noqa: E731
+    return elastic.Members(listed, 1 if wishes.min_workers is None else wishes.min_workers, most)
+
+
+def _launch(
+    config: TrainConfig, counts: dict[str, int | None], restarts: int, expose: bool, wishes: ElasticWishes
+) -> int:
     """Starts this same command in several processes."""
+    from tfdist.launcher import elastic
     from tfdist.launcher import run as launcher
+
+    members = _members(wishes) if wishes.elastic else None
 
     name = job.new_name()
     run_dir = config.run_dir or _new_run_dir(config, name)
@@ -189,6 +267,7 @@ def _launch(config: TrainConfig, counts: dict[str, int | None], restarts: int, e
         command=("-m", "tfdist.train", *_arguments(), *(() if config.run_dir else ("--run-dir", str(run_dir)))),
         workers=2 if counts["worker"] is None else counts["worker"],
         ps=int(config.strategy in configs.WITH_SERVERS) if counts["ps"] is None else counts["ps"],
+        mpi=config.strategy in configs.BY_MPI,
         restarts=restarts,
         expose=expose,
         log_dir=run_dir / "output",
@@ -201,7 +280,7 @@ def _launch(config: TrainConfig, counts: dict[str, int | None], restarts: int, e
     fetched = subprocess.run(fetching, check=False, stderr=None)
     if fetched.returncode:
         return fetched.returncode
-    return launcher.run(wanted)
+    return launcher.run(wanted) if members is None else elastic.run(wanted, members)
 
 
 def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], terminal: TextIO) -> int:

@@ -52,9 +52,10 @@ def variables(model: Any) -> dict[str, list[Any]]:
     return groups
 
 
-def read(model: Any) -> list[Entry]:
+def read(model: Any, peers: Peers) -> list[Entry]:
     """The values of all variables."""
-    return [_read(group, variable) for group, members in variables(model).items() for variable in members]
+    parts = ("metrics",) if peers.metrics_by_process and peers.world.world_size > 1 else ()
+    return [_read(group, v, group in parts) for group, members in variables(model).items() for v in members]
 
 
 def of_all(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
@@ -217,9 +218,9 @@ def _has_parts(variable: Any) -> bool:
     )
 
 
-def _read(group: str, variable: Any) -> Entry:
+def _read(group: str, variable: Any, is_part: bool) -> Entry:
     copies = _copies(variable)
-    if _has_parts(variable):
+    if is_part or _has_parts(variable):
         return Entry(group, variable.path, np.stack([copy.numpy() for copy in copies]), by_replica=True)
     return Entry(group, variable.path, np.asarray(copies[0].numpy()))
 

@@ -47,6 +47,22 @@ PARAMETER_SERVERS = "TFDIST_PS"
 # Slurm gives no ports either. Each job number has 16 of these 10,000, which lie below those that Linux hands out.
 SLURM_FIRST_PORT, SLURM_PORTS, SLURM_PORTS_A_JOB = 20_000, 10_000, 16
 
+# What sets the places of processes, and no addresses: rank, world size, local rank, local world size.
+PLACES = {
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    "mpirun of Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+# Those of the process managers PMI and PMIx, such as MPICH's `mpirun`; under Slurm its own variables say more.
+PMI = {
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "PMIx": ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
+}
+
 # More hosts than any list names in earnest: `n[0-9999999999]` must not fill the memory.
 MOST_HOSTS = 100_000
 
@@ -83,7 +99,8 @@ class World:
         local_rank: this process' number on its machine.
         local_world_size: the number of those processes on this machine.
         source: the variables that say so, or "alone".
-        tasks: all processes of the job by rank: chief, workers, parameter servers; empty when alone.
+        tasks: all processes of the job by rank: chief, workers, parameter servers; empty when alone, and where the
+            source knows no addresses, as MPI.
     """
 
     rank: int = 0
@@ -95,15 +112,23 @@ class World:
 
     @classmethod
     def detect(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """The world that `environment` describes: by TF_CONFIG, else by Slurm's variables, else one process.
+        """The world that `environment` describes, or one process.
+
+        By TF_CONFIG, else the variables of `horovodrun`, of Open MPI's `mpirun`, of Slurm, of PMI or PMIx.
 
         Raises:
             UsageError: the description cannot be; the message says which field or variable.
         """
         if environment.get(TF_CONFIG, "").strip():
             return _from_tf_config(environment[TF_CONFIG])
+        for source, names in PLACES.items():
+            if names[0] in environment:
+                return _from_places(source, names, environment)
         if SLURM_RANK in environment:
             return _from_slurm(environment)
+        for source, names in PMI.items():
+            if names[0] in environment and names[1] in environment:
+                return _from_places(source, names, environment)
         return cls()
 
     @property
@@ -236,6 +261,28 @@ def _check_addresses(tasks: Sequence[Task]) -> None:
 def means_itself(host: str) -> bool:
     """Whether every host takes this name or address for itself, such as `localhost`."""
     return host.lower() in ("localhost", "::1", "0.0.0.0", "::") or bool(re.fullmatch(r"127(\.[0-9]+){3}", host))
+
+
+def _from_places(source: str, names: Sequence[str], environment: Mapping[str, str]) -> World:
+    rank_name, size_name, *local_names = names
+    if size_name not in environment:
+        raise UsageError(
+            f"`{rank_name}` is `{environment[rank_name]}`, and `{size_name}` is not set",
+            f"start the processes with {source.partition(' ')[0]}, or unset `{rank_name}` to train alone",
+        )
+    rank, size = _number(environment, rank_name), _number(environment, size_name)
+    # Without the local ones, all processes are taken to be on this machine.
+    known = all(name in environment for name in local_names)
+    local_rank, local_size = (_number(environment, name) for name in local_names) if known else (rank, size)
+    if not (rank < size and local_rank < local_size <= size):
+        raise UsageError(
+            f"`{rank_name}` is {rank} of `{size_name}` {size}, and this process is number {local_rank} of the "
+            f"{local_size} on its machine",
+            f"start the processes with {source.partition(' ')[0]}, or unset `{rank_name}` to train alone",
+        )
+    if size == 1:
+        return World(source=f"{source} ({rank_name}, {size_name})")
+    return World(rank, size, local_rank, local_size, f"{source} ({rank_name}, {size_name})")
 
 
 def _from_slurm(environment: Mapping[str, str]) -> World:

@@ -11,37 +11,33 @@ from tfdist.world import World
 # This process may be one of several that run the suite together, each of them all tests: `tests/processes` starts them.
 WORLD = World.detect(os.environ)
 
-REPLICAS = {
+# However many this job has.
+OF_THE_JOB = {
+    "horovod": (WORLD.world_size,),
+    "multiworker": (WORLD.world_size,),
+    "parameter_server": (len(WORLD.tasks_of("worker")),),
+}
+
+REPLICAS = OF_THE_JOB | {
     "single": (1,),
     "mirrored": (1, 2, 3),
     "custom": (1, 2, 3),
-    "multiworker": (WORLD.world_size,),
-    "parameter_server": (len(WORLD.tasks_of("worker")),),
     "stock_mirrored": (2,),
 }
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
-FEW = {
+FEW = OF_THE_JOB | {
     "single": (1,),
     "mirrored": (2,),
     "custom": (2,),
-    "multiworker": (WORLD.world_size,),
-    "parameter_server": (len(WORLD.tasks_of("worker")),),
     "stock_mirrored": (2,),
 }
 # What arrives at a step does not depend on where the variables are: whole batches, and parts of batches.
-WHOLE_AND_PARTS = {
-    "single": (1,),
-    "custom": (2,),
-    "multiworker": (WORLD.world_size,),
-    "parameter_server": (len(WORLD.tasks_of("worker")),),
-}
+WHOLE_AND_PARTS = OF_THE_JOB | {"single": (1,), "custom": (2,)}
 # Whole batches, halves and thirds.
-EACH_COUNT = {
+EACH_COUNT = OF_THE_JOB | {
     "single": (1,),
     "mirrored": (2, 3),
     "custom": (2, 3),
-    "multiworker": (WORLD.world_size,),
-    "parameter_server": (len(WORLD.tasks_of("worker")),),
     "stock_mirrored": (2,),
 }
 
@@ -68,7 +64,7 @@ def start(name, replicas, **options):
         return StockMirrored(replicas)
     if name == "parameter_server":
         options["staleness"] = 0  # with more than that a result depends on the moment
-    elif name != "multiworker":
+    elif name not in OF_THE_JOB:
         options["devices"] = replicas
     return tfdist.strategy(name, **{"seed": 7} | options)
 

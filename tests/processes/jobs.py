@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 240
@@ -52,10 +55,9 @@ class RunningJob:
         def find():
             for process in self.everyone():
                 try:
-                    if "tfdist.launcher.script" in process.cmdline():
-                        task = json.loads(process.environ()["TF_CONFIG"])["task"]
-                        if (task["type"], task["index"]) == (role, index):
-                            return process
+                    started = "tfdist.launcher.script" in process.cmdline()
+                    if started and _place(process.environ()) == (role, index):
+                        return process
                 except (psutil.Error, KeyError):
                     continue
             return None
@@ -92,9 +94,27 @@ class RunningJob:
         return [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+def _place(environment):
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return "worker", int(environment["OMPI_COMM_WORLD_RANK"])
+    task = json.loads(environment["TF_CONFIG"])["task"]
+    return task["type"], task["index"]
+
+
+def require_horovod():
+    """Skips the tests of a module where Horovod is not installed."""
+    pytest.importorskip("horovod", reason="Horovod is not installed: run `make horovod`")
+
+
+def require_mpi():
+    """Skips the tests of a module where MPI is not installed."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no `mpirun`: run `make horovod`", allow_module_level=True)
+
+
 def clean_environment():
     """This environment without the variables of a job."""
-    dropped = ("TF_CONFIG", "TFDIST_", "SLURM_")
+    dropped = ("TF_CONFIG", "TFDIST_", "SLURM_", "HOROVOD_", "OMPI_", "PMIX_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return kept | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -107,9 +127,82 @@ def train(*options, run_dir, strategy="multiworker", **more):
     return RunningJob(*arguments, module="tfdist.train", cwd=run_dir.parent, **more)
 
 
+def after_two_epochs(job, run_dir, role, index, number):
+    """Sends a signal to one process in the middle of training; the launcher's exit code, output and errors."""
+    job.wait_for(lambda: epochs_done(run_dir) >= 2)
+    job.process(role, index).send_signal(number)
+    return job.end()
+
+
+def start_by_hand(run_dir, config, *options, strategy="multiworker", inside=(), environment=None):
+    """One process of a job, with its TF_CONFIG, as people start it on its own machine."""
+    text = config if isinstance(config, str) else json.dumps(config)
+    arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, "--quiet"]
+    return subprocess.Popen(
+        [*inside, sys.executable, "-m", "tfdist.train", *map(str, arguments), *map(str, options)],
+        cwd=ROOT,
+        env=clean_environment() | {"TF_CONFIG": text} | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class by_hand:  # noqa: N801 - used as a function
+    """The processes of a job on this machine, each started with its TF_CONFIG; `own` are the options of each."""
+
+    def __init__(self, run_dir, *options, roles=("worker", "worker"), own=((), (), ()), strategy="multiworker"):
+        addresses = free_addresses(len(roles))
+        cluster = {role: [a for r, a in zip(roles, addresses, strict=True) if r == role] for role in roles}
+        tasks = [{"type": role, "index": roles[:rank].count(role)} for rank, role in enumerate(roles)]
+        self.addresses = addresses
+        self.processes = [
+            start_by_hand(run_dir, {"cluster": cluster, "task": task}, *options, *more, strategy=strategy)
+            for task, more in zip(tasks, own, strict=False)
+        ]
+
+    def __enter__(self):
+        return self.processes
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def free_addresses(count):
+    """Addresses of this machine on which nobody listens."""
+    held = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    addresses = [f"localhost:{listener.getsockname()[1]}" for listener in held]
+    for listener in held:
+        listener.close()
+    return addresses
+
+
+def wait_for_epochs(run_dir, count, processes, seconds=120):
+    """Until so many epochs are in the record, while all processes are there."""
+    until = time.monotonic() + seconds
+    while epochs_done(run_dir) < count:
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes if p.poll()]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def record(run_dir):
+    """The run's record."""
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def weights(run_dir):
+    """Those of the model that a run left."""
+    import keras
+
+    return keras.saving.load_model(run_dir / "model.keras").get_weights()
+
+
 def epochs_done(run_dir):
     """The epochs in the run's record."""
     try:
-        return len(json.loads((run_dir / "run.json").read_text())["epochs"])
+        return len(record(run_dir)["epochs"])
     except (OSError, ValueError):
         return 0

@@ -26,11 +26,12 @@ QUICK = [
 QUICK_CALLBACKS = "EarlyStopping or CSVLogger or all_hooks or backup_and_restore or once_an_epoch"
 
 
-def run_together(strategy, workers, *arguments, cwd, ps=0):
+def run_together(strategy, workers, *arguments, cwd, ps=0, options=()):
     """Runs the tests `arguments` in every process of a job, and returns pytest's last line in the chief."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--ps", str(ps)),
+            *options,
             *("--log-dir", str(cwd / "logs"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
             *("--strategies", strategy, *arguments),
         ],

@@ -1,24 +1,25 @@
 """What goes wrong in a job of real processes is named, and ends it in time; `--restarts` goes on from a checkpoint."""
 
-import json
 import signal
-import socket
-import subprocess
-import sys
 import time
 
-import keras
 import numpy as np
-import psutil
 import pytest
 
-from tests.processes.jobs import ROOT, RunningJob, clean_environment, epochs_done, train
+from tests.processes.jobs import (
+    RunningJob,
+    after_two_epochs,
+    by_hand,
+    epochs_done,
+    free_addresses,
+    record,
+    start_by_hand,
+    train,
+    wait_for_epochs,
+    weights,
+)
 
 LONG = ("--epochs", "2000", "--timeout-seconds", "10")
-
-
-def weights(run_dir):
-    return keras.saving.load_model(run_dir / "model.keras").get_weights()
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,8 @@ def unbroken(tmp_path_factory):
 
 
 def test_a_run_leaves_the_chiefs_files_and_the_same_history_in_every_rank(unbroken):
-    chief = json.loads((unbroken / "run.json").read_text())
-    other = json.loads((unbroken / "rank-1" / "run.json").read_text())
+    chief = record(unbroken)
+    other = record(unbroken / "rank-1")
     assert chief["world"]["world_size"] == other["world"]["world_size"] == 2
     assert [epoch["metrics"] for epoch in chief["epochs"]] == [epoch["metrics"] for epoch in other["epochs"]]
     assert chief["test_metrics"] == other["test_metrics"]
@@ -59,7 +60,7 @@ def test_the_others_name_the_killed_worker_by_themselves(tmp_path):
     """Without a launcher, as on several machines."""
     run_dir = tmp_path / "run"
     with by_hand(run_dir, *LONG) as (chief, worker):
-        wait_for_epochs(run_dir, 2, chief)
+        wait_for_epochs(run_dir, 2, [chief, worker])
         worker.kill()
         _, err = chief.communicate(timeout=30)
     assert chief.returncode == 3
@@ -69,7 +70,7 @@ def test_the_others_name_the_killed_worker_by_themselves(tmp_path):
 def test_a_stopped_worker_is_named_after_the_timeout(tmp_path):
     run_dir = tmp_path / "run"
     with by_hand(run_dir, *LONG) as (chief, worker):
-        wait_for_epochs(run_dir, 2, chief)
+        wait_for_epochs(run_dir, 2, [chief, worker])
         worker.send_signal(signal.SIGSTOP)
         _, err = chief.communicate(timeout=10 + 30)
     assert chief.returncode == 3
@@ -79,15 +80,12 @@ def test_a_stopped_worker_is_named_after_the_timeout(tmp_path):
 def test_a_killed_run_goes_on_from_its_checkpoint_and_equals_an_unbroken_one(tmp_path, unbroken):
     run_dir = tmp_path / "run"
     with train("--epochs", "6", "--restarts", "1", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("worker", 1).kill()
-        code, _, err = job.end()
+        code, _, err = after_two_epochs(job, run_dir, "worker", 1, signal.SIGKILL)
     assert code == 0, err
     assert "Starting the job again, 1 of 1" in err
     for found, wanted in zip(weights(run_dir), weights(unbroken), strict=True):
         np.testing.assert_array_equal(found, wanted)
-    found = json.loads((run_dir / "run.json").read_text())
-    assert [epoch["epoch"] for epoch in found["epochs"]] == [1, 2, 3, 4, 5, 6]
+    assert [epoch["epoch"] for epoch in record(run_dir)["epochs"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_ctrl_c_ends_all_within_ten_seconds(tmp_path):
@@ -100,7 +98,7 @@ def test_ctrl_c_ends_all_within_ten_seconds(tmp_path):
         assert time.monotonic() - began < 10
         assert job.left() == []
     assert code == 130, err
-    assert json.loads((run_dir / "run.json").read_text())["status"] == "interrupted"
+    assert record(run_dir)["status"] == "interrupted"
 
 
 def test_a_worker_that_never_starts_is_named(tmp_path):
@@ -120,7 +118,7 @@ def test_a_worker_that_never_starts_is_named(tmp_path):
     ],
 )
 def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, other, shown):
-    with by_hand(tmp_path / "run", chief=chief, other=other) as processes:
+    with by_hand(tmp_path / "run", own=(chief, other)) as processes:
         errors = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     for err in errors:
@@ -180,56 +178,3 @@ def test_a_malformed_tf_config_is_refused_by_its_field(tmp_path, config, field):
     _, err = done.communicate(timeout=60)
     assert done.returncode == 2
     assert field in err and "hint:" in err and "Traceback" not in err
-
-
-class by_hand:  # noqa: N801 - used as a function
-    """Two processes with a TF_CONFIG each, as on two machines."""
-
-    def __init__(self, run_dir, *options, chief=(), other=()):
-        addresses = free_addresses(2)
-        self.processes = [
-            start_by_hand(
-                run_dir,
-                {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}},
-                *options,
-                *own,
-            )
-            for index, own in enumerate((chief, other))
-        ]
-
-    def __enter__(self):
-        return self.processes
-
-    def __exit__(self, *error):
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
-def start_by_hand(run_dir, config, *options, environment=None):
-    text = config if isinstance(config, str) else json.dumps(config)
-    arguments = ["--strategy", "multiworker", "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, "--quiet"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tfdist.train", *map(str, arguments), *options],
-        cwd=ROOT,
-        env=clean_environment() | {"TF_CONFIG": text} | (environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def free_addresses(count):
-    held = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    addresses = [f"localhost:{listener.getsockname()[1]}" for listener in held]
-    for listener in held:
-        listener.close()
-    return addresses
-
-
-def wait_for_epochs(run_dir, count, process):
-    until = time.monotonic() + 120
-    while epochs_done(run_dir) < count:
-        assert psutil.pid_exists(process.pid) and process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.1)

@@ -7,7 +7,16 @@ import time
 
 import pytest
 
-from tests.processes.jobs import RunningJob, epochs_done, train
+from tests.processes.jobs import (
+    RunningJob,
+    after_two_epochs,
+    by_hand,
+    epochs_done,
+    record,
+    start_by_hand,
+    train,
+    wait_for_epochs,
+)
 from tests.processes.test_contract import QUICK, equality_cases, run_together
 
 SCRIPT = """
@@ -102,16 +111,10 @@ def test_one_core_for_all_processes_is_enough(tmp_path):
     assert code == 0, err
 
 
-def record(run_dir):
-    return json.loads((run_dir / "run.json").read_text())
-
-
 def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "60", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("worker", 0).kill()
-        code, _, err = job.end()
+        code, _, err = after_two_epochs(job, run_dir, "worker", 0, signal.SIGKILL)
         assert job.left() == []
     assert code == 0, err
     assert "worker 0 was ended by SIGKILL; it is started again." in err
@@ -124,21 +127,37 @@ def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
 def test_training_goes_on_without_a_stopped_worker(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "20", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("worker", 0).send_signal(signal.SIGSTOP)
-        code, _, err = job.end()
+        code, _, err = after_two_epochs(job, run_dir, "worker", 0, signal.SIGSTOP)
         assert job.left() == []
     assert code == 0, err
     assert len(record(run_dir)["epochs"]) == 20
     assert "Silent for 5 s: worker 0" in (run_dir / "log.txt").read_text()
 
 
+def test_a_server_that_never_starts_is_named(tmp_path):
+    cluster = {"chief": ["localhost:2301"], "worker": ["localhost:2302"], "ps": ["localhost:2303"]}
+    config = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
+    seconds = {"TFDIST_START_SECONDS": "3"}
+    chief = start_by_hand(tmp_path / "run", config, strategy="parameter_server", environment=seconds)
+    _, err = chief.communicate(timeout=60)
+    assert chief.returncode == 3
+    assert "worker 0 (localhost:2302) and ps 0 (localhost:2303) did not start within 3 s" in err
+
+
+def test_processes_that_disagree_are_refused_with_each_ones_value(tmp_path):
+    own = (("--batch-size", "64"), ("--batch-size", "32"), ("--batch-size", "64"))
+    roles = ("chief", "worker", "ps")
+    with by_hand(tmp_path / "run", roles=roles, own=own, strategy="parameter_server") as processes:
+        for process in processes:
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 2
+            assert "`--batch-size`: chief 0" in err and "has `64`, worker 0" in err and "has `32`" in err
+
+
 def test_a_killed_parameter_server_is_named_and_the_job_can_go_on_from_its_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "20", "--restarts", "1", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("ps", 0).kill()
-        code, _, err = job.end()
+        code, _, err = after_two_epochs(job, run_dir, "ps", 0, signal.SIGKILL)
     assert code == 0, err
     assert "ps 0 was ended by SIGKILL" in err
     assert "Starting the job again, 1 of 1" in err
@@ -146,16 +165,14 @@ def test_a_killed_parameter_server_is_named_and_the_job_can_go_on_from_its_check
 
 
 def test_the_error_of_the_chief_names_a_parameter_server_that_is_gone(tmp_path):
-    run_dir = tmp_path / "run"
-    with serving("--epochs", "2000", run_dir=run_dir) as job:
-        job.wait_for(lambda: epochs_done(run_dir) >= 2)
-        job.process("ps", 0).kill()
-        began = time.monotonic()
-        code, _, _ = job.end()
-        assert time.monotonic() - began < 30
-        assert job.left() == []
-    assert code == 128 + signal.SIGKILL
-    assert "Gone: ps 0 (localhost:" in (run_dir / "output" / "chief-0.log").read_text()
+    run_dir, roles = tmp_path / "run", ("chief", "worker", "ps")
+    with by_hand(run_dir, "--epochs", "2000", roles=roles, strategy="parameter_server") as (chief, worker, server):
+        wait_for_epochs(run_dir, 2, (chief, worker, server))
+        server.kill()
+        _, err = chief.communicate(timeout=30)
+        assert chief.returncode == 3
+        assert "Gone: ps 0 (localhost:" in err and "Traceback" not in err
+        assert worker.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

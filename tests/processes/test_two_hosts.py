@@ -1,19 +1,16 @@
 """A job across two hosts: network namespaces with an address each, joined by a link that can be slowed and cut."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 
-import keras
 import numpy as np
 import psutil
 import pytest
 
-from tests.processes.jobs import ROOT, clean_environment, epochs_done
+from tests.processes.jobs import epochs_done, record, start_by_hand, train, wait_for_epochs, weights
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 FIRST_PORT = 2222
@@ -22,6 +19,7 @@ SLOWED = "tbf rate 1gbit burst 128kb latency 50ms"
 TIMEOUT_SECONDS = 15
 # A worker on each host; a role's list has the host of each of its processes.
 WORKERS = {"worker": [0, 1]}
+SERVED = {"chief": [0], "worker": [0, 1], "ps": [0]}
 
 
 class Hosts:
@@ -71,12 +69,12 @@ class Hosts:
             cluster[role].append(f"{ADDRESSES[host]}:{FIRST_PORT + position}")
         options = ("--timeout-seconds", TIMEOUT_SECONDS, *options)
         started = [
-            start_training(
-                strategy,
+            start_by_hand(
                 run_dir,
+                {"cluster": cluster, "task": {"type": role, "index": index}},
                 *options,
+                strategy=strategy,
                 inside=("ip", "netns", "exec", self.names[host]),
-                environment={"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})},
             )
             for role, index, host in places
         ]
@@ -94,26 +92,6 @@ def run_or_skip(*command):
         pytest.skip(f"this system does not allow `{' '.join(command)}`: {done.stderr.strip()}")
 
 
-def start_training(strategy, run_dir, *options, inside=(), environment=None):
-    arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, "--quiet"]
-    return subprocess.Popen(
-        [*inside, sys.executable, "-m", "tfdist.train", *map(str, arguments), *map(str, options)],
-        cwd=ROOT,
-        env=clean_environment() | (environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_epochs(run_dir, count, processes, seconds=120):
-    until = time.monotonic() + seconds
-    while epochs_done(run_dir) < count:
-        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes if p.poll()]
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def end(processes, seconds):
     """Waits for all, `seconds` together, and returns the exit code and the errors of each."""
     until = time.monotonic() + seconds
@@ -123,12 +101,7 @@ def end(processes, seconds):
 
 def histories(run_dir):
     """The metrics of each epoch in the chief, and in the other rank."""
-    records = [json.loads((folder / "run.json").read_text()) for folder in (run_dir, run_dir / "rank-1")]
-    return [[epoch["metrics"] for epoch in found["epochs"]] for found in records]
-
-
-def weights(run_dir):
-    return keras.saving.load_model(run_dir / "model.keras").get_weights()
+    return [[epoch["metrics"] for epoch in record(folder)["epochs"]] for folder in (run_dir, run_dir / "rank-1")]
 
 
 @pytest.fixture
@@ -145,7 +118,8 @@ def hosts():
 def weights_on_one_host(tmp_path_factory):
     """Of as many processes: each drops units of its own, so that one process alone would train another model."""
     run_dir = tmp_path_factory.mktemp("one-host") / "run"
-    ((code, err),) = end([start_training("multiworker", run_dir, "--epochs", 2, "--workers", 2)], seconds=120)
+    with train("--epochs", "2", run_dir=run_dir) as job:
+        code, _, err = job.end()
     assert code == 0, err
     return weights(run_dir)
 
@@ -192,3 +166,28 @@ def test_both_name_the_other_when_the_link_is_cut_for_good(hosts, tmp_path):
         other = 1 - rank
         assert f"Gone, or silent for {TIMEOUT_SECONDS} s: worker {other} ({ADDRESSES[other]}:" in err
         assert "Traceback" not in err
+
+
+class TestParameterServer:
+    """A chief, a worker and the server on one host, another worker on the other."""
+
+    def test_a_job_across_two_hosts_trains(self, hosts, tmp_path):
+        hosts.slow_down()
+        processes = hosts.start(SERVED, tmp_path / "run", "--epochs", 3, strategy="parameter_server")
+        ended = end(processes, seconds=120)
+        assert [code for code, _ in ended] == [0] * 4, ended
+        assert len(record(tmp_path / "run")["epochs"]) == 3
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("seconds", [5, None], ids=["for a while", "for good"])
+    def test_it_goes_on_without_a_worker_that_is_cut_off(self, hosts, tmp_path, seconds):
+        run_dir = tmp_path / "run"
+        processes = hosts.start(SERVED, run_dir, "--epochs", 60, strategy="parameter_server")
+        wait_for_epochs(run_dir, 2, processes)
+        hosts.cut()
+        if seconds:
+            time.sleep(seconds)
+            hosts.mend()
+        ended = end(processes, seconds=TIMEOUT_SECONDS + 120)
+        assert [code for code, _ in ended] == [0] * 4, ended
+        assert len(record(run_dir)["epochs"]) == 60

@@ -24,7 +24,7 @@ from typing import Any
 
 import keras
 
-from tfdist import agreement, checkpoint, training_state
+from tfdist import agreement, checkpoint, elastic, training_state
 from tfdist.callbacks.clock import ClockedCallback
 from tfdist.checkpoint import Header, Stored
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
@@ -129,7 +129,8 @@ class Checkpoint(ClockedCallback):
         self._peers = self.params.get("peers") or agreement.Alone()
         if self._peers.world.is_chief:
             checkpoint.remove_temporaries(self.folder)
-        if self.resume:
+        # A machine of its own may not know that the run is resumed, and all must ask the chief, or none.
+        if agreement.of_chief(self._peers, self.resume):
             self._stored = self._choose_alike()
         elif self._peers.world.is_chief and self.saved is None and (found := checkpoint.paths(self.folder)):
             raise CheckpointError(
@@ -212,6 +213,7 @@ class Checkpoint(ClockedCallback):
         at_end = self._batch == self.params.get("steps") or self.model.stop_training
         if self._due_by_steps() and not at_end and _loop_is_tfdists(self.params):
             self._save(self._epoch, self._batch, logs)
+            elastic.leave_if_told(self._peers)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Saves if it is time to; called once all callbacks have seen the epoch's logs."""
@@ -222,6 +224,8 @@ class Checkpoint(ClockedCallback):
         last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
         if due or last or self._due_by_steps():
             self._save(epoch + 1, 0, logs)
+            if not last:
+                elastic.leave_if_told(self._peers)
 
     def end(self) -> None:
         """The training ends."""
@@ -315,7 +319,7 @@ class Checkpoint(ClockedCallback):
     def _save(self, epoch: int, batch: int, logs: dict[str, Any]) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             return
-        entries = training_state.read(self.model)
+        entries = training_state.read(self.model, self._peers)
         if not training_state.finite(self.model, entries):
             return
         entries = training_state.of_all(entries, self._peers)

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 
+from tfdist.callbacks import rate
 from tfdist.errors import UsageError
 
 
@@ -72,12 +73,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
         super().set_model(model)
         if model.optimizer is None or model.optimizer is self._optimizer:
             return
-        _refuse_schedule(model.optimizer)
+        rate.refuse_schedule(model.optimizer, "LearningRateWarmup")
         self._optimizer = model.optimizer
         self._optimizer_was_used = _steps_taken(model.optimizer) > 0
         self._base = self.base_learning_rate
         if self._base is None:
-            self._base = _rate(model.optimizer)
+            self._base = rate.current(model.optimizer)
 
     def batches_until_hook(self, batch: int) -> int | None:
         """Each step while warming up, none after."""
@@ -108,7 +109,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds `learning_rate` to `logs`, as Keras' own schedulers do."""
         if logs is not None:
-            logs["learning_rate"] = _rate(self.model.optimizer)
+            logs["learning_rate"] = rate.current(self.model.optimizer)
 
     def _join(self, epoch: int) -> None:
         """Checks a training that starts at a later epoch; past the warm-up, a restored rate is kept."""
@@ -120,7 +121,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         elif self._optimizer_was_used and self.base_learning_rate is None:
             raise UsageError(
                 f"LearningRateWarmup starts at epoch {epoch} with an optimizer that has already taken steps: "
-                f"its rate `{_rate(self.model.optimizer):g}` may not be the base rate",
+                f"its rate `{rate.current(self.model.optimizer):g}` may not be the base rate",
                 "pass `LearningRateWarmup(..., base_learning_rate=...)`",
             )
 
@@ -136,21 +137,6 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def _steps(self) -> int | None:
         return self.steps_per_epoch or self.params.get("steps")
-
-
-def _refuse_schedule(optimizer: Any) -> None:
-    rate = getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
-    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        raise UsageError(
-            f"LearningRateWarmup cannot set the learning rate: the optimizer follows a schedule, "
-            f"`{type(rate).__name__}`",
-            "compile the optimizer with a number, or build the warm-up into the schedule "
-            "(`keras.optimizers.schedules.CosineDecay` has `warmup_target` and `warmup_steps`)",
-        )
-
-
-def _rate(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def _steps_taken(optimizer: Any) -> int:

@@ -86,7 +86,10 @@ def draw(instances: Instances) -> np.ndarray:
 
 def _outlines(annotations: list[Any], number: dict[int, int]) -> list[tuple[int, Any]]:
     largest_first = sorted(annotations, key=lambda annotation: -annotation["area"])
-    return [(number[annotation["category_id"]], annotation["segmentation"]) for annotation in largest_first]
+    found = [(number[annotation["category_id"]], annotation["segmentation"]) for annotation in largest_first]
+    if any(isinstance(outline, dict) and isinstance(outline["counts"], str) for _, outline in found):
+        raise ValueError("run lengths are compressed, and COCO's own are lists of numbers")
+    return found
 
 
 def _filled(runs: dict[str, Any]) -> np.ndarray:

@@ -202,5 +202,6 @@ def _is_class(mask: Any, spec: DataSpec) -> Any:
 def _reason(error: tf.errors.OpError) -> str:
     if isinstance(error, tf.errors.NotFoundError):
         return "does not exist"
-    message = error.message.partition("\n")[0]
-    return f"cannot be decoded: {message.rpartition('} ')[2] or message}"
+    # What TensorFlow says between the node and the operation that it happened in.
+    message = error.message.partition("\n")[0].rpartition("} ")[2].partition(" [Op:")[0]
+    return f"cannot be decoded: {message}"

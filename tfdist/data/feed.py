@@ -123,6 +123,16 @@ class Batches:
         """Part `index` of `count` of a global batch, and its share: float32 scalar."""
         raise NotImplementedError
 
+    def take(self, state: Any, first: int, count: int) -> Iterator[Any]:
+        """Up to `count` batches from number `first` on, fetched one by one outside of a graph."""
+        for step in range(first, first + count):
+            batch = self.fetch(state, tf.constant(step))
+            if not self.counted:
+                if not batch.has_value():
+                    return
+                batch = batch.get_value()
+            yield batch
+
 
 def tensors(x: Any, y: Any, *, on_host: bool = False) -> Any:
     """x and y as `ArrayFeed` takes them; `on_host` puts them where tf.data works, not on the current device."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -49,14 +48,11 @@ def speed(source: Source, split: str, batch_size: int, augment: str, seed: int, 
     if isinstance(source, PictureSource) and not source.in_memory(split, source.augmentation(augment)):
         stages = _stages_of_files(source, split, batch_size, augment)
         decoding = stages["read"] + stages["decode"]
-        return Speed(rate, size, stages, (cores() / decoding, f"reading and decoding on {cores()} cores"))
+        return Speed(
+            rate, size, stages, (pipeline.cores() / decoding, f"reading and decoding on {pipeline.cores()} cores")
+        )
     stages = _stages_of_arrays(source, split, batch_size, augment, seed)
     return Speed(rate, size, stages, (memory_bandwidth() / (2 * size), "copying in memory"))
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bandwidth() -> float:

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from tfdist.data import augment as augmentations
-from tfdist.data import order
+from tfdist.data import check, order
 from tfdist.data.bad import BadExamples
 from tfdist.data.records import Records
 from tfdist.data.source import ALONE, Arrays, Source
@@ -124,7 +124,7 @@ class PictureSource(Source):
                 decoded once at the start, so that every epoch has the same examples.
 
         Raises:
-            UnknownNameError: an unknown cache or policy.
+            UsageError: an unknown cache or policy.
         """
         if cache not in CACHES:
             raise UsageError(f"`cache` is `{cache}`", f"use one of {', '.join(f'`{name}`' for name in CACHES)}")
@@ -133,7 +133,10 @@ class PictureSource(Source):
         self.cache = cache
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
-            self.files = {split: _without_bad(spec, pictures, bad) for split, pictures in self.files.items()}
+            for split, (numbers, problems) in check.good(spec, self.files).items():
+                self.files[split] = self.files[split].keep(numbers)
+                for problem in problems:
+                    bad.found(problem)
         spec = dataclasses.replace(spec, examples={split: len(pictures) for split, pictures in self.files.items()})
         super().__init__(spec, self._decode_all, skipped=bad.sentences)
 
@@ -152,6 +155,7 @@ class PictureSource(Source):
         if self.in_memory(split, self.augmentation(augment)):
             return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
         from tfdist.data import feed
+        from tfdist.data import pipeline as pipelines
 
         order_of = self._order_of(split, global_batch_size, seed, shuffle)
 
@@ -165,6 +169,8 @@ class PictureSource(Source):
                 first_batch=first_batch,
                 shuffle=shuffle,
                 augment=augment,
+                # The model's operations shall not wait behind decoding, however few threads they have.
+                threads=pipelines.cores(),
             )
 
         def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:
@@ -278,13 +284,3 @@ class PictureSource(Source):
         if problem is None:
             return None
         return DataError(problem, "repair it, or leave such examples out with `--on-bad-example skip`")
-
-
-def _without_bad(spec: DataSpec, files: Pictures | Records, bad: BadExamples) -> Pictures | Records:
-    from tfdist.data import decoding, pipeline
-
-    decoder = decoding.Decoder(spec, files)
-    good = pipeline.numbers_of_good(decoder)
-    for index in sorted(set(range(len(files))) - set(good)):
-        bad.found(decoder.problem(index) or f"`{files.name(index)}` cannot be read")
-    return files.keep(good)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, determi
     steps = tf.data.Dataset.range(first_batch, feed.num_batches, output_type=tf.int32)
     batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
     return batches.prefetch(tf.data.AUTOTUNE)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: bool) -> tf.data.Dataset:

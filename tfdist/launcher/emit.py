@@ -135,9 +135,7 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
     _refuse_hosts(job, "kubernetes", "Kubernetes chooses the nodes; `nodeSelector` in the manifest narrows them")
     size = len(job.roles)
     name = _kubernetes_name(job.name, size)
-    cluster: dict[str, list[str]] = {}
-    for rank, (role, _) in enumerate(job.roles):
-        cluster.setdefault(role, []).append(f"{name}-{rank}.{name}:{POD_PORT}")
+    cluster = job.cluster([f"{name}-{rank}.{name}:{POD_PORT}" for rank in range(size)])
     return _MANIFESTS.format(
         name=name,
         size=size,

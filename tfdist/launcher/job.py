@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +16,9 @@ from tfdist.errors import UsageError
 
 # The variables by which a started process knows of its job, beside TF_CONFIG.
 JOB = "TFDIST_JOB"  # the job's name: the same in all processes, and after a restart
+SHARE_CORES = "TFDIST_SHARE_CORES"  # take this process' share of the cores, by its local rank
 RESTART = "TFDIST_RESTART"  # how often the job was started again
+ELASTIC = "TFDIST_ELASTIC"  # leave at a checkpoint when told to
 START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other at the start
 
 
@@ -28,6 +36,8 @@ class Job:
         workers: the processes that train.
         ps: the parameter servers; with any, there is a coordinating process, the chief, as well.
         hosts: where to start them, in turn, over ssh; empty is this machine.
+        ssh_options: what `ssh` is given besides the host.
+        mpi: have `mpirun` start them, which the launcher keeps in their place.
         restarts: how often the job is started again after a process failed.
         expose: leave the job in this machine's network, open to others.
         start_seconds: how long the processes wait for each other at the start.
@@ -43,6 +53,8 @@ class Job:
     workers: int = 2
     ps: int = 0
     hosts: tuple[str, ...] = ()
+    ssh_options: tuple[str, ...] = ()
+    mpi: bool = False
     restarts: int = 0
     expose: bool = False
     start_seconds: float = 60.0
@@ -60,15 +72,83 @@ class Job:
                 raise UsageError(f"`{option}` is {value}", f"use {least} or more")
         if not self.start_seconds > 0:
             raise UsageError(f"`--start-seconds` is {self.start_seconds:g}", "use a number above 0")
+        if self.mpi and self.ps:
+            raise UsageError(f"`--ps` is {self.ps}, and MPI knows no parameter servers", "leave `--ps` or `--mpi` out")
         if not self.command:
             raise UsageError("There is no program to start", "name a script, or a module after `-m`")
 
     @property
     def roles(self) -> list[tuple[str, int]]:
-        """The role of each process and its number in that role, by rank."""
+        """The role of each process that the launcher starts and its number in that role, by rank."""
+        if self.mpi:
+            return [("mpirun", 0)]
         chief = [("chief", 0)] if self.ps else []
         return [*chief, *(("worker", i) for i in range(self.workers)), *(("ps", i) for i in range(self.ps))]
 
+    def cluster(self, addresses: Sequence[str]) -> dict[str, list[str]]:
+        """The addresses of all ranks by role, as TF_CONFIG has them."""
+        found: dict[str, list[str]] = {}
+        for (role, _), address in zip(self.roles, addresses, strict=True):
+            found.setdefault(role, []).append(address)
+        return found
+
     def host(self, rank: int) -> str | None:
         """Where a rank runs; `None` is this machine."""
-        return self.hosts[rank % len(self.hosts)] if self.hosts else None
+        return self.hosts[rank % len(self.hosts)] if self.hosts and not self.mpi else None
+
+    def argv(self) -> list[str]:
+        """What the launcher starts for each role.
+
+        Raises:
+            UsageError: `mpirun` is not installed.
+        """
+        program = [sys.executable, "-m", "tfdist.launcher.script", *self.command]
+        if not self.mpi:
+            return program
+        if shutil.which("mpirun") is None:
+            raise UsageError(
+                "There is no `mpirun` on the path",
+                "install MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`",
+            )
+        options = ["-np", str(self.workers), "--bind-to", "none", "--output-filename", str(self.log_dir.absolute())]
+        if os.geteuid() == 0:
+            options.append("--allow-run-as-root")
+        if self.hosts:
+            slots = [f"{host}:{count}" for host, count in Counter(self.hosts).items()]
+            options += ["--host", ",".join(slots), "-x", "PYTHONPATH"]
+        else:
+            options.append("--oversubscribe")
+        if self.ssh_options:
+            options += ["--mca", "plm_rsh_args", shlex.join(self.ssh_options)]
+        return ["mpirun", *options, *program]
+
+
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """The hosts of `a:2,b`, each as often as it gets a process: a, a, b.
+
+    Raises:
+        UsageError: a count that is no number from 1.
+    """
+    return tuple(host for item in text.split(",") if item.strip() for host in _counted(item.strip(), ":"))
+
+
+def read_hostfile(path: Path) -> tuple[str, ...]:
+    """The same of a file with a line `a slots=2` for each host, as `mpirun` reads it; `#` begins a comment.
+
+    Raises:
+        UsageError: the file cannot be read, or a line cannot be understood.
+    """
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise UsageError(f"The host file `{path}` cannot be read: {error.strerror}", "name another file") from error
+    return tuple(host for line in lines if line for host in _counted(" ".join(line.split()), " slots="))
+
+
+def _counted(text: str, separator: str) -> list[str]:
+    host, found, count = text.partition(separator)
+    if " " in host or not host or (found and not (count.isdigit() and int(count) > 0)):
+        raise UsageError(
+            f"`{text}` is not a host with its number of processes", f"write it as `name{separator}2`, or `name` for one"
+        )
+    return [host] * (int(count) if found else 1)

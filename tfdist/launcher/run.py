@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from tfdist import ports
-from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_USAGE, ClusterError, UsageError
+from tfdist import elastic, ports
+from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.launcher import doors, job, keeper
 from tfdist.launcher.job import Job
 
@@ -32,6 +32,7 @@ SECONDS_FOR_THE_CAUSE = 5.0
 # With parameter servers a job goes on without a worker, which comes back so often.
 STARTS_OF_A_WORKER = 4
 LAST_LINES = 20
+SECONDS_BETWEEN_LOOKS = 1.0
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,6 +54,11 @@ class Process:
     def name(self) -> str:
         """Such as `worker 1`."""
         return f"{self.role} {self.index}"
+
+    @property
+    def address(self) -> str:
+        """Where the others of the job reach it."""
+        return f"{self.host or 'localhost'}:{self.port}"
 
     def tell(self, line: str) -> None:
         """Says something to the keeper, if it is still there."""
@@ -85,13 +91,10 @@ def run(wanted: Job, console: Console | None = None) -> int:
         UsageError: the logs cannot be written.
     """
     console = console or Console(stderr=True, soft_wrap=True)
-    if not wanted.hosts and not wanted.expose and not doors.close():
-        console.print(
-            "The system gives this job no network of its own: while it runs, whoever reaches this machine can "
-            "connect to its ports and run code as you."
-        )
+    closed = not wanted.hosts and not wanted.expose and doors.close()
+    wanted.argv()  # whatever is missing is said before anything starts
     for restart in range(wanted.restarts + 1):
-        code = asyncio.run(_Run(wanted, restart, console).to_its_end())
+        code = asyncio.run(OneStart(wanted, restart, console, closed).to_its_end())
         if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
             break
         if restart < wanted.restarts:
@@ -99,13 +102,29 @@ def run(wanted: Job, console: Console | None = None) -> int:
     return code
 
 
-class _Run:
-    """One start of a job."""
+class OneStart:
+    """One start of a job.
 
-    def __init__(self, wanted: Job, restart: int, console: Console):
+    Args:
+        wanted: the job.
+        restart: how often it was started before.
+        console: what is said about the job goes there.
+        closed: it has a network of its own.
+        leave: asked now and then whether the processes shall leave at their next checkpoint, in an elastic job.
+
+    Attributes:
+        culprits: the ranks that are to blame for its end.
+    """
+
+    def __init__(
+        self, wanted: Job, restart: int, console: Console, closed: bool, leave: Callable[[], bool] | None = None
+    ):
         self.job = wanted
         self.restart = restart
         self.console = console
+        self.closed = closed
+        self.leave = leave
+        self.culprits: list[int] = []
         self.processes: list[Process] = []
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
@@ -135,8 +154,20 @@ class _Run:
         deadline = asyncio.get_running_loop().time() + self.job.start_seconds
         for process in self.processes:
             await self._read_port(process, deadline)
+        if not self.closed and not self.job.mpi:
+            self._say_what_is_open()
         for process in self.processes:
             process.tell(json.dumps(self._order(process)))
+
+    def _say_what_is_open(self) -> None:
+        refused = "" if self.job.hosts or self.job.expose else "The system gives this job no network of its own. "
+        ports_of: dict[str, list[str]] = {}
+        for process in self.processes:
+            ports_of.setdefault(process.host or "this machine", []).append(str(process.port))
+        places = "; ".join(f"{', '.join(numbers)} of {host}" for host, numbers in ports_of.items())
+        self.console.print(
+            f"{refused}While it runs, whoever reaches these ports can run code as you: {places}.", highlight=False
+        )
 
     async def _start_again(self, process: Process) -> Process:
         """Starts a process in the place of one that has ended, with its address."""
@@ -156,7 +187,7 @@ class _Run:
             # The user's own keys and agent; no question can be answered here.
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
             options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={int(self.job.start_seconds) or 1}"]
-            command = ["ssh", *options, host, remote]
+            command = ["ssh", *options, *self.job.ssh_options, host, remote]
         log = self.job.log_dir / f"{role}-{index}.log"
         terminal, theirs = None, PIPE
         if rank == 0 and sys.stdout.isatty():
@@ -190,6 +221,7 @@ class _Run:
         except (ValueError, KeyError, TypeError):
             where = f" on the host `{process.host}`" if process.host else ""
             said = line.decode(errors="replace").strip() or "it said nothing"
+            self.culprits = [self.processes.index(process)]
             raise ClusterError(
                 f"{process.name}{where} did not start within {self.job.start_seconds:g} s: {said}",
                 "see that `ssh -o BatchMode=yes` reaches the host, and that tfdist lies there at the same place"
@@ -218,22 +250,25 @@ class _Run:
         self._pumps.append(asyncio.create_task(pump()))
 
     def _order(self, process: Process) -> dict[str, Any]:
-        cluster: dict[str, list[str]] = {}
-        for other in self.processes:
-            cluster.setdefault(other.role, []).append(f"{other.host or 'localhost'}:{other.port}")
+        cluster = self.job.cluster([other.address for other in self.processes])
         task = {"type": process.role, "index": process.index}
         trains = [other for other in self.processes if other.host == process.host and other.role == "worker"]
+        # MPI has its own way to tell its processes who they are.
+        known = (
+            {job.SHARE_CORES: "1"} if self.job.mpi else {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+        )
         return {
-            "argv": [sys.executable, "-m", "tfdist.launcher.script", *self.job.command],
+            "argv": self.job.argv(),
             "cwd": os.getcwd(),
-            "environment": {
-                "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
+            "environment": known
+            | {
                 ports.SHARE: "1",
                 "PYTHONUNBUFFERED": "1",
                 job.JOB: self.job.name,
                 job.RESTART: str(self.restart),
                 job.START_SECONDS: f"{self.job.start_seconds:g}",
-            },
+            }
+            | ({job.ELASTIC: "1"} if self.leave else {}),
             "share": [trains.index(process), len(trains)] if process in trains else None,
         }
 
@@ -241,6 +276,7 @@ class _Run:
         """Until all processes have ended, one has failed, or the user wants an end."""
         ends = {asyncio.create_task(process.keeper.wait()): process for process in self.processes}
         signalled = asyncio.create_task(self.signals.get())
+        watching = asyncio.create_task(self._watch())
         running = set(ends)
         try:
             while running:
@@ -261,6 +297,10 @@ class _Run:
                     end = asyncio.create_task(again.keeper.wait())
                     ends[end] = again
                     running.add(end)
+                if failed and all(process.keeper.returncode == EXIT_RESHAPED for process in failed):
+                    if running:  # they have left too, and end now
+                        await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE)
+                    return EXIT_RESHAPED
                 if failed:
                     return await self._failed(failed, running, ends)
                 # Servers serve until the chief, whom they serve, has ended.
@@ -269,6 +309,14 @@ class _Run:
             return 0
         finally:
             signalled.cancel()
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """Tells the chief of an elastic job that all shall leave; again and again, as it may be starting still."""
+        while self.leave is not None:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            if await asyncio.to_thread(self.leave):
+                self.processes[0].tell(str(int(elastic.SIGNAL)))
 
     def _can_come_back(self, process: Process) -> bool:
         told = process.keeper.returncode in (EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
@@ -280,6 +328,10 @@ class _Run:
             done, _ = await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE, return_when=asyncio.FIRST_COMPLETED)
             failed += [ends[end] for end in done if ends[end].keeper.returncode]
         first = min(failed, key=lambda process: process.keeper.returncode == EXIT_CLUSTER)
+        # Where all others say that one is gone or silent, it is the one that says nothing.
+        silent = [process for process in self.processes if process.keeper.returncode is None]
+        told = first.keeper.returncode == EXIT_CLUSTER
+        self.culprits = [self.processes.index(process) for process in (silent if told and silent else [first])]
         await asyncio.wait(self._pumps, timeout=0.5)
         title = f"{first.name} {first.how_it_ended()}; its last lines"
         # What a program prints is text: it must not be taken for markup.

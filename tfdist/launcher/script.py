@@ -5,15 +5,25 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
 
+from tfdist import elastic, ending
 from tfdist.errors import TfdistError
+from tfdist.launcher import job, keeper
+from tfdist.world import World
 
 
 def main(arguments: list[str]) -> None:
     """Runs `arguments` as `python` would."""
+    if job.SHARE_CORES in os.environ:
+        world = World.detect(os.environ)
+        mine = keeper.share(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
+        os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
+    if job.ELASTIC in os.environ:
+        elastic.listen()
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
@@ -24,6 +34,7 @@ def main(arguments: list[str]) -> None:
             runpy.run_path(arguments[0], run_name="__main__")
     except TfdistError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        ending.fail(error.exit_code)
         sys.exit(error.exit_code)
 
 

@@ -74,11 +74,12 @@ def _pictures(folder: Path, classes: list[str]) -> Pictures:
             "use the same names of classes for all splits",
         )
     found = [(str(path), label) for label, name in enumerate(classes) for path in plain.pictures_in(folder / name)]
-    return Pictures([path for path, _ in found], np.array([label for _, label in found], np.int32))
+    files = Pictures([path for path, _ in found], np.array([label for _, label in found], np.int32))
+    # The first examples shall have all classes.
+    return files.keep(np.random.default_rng(1).permutation(len(files)).tolist())
 
 
 def _divided(files: Pictures) -> dict[str, Pictures]:
-    shuffled = np.random.default_rng(0).permutation(len(files))
     tenth = len(files) // 10
-    parts = {"test": shuffled[:tenth], "validation": shuffled[tenth : 2 * tenth], "train": shuffled[2 * tenth :]}
-    return {split: files.keep(np.sort(part).tolist()) for split, part in parts.items() if len(part)}
+    parts = {"test": range(tenth), "validation": range(tenth, 2 * tenth), "train": range(2 * tenth, len(files))}
+    return {split: files.keep(part) for split, part in parts.items() if part}

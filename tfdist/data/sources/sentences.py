@@ -71,11 +71,10 @@ def load(
 
     def read(names: str, option: str) -> Sentences:
         files = plain.find(directory, names, "sentences", option)
-        return [
-            found
-            for index, path in enumerate(files)
-            for found in _read(path, index, len(files), classes, encoding, bad)
-        ]
+        found: Sentences = []
+        for index, path in enumerate(files):
+            found += _read(path, index, len(files), classes, encoding, bad)
+        return found if len(files) == 1 else _mixed(found)
 
     parts = {"train": read(train, "train")}
     if validation:
@@ -112,6 +111,11 @@ def _divided(line: str) -> tuple[str, str]:
     else:
         label, _, sentence = line.partition(" ")
     return label, sentence
+
+
+def _mixed(sentences: Sentences) -> Sentences:
+    """The classes among each other, so that the first examples have all of them; the same for the same sentences."""
+    return [sentences[index] for index in np.random.default_rng(1).permutation(len(sentences))]
 
 
 def _split(sentences: Sentences, parts: int, part: int) -> tuple[Sentences, Sentences]:

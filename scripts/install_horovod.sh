@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Builds Horovod from its source distribution for the TensorFlow of a virtual environment, with MPI and Gloo, installs
+# it there, and adds numbers on two processes to see that it works. The wheel is kept for the next time.
+#
+# Usage: scripts/install_horovod.sh VENV
+#   TFDIST_WHEELS=FOLDER           where wheels are kept; ~/.cache/tfdist/wheels if not set
+#   HOROVOD_GPU_OPERATIONS=NCCL    build with NCCL, which Horovod's own variables can then place (HOROVOD_NCCL_HOME)
+set -euo pipefail
+venv=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+python=$venv/bin/python
+horovod=0.28.1
+build=
+
+fail() {
+  printf 'Horovod is not installed: %s\n\nhint: %s\n' "$1" "$2" >&2
+  exit 1
+}
+
+install_packages() {
+  local packages=(cmake g++ libopenmpi-dev openmpi-bin)
+  command -v apt-get > /dev/null || fail "cmake, a C++ compiler or Open MPI's headers are missing" "install them"
+  [ "$(id -u)" = 0 ] || fail "cmake, a C++ compiler or Open MPI's headers are missing" \
+    "run \`sudo apt-get install ${packages[*]}\`"
+  echo "Installing ${packages[*]}"
+  (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "${packages[@]}") \
+    > "$build/apt.log" 2>&1 || fail "apt-get failed: $(tail -1 "$build/apt.log")" "install ${packages[*]} by hand"
+}
+
+build_wheel() { # into the folder $1
+  echo "Building Horovod $horovod for TensorFlow $tensorflow (three minutes on four cores)"
+  "$python" -m venv "$build/venv"
+  # Horovod's build needs an older setuptools, and imports the TensorFlow that it is built for.
+  "$build/venv/bin/python" -m pip install --quiet 'setuptools<81' wheel packaging
+  "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    > "$("$build/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tensorflow.pth"
+  "$build/venv/bin/python" -m pip download --quiet --no-binary :all: --no-deps --no-build-isolation \
+    --dest "$build" "horovod==$horovod"
+  tar --extract --gzip --directory "$build" --file "$build/horovod-$horovod.tar.gz"
+  # Its operations inside XLA's programs were written for an interface that TensorFlow 2.21 no longer has.
+  sed --in-place '/xla_mpi_ops.cc/d' "$build/horovod-$horovod/horovod/tensorflow/CMakeLists.txt"
+  HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
+    "$build/venv/bin/python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$build/wheel" \
+    "$build/horovod-$horovod" > "$build/build.log" 2>&1 || {
+    cp "$build/build.log" "$venv/horovod-build.log"
+    fail "$(grep -m 1 -E 'error:|Error' "$build/build.log")" "read $venv/horovod-build.log"
+  }
+  mkdir -p "$1"
+  cp "$build"/wheel/*.whl "$1"
+}
+
+check() {
+  local program='import horovod.tensorflow as hvd, tensorflow as tf; hvd.init(); assert float(hvd.allreduce(tf.constant(float(hvd.rank() + 1)), op=hvd.Sum)) == 3'
+  local log=$build/check.log
+  PATH=$venv/bin:$PATH timeout 120 horovodrun --gloo -np 2 --network-interfaces lo "$python" -c "$program" \
+    > "$log" 2>&1 || fail "two processes could not add numbers over Gloo: $(tail -1 "$log")" "see that \`lo\` is up"
+  timeout 120 mpirun --allow-run-as-root --oversubscribe -np 2 "$python" -c "$program" > "$log" 2>&1 ||
+    fail "two processes could not add numbers over MPI: $(tail -1 "$log")" "see that \`mpirun -np 2 hostname\` works"
+}
+
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+command -v cmake > /dev/null && command -v g++ > /dev/null && command -v mpicxx > /dev/null || install_packages
+
+tensorflow=$("$python" -c 'import importlib.metadata as m; print(m.version("tensorflow"))')
+version_of_python=$("$python" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")')
+mpi=$(mpirun --version | sed -n '1s/.* //p')
+wheels=${TFDIST_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/tfdist/wheels}
+wheels+=/horovod-$horovod-tensorflow-$tensorflow-python-$version_of_python-openmpi-$mpi${HOROVOD_GPU_OPERATIONS:+-$HOROVOD_GPU_OPERATIONS}
+compgen -G "$wheels/*.whl" > /dev/null || build_wheel "$wheels"
+"$python" -m pip install --quiet --no-deps --force-reinstall "$wheels"/*.whl
+check
+echo "Horovod $horovod works over Gloo and over MPI"
+touch "$venv/.horovod"

@@ -1,0 +1,183 @@
+"""What the strategies over a `Communicator` share: one replica a process, which meets the others by its operations.
+
+The variables are ordinary ones, a copy in each process: every process computes the same updates from the same reduced
+gradients. A metric's state is each process' own part, and is added up when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import agreement, console, reduction
+from tfdist.communicators import Communicator
+from tfdist.errors import ClusterError, DisagreementError, UsageError
+from tfdist.lookout import Lookout
+from tfdist.strategies import base, distribute
+from tfdist.world import World
+
+
+class CollectiveReplica(base.Replica):
+    """This process' replica while its step is traced."""
+
+    alone = False
+
+    def __init__(self, communicator: Communicator, packing: reduction.Packing):
+        super().__init__(communicator.rank, communicator.size)
+        self.packing = packing  # type: ignore[misc]
+        self._communicator = communicator
+        self._exchanges = 0  # of this step so far: the same in all processes, however often each traces
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        return self._communicator.all_reduce(tensors, self._next_name()) if tensors else []
+
+    def all_gather(self, structure: Any) -> Any:
+        return tf.nest.map_structure(lambda part: self._communicator.all_gather(part, self._next_name()), structure)
+
+    def _next_name(self) -> str:
+        self._exchanges += 1
+        return f"step.{self._exchanges}"
+
+
+class CommunicatingStrategy(base.Strategy):
+    """Trains on all processes of a job, of which each has one device.
+
+    Args:
+        timeout_seconds: how long a process may be silent.
+        start_timeout_seconds: how long the start waits for all; `None` is what the launcher says, else 60.
+        card: what must be the same in all processes besides the versions.
+        options: see `tfdist.strategies.base.Strategy`.
+
+    Raises:
+        UsageError: an unknown option, or the engine is not installed.
+        ClusterError: a process is missing, or differs.
+    """
+
+    metrics_by_process = True
+    seconds_per_call = 2.0
+    packing = reduction.Packing()
+    parallel_steps = 1  # the exchanges of a step have the names of those of the step before
+
+    def __init__(
+        self,
+        *,
+        timeout_seconds: float = 20.0,
+        start_timeout_seconds: float | None = None,
+        card: Mapping[str, str] | None = None,
+        **options: Any,
+    ):
+        self.timeout_seconds = timeout_seconds
+        self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
+        self._card = dict(card or {})
+        super().__init__(**options)
+        self.seed = agreement.of_chief(self, self.seed)
+
+    def connect(self) -> Communicator:
+        """Joins the job that `self.world` describes."""
+        raise NotImplementedError
+
+    def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
+        gpus = tf.config.list_physical_devices("GPU")
+        if wanted not in (None, 1):
+            raise UsageError(
+                f"`devices` is `{wanted}`, and a process of `{self.name}` has one device",
+                "leave `devices` out; start more processes to use more devices",
+            )
+        if not gpus:
+            return ["CPU:0"]
+        mine = gpus[World.detect(os.environ).local_rank % len(gpus)]
+        tf.config.set_visible_devices([mine], "GPU")
+        return ["GPU:0"]
+
+    def set_up(self) -> None:
+        self.world = World.detect(os.environ)
+        self.communicator = self.connect()
+        if self.communicator.size != self.world.world_size:
+            raise UsageError(
+                f"{self.world.source} says that there are {self.world.world_size} processes, and "
+                f"{self.communicator.engine} finds {self.communicator.size}",
+                "start them with the `mpirun` of the MPI library that this program is linked with",
+            )
+        agreement.require(self, {name: importlib.metadata.version(name) for name in distribute.PACKAGES} | self._card)
+        self._lookout = None
+        if self.world.world_size > 1:
+            self._lookout = _lookout(self.communicator, self.world, self.timeout_seconds)
+
+    @property
+    def serial(self) -> bool:
+        return self.world.world_size == 1 and super().serial
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"engine": self.communicator.engine, "timeout_seconds": self.timeout_seconds}
+
+    def run(self, step: base.Step) -> list[Any]:
+        with tf.device(self.devices[0]):
+            if self.world.world_size == 1:
+                return [step(base.Replica())]
+            return [step(CollectiveReplica(self.communicator, self.packing))]
+
+    def run_joined(self, step: base.Step, join: Callable[[list[Any]], Any]) -> Any:
+        del join  # every replica has all of it
+        return self.run(lambda replica: replica.all_gather(step(replica)))[0]
+
+    @contextlib.contextmanager
+    def merged(self, variables: Sequence[Any], name: str) -> Iterator[None]:
+        if self.world.world_size == 1:
+            yield
+            return
+        values = [tf.convert_to_tensor(variable._value) for variable in variables]
+        reduce = reduction.packed(lambda sent: self.communicator.all_reduce(sent, name), reduction.Packing(None))
+        with keras.StatelessScope(list(zip(variables, reduce(values), strict=True))):
+            yield
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        return self.communicator.exchange(message)
+
+    def share_variables(self, variables: Sequence[Any]) -> None:
+        for index, variable in enumerate(variables):
+            value = tf.convert_to_tensor(variable._value)
+            variable._value.assign(self.communicator.broadcast(value, f"variable.{index}"))
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        with self._lookout.work() if self._lookout is not None else contextlib.nullcontext():
+            try:
+                yield
+            except tf.errors.OpError as error:
+                told = self._told(str(error))
+                if told is None:
+                    raise
+                raise told from error
+
+    def _told(self, message: str) -> ClusterError | None:
+        """What an error of the engine says about the other processes; `None` if it is about none of them."""
+        mismatch = next((line for line in message.splitlines() if "Mismatched" in line), None)
+        if mismatch is not None:
+            return DisagreementError(
+                "The processes of the job disagree on the model, or on the data: " + mismatch.strip(),
+                "build the same model, on the same data, in all processes",
+            )
+        silent = self._lookout.silent() if self._lookout is not None else []
+        return _lost(self.world, silent, self.timeout_seconds) if silent else None
+
+
+@functools.cache
+def _lookout(communicator: Communicator, world: World, seconds: float) -> Lookout:
+    """The lookout of this process, whose threads live as long as it does."""
+
+    def give_up(ranks: list[int]) -> None:
+        # The engine waits for ever for processes that are silent, and nothing can end its waiting.
+        console.end_process(_lost(world, ranks, seconds), communicator.abort)
+
+    return Lookout(world, communicator.exchange, seconds, give_up)
+
+
+def _lost(world: World, ranks: Sequence[int], seconds: float) -> ClusterError:
+    return ClusterError.lost(f"Gone, or silent for {seconds:g} s: {', '.join(map(world.named, ranks))}")

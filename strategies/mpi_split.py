@@ -1,0 +1,62 @@
+"""`mpi_split`: each process of MPI's world trains on its own part of the data, and the weights are averaged.
+
+The baseline of comparisons between MPI and TensorFlow's own strategies: the data are split once by `np.array_split`,
+process 0 broadcasts the initial weights, mpi4py averages outside the graph. `evaluate` and `predict` are exact.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tfdist import averaging, ending
+from tfdist.communicators import mpi
+from tfdist.errors import UsageError
+from tfdist.strategies import collective
+
+EPOCH = "epoch"
+
+
+class MpiSplitStrategy(collective.CommunicatingStrategy):
+    """Trains on the processes that `mpirun` has started.
+
+    With `sync_every=1` and plain SGD the result is that of synchronous training on the batches that the processes'
+    batches make together. Otherwise weights of N processes drift apart for up to `sync_every` steps: for SGD of rate r
+    on gradients no larger than G, each by at most r * G * sync_every from where they were the same. The norm of the
+    difference from the mean, before averaging, is logged as `disagreement`.
+
+    Args:
+        sync_every: "epoch", or the number of steps after which the weights are averaged.
+        options: see `tfdist.strategies.collective.CommunicatingStrategy`.
+    """
+
+    name = "mpi_split"
+
+    def __init__(self, *, sync_every: int | str = EPOCH, **options: Any):
+        if sync_every != EPOCH and not (isinstance(sync_every, int) and sync_every >= 1):
+            raise UsageError(f"`sync_every` is `{sync_every}`", f"use `{EPOCH}`, or a number of steps from 1")
+        self._sync_every = None if sync_every == EPOCH else int(sync_every)
+        super().__init__(**options)
+
+    def connect(self) -> mpi.MpiCommunicator:
+        return _join()
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"sync_every": self._sync_every or EPOCH}
+
+    def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
+        if kind == "train" and self.world.world_size > 1:
+            return averaging.AveragingProgram(self, model, batches, self._sync_every)
+        return super().program(model, kind, batches, stop_at_nan)
+
+
+@functools.cache
+def _join() -> mpi.MpiCommunicator:
+    """Joins MPI's world, which a process can do once."""
+    communicator = mpi.MpiCommunicator()
+    # Whoever waits for this process in MPI would wait for ever.
+    ending.at_failure(communicator.abort)
+    return communicator
+
+
+STRATEGY = MpiSplitStrategy

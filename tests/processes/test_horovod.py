@@ -1,0 +1,217 @@
+"""`horovod` on real processes, over Gloo and over MPI: the contract, its launchers, and faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.processes.jobs import ROOT, RunningJob, clean_environment, epochs_done, record, require_horovod, train
+from tests.processes.test_contract import (
+    CALL,
+    CALLBACKS,
+    EQUALITY,
+    ORDER,
+    QUICK,
+    QUICK_CALLBACKS,
+    equality_cases,
+    run_together,
+)
+
+require_horovod()
+
+GLOO, MPI = (), ("--mpi",)
+ENGINES = pytest.mark.parametrize("engine", [GLOO, MPI], ids=["Gloo", "MPI"])
+LONG = ("--epochs", "2000", "--timeout-seconds", "8")
+
+SCRIPT = """
+import os, sys
+import keras, numpy as np, tfdist
+
+strategy = tfdist.strategy("horovod", seed=1, timeout_seconds=8, **eval(sys.argv[1]))
+keras.utils.set_random_seed(3 + strategy.world.rank)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+x = np.random.default_rng(0).random((64, 4), "float32")
+y = x.sum(1)
+if "--raise" in sys.argv and strategy.world.rank == 1:
+    class Raise(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 3:
+                raise RuntimeError("this rank has had enough")
+    callbacks = [Raise()]
+else:
+    callbacks = []
+history = strategy.fit(model, x, y, batch_size=8, epochs=6, callbacks=callbacks, verbose=0).history
+print("ENGINE", strategy.communicator.engine)
+print("LOSS", history["loss"][-1])
+print("WEIGHTS", float(sum(abs(w).sum() for w in model.get_weights())))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def run(*command, cwd, **environment):
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=clean_environment() | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+
+
+def said(out, word):
+    return [line.split(word)[1].strip() for line in out.splitlines() if word in line]
+
+
+def long_training(engine, run_dir):
+    """A training of two processes that does not end by itself."""
+    if engine == GLOO:
+        return train(*LONG, run_dir=run_dir, strategy="horovod")
+    arguments = ["--strategy", "horovod", "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, *LONG]
+    return RunningJob(
+        "--mpi", "--log-dir", run_dir.parent / "logs", "-m", "tfdist.train", *arguments, cwd=run_dir.parent
+    )
+
+
+class TestContract:
+    @ENGINES
+    def test_two_processes_keep_the_promises_that_need_most_of_them(self, tmp_path, engine):
+        tests = equality_cases("horovod", 2, QUICK)
+        assert f"{len(tests)} passed" in run_together("horovod", 2, *tests, cwd=tmp_path, options=engine)
+
+    def test_two_processes_have_the_callbacks_of_one_device(self, tmp_path):
+        assert "passed" in run_together("horovod", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
+
+    @pytest.mark.thorough
+    @ENGINES
+    @pytest.mark.parametrize("workers", [1, 2, 3])
+    @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER])
+    def test_the_whole_contract(self, tmp_path, engine, workers, part):
+        assert "passed" in run_together("horovod", workers, part, cwd=tmp_path, options=engine)
+
+
+class TestLaunchers:
+    def test_mpirun_horovodrun_and_the_launcher_end_with_the_same_weights(self, tmp_path, script):
+        python = (sys.executable, script, "{}")
+        ways = {
+            "MPI": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *python),
+            "Gloo by horovodrun": ("horovodrun", "--gloo", "-np", "2", "--network-interfaces", "lo", *python),
+            "Gloo": (sys.executable, "-m", "tfdist.launch", "--verbose", script, "{}"),
+        }
+        weights = set()
+        for engine, command in ways.items():
+            done = run(*command, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert said(done.stdout, "ENGINE") == [engine.partition(" ")[0]] * 2
+            weights.update(said(done.stdout, "WEIGHTS"))
+        assert len(weights) == 1
+
+    @pytest.mark.parametrize("compression", ["bf16", "fp16"])
+    def test_compressed_gradients_train_almost_alike(self, tmp_path, script, compression):
+        losses = []
+        for options in ("{}", json.dumps({"compression": compression})):
+            done = run(sys.executable, "-m", "tfdist.launch", "--mpi", script, options, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr[-3000:]
+            losses.append(float(said(done.stdout, "LOSS")[0]))
+        assert losses[0] != losses[1]
+        assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+    def test_the_timeline_says_when_each_rank_was_ready(self, tmp_path):
+        with train(
+            "--epochs", "1", "--timeline", tmp_path / "t.json", run_dir=tmp_path / "run", strategy="horovod"
+        ) as job:
+            code, _, err = job.end()
+        assert code == 0, err
+        names = (tmp_path / "t.json").read_text()
+        assert '"NEGOTIATE_ALLREDUCE"' in names and '"name": "0"' in names and '"name": "1"' in names
+
+
+class TestFaults:
+    @ENGINES
+    def test_all_end_when_a_rank_is_killed_and_it_is_named(self, tmp_path, engine):
+        with long_training(engine, tmp_path / "run") as job:
+            job.wait_for(lambda: epochs_done(tmp_path / "run") >= 2)
+            job.process("worker", 1).kill()
+            began = time.monotonic()
+            code, out, err = job.end()
+            assert time.monotonic() - began < 30
+            assert job.left() == []
+        assert code != 0
+        assert ("rank 1 with PID" if engine == MPI else "worker 1 was ended by SIGKILL") in out + err
+
+    @ENGINES
+    def test_all_end_when_a_rank_is_stopped_and_it_is_named(self, tmp_path, engine):
+        with long_training(engine, tmp_path / "run") as job:
+            job.wait_for(lambda: epochs_done(tmp_path / "run") >= 2)
+            job.process("worker", 1).send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            code, out, err = job.end()
+            assert time.monotonic() - began < 30
+            assert job.left() == []
+        assert code == 3
+        assert f"Gone, or silent for 8 s: {'rank 1' if engine == MPI else 'worker 1'}" in out + err
+
+    @ENGINES
+    def test_all_end_when_a_rank_raises_and_it_is_named(self, tmp_path, engine, script):
+        began = time.monotonic()
+        done = run(sys.executable, "-m", "tfdist.launch", "--verbose", *engine, script, "{}", "--raise", cwd=tmp_path)
+        assert time.monotonic() - began < 60
+        assert done.returncode != 0
+        assert "this rank has had enough" in done.stdout + done.stderr
+
+    def test_ranks_that_disagree_are_refused_with_each_ones_value(self, tmp_path):
+        train_with = [sys.executable, "-m", "tfdist.train", "--strategy", "horovod", "--dataset", "digits"]
+        train_with += ["--run-dir", str(tmp_path / "run"), "--model"]
+        mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+        done = run(*mpirun, "-np", "1", *train_with, "mlp", ":", "-np", "1", *train_with, "cnn", cwd=ROOT)
+        assert done.returncode == 2
+        assert "`--model`: rank 0 has `mlp`, rank 1 has `cnn`" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_a_network_interface_that_does_not_exist_is_told(self, tmp_path, script):
+        done = run(sys.executable, "-m", "tfdist.launch", script, "{}", cwd=tmp_path, HOROVOD_GLOO_IFACE="nowhere9")
+        assert done.returncode == 2
+        assert "`HOROVOD_GLOO_IFACE` is `nowhere9`, and this machine has the network interfaces `lo`" in done.stderr
+
+    def test_a_horovod_for_another_tensorflow_is_told(self, tmp_path, script):
+        """Its library as a build for another one leaves it: one that the loader refuses."""
+        import horovod
+
+        copy = tmp_path / "other" / "horovod"
+        subprocess.run(["cp", "-r", os.path.dirname(horovod.__file__), copy.parent.mkdir() or copy], check=True)
+        (library,) = (copy / "tensorflow").glob("mpi_lib*.so")
+        library.write_bytes(b"not what the loader expects")
+        done = run(
+            sys.executable, "-m", "tfdist.launch", script, "{}", cwd=tmp_path, PYTHONPATH=f"{copy.parent}:{ROOT}"
+        )
+        assert done.returncode == 2
+        assert "Horovod's library cannot be loaded with TensorFlow" in done.stderr
+
+    def test_without_horovod_the_error_says_how_to_install_it(self, tmp_path):
+        (tmp_path / "horovod").mkdir()
+        (tmp_path / "horovod" / "__init__.py").write_text("raise ModuleNotFoundError('No module named horovod')")
+        arguments = ["--strategy", "horovod", "--model", "mlp", "--dataset", "digits", "--run-dir", "run"]
+        done = run(sys.executable, "-m", "tfdist.train", *arguments, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        assert done.returncode == 2
+        assert "Horovod is not installed" in done.stderr and "make horovod" in done.stderr
+
+    def test_only_the_chief_writes_a_checkpoint(self, tmp_path):
+        with train("--epochs", "2", run_dir=tmp_path / "run", strategy="horovod") as job:
+            code, _, err = job.end()
+        assert code == 0, err
+        assert list((tmp_path / "run" / "checkpoints").iterdir())
+        assert not (tmp_path / "run" / "rank-1" / "checkpoints").exists()
+        assert record(tmp_path / "run")["strategy"]["options"]["engine"] == "Gloo"

@@ -1,0 +1,145 @@
+"""`tfdist.horovod` in two real processes, over Gloo and over MPI: what scripts written for Horovod rely on."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.processes import horovod_jobs
+from tests.processes.jobs import ROOT, clean_environment
+
+ALIKE = [
+    "sgd",
+    "momentum_and_clipnorm",
+    "adam_and_global_clipnorm",
+    "gradient_accumulation",
+    "moving_average",
+    "sparse_gradients",
+    "sparse_gradients_as_dense",
+    "predivided",
+    "steps_per_execution",
+    "run_eagerly",
+    "xla_is_left_out",
+    "half_precision_on_the_wire",
+    "sum_of_gradients",
+    "several_passes",
+    "several_passes_added_up",
+    "loss_scaling_inside",
+    "loss_scaling_outside",
+    "own_step",
+]
+ONLY_BETWEEN = ["built_by_the_first_batch", "graphs_that_differ", "checkpoints"]
+OVER_MPI = ["sgd", "sparse_gradients", "loss_scaling_outside", "graphs_that_differ", "callbacks", "checkpoints"]
+SIZE = 2
+pytestmark = horovod_jobs.needs_horovod
+
+
+@pytest.fixture(scope="module")
+def over(tmp_path_factory):
+    """The results of each process over an engine; what is asked of it is run once."""
+    found = {}
+
+    def results(engine, *names):
+        if (engine, names) not in found:
+            folder = tmp_path_factory.mktemp(engine)
+            output = horovod_jobs.run(engine, "-m", "tests.processes.facade_job", folder, *names)
+            ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(SIZE)]
+            found[engine, names] = (ranks, folder, output)
+        return found[engine, names]
+
+    return results
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def job(request, over):
+    """All results over Gloo; over MPI those that show that it is no different."""
+    return over("gloo") if request.param == "gloo" else over("mpi", *OVER_MPI)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_weights_are_those_of_one_process_with_the_same_global_batches(over, name):
+    (chief, _), _, _ = over("gloo")
+    assert chief[name]["between"] == 0
+    assert chief[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6)
+
+
+@pytest.mark.parametrize("name", ONLY_BETWEEN)
+def test_all_processes_have_the_same_weights(over, name):
+    (chief, _), _, _ = over("gloo")
+    assert chief[name]["between"] == 0
+
+
+def test_mpi_gives_the_same(over):
+    (chief, _), _, _ = over("mpi", *OVER_MPI)
+    assert all(result["between"] == 0 for result in chief.values() if "between" in result)
+    assert all(result["from_one_process"] < 5e-6 for result in chief.values() if "from_one_process" in result)
+
+
+@pytest.mark.thorough
+def test_mpi_gives_the_same_in_every_case(over):
+    (chief, _), _, _ = over("mpi")
+    for name in ALIKE:
+        assert chief[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6), name
+    assert all(result["between"] == 0 for result in chief.values() if "between" in result)
+
+
+def test_an_overflow_in_one_process_skips_the_step_in_all(job):
+    (chief, _), _, _ = job
+    found = chief["loss_scaling_outside"]
+    assert found["scale"] == found["in_one"] == 2.0  # halved once an epoch
+
+
+def test_the_learning_rate_warms_up_batch_by_batch_and_then_follows_its_schedule(job):
+    ranks, _, output = job
+    warmup = [0.2 / SIZE * (1 + (SIZE - 1) * step / 8) for step in range(1, 9)]
+    for rank in ranks:
+        assert rank["callbacks"]["rates"] == pytest.approx(warmup + [0.2] * 4 + [0.1] * 4)
+        assert rank["callbacks"]["history"]["lr"] == pytest.approx([0.15, 0.2, 0.2, 0.1])
+    assert output.count("Epoch 2: finished gradual learning rate warmup to 0.2.") == 1
+
+
+def test_the_metrics_of_an_epoch_are_the_means_over_the_processes(job):
+    ranks, _, _ = job
+    losses = np.array([rank["callbacks"]["losses"] for rank in ranks])
+    assert not np.allclose(losses[0], losses[1])
+    for rank in ranks:
+        np.testing.assert_allclose(rank["callbacks"]["history"]["loss"], losses.mean(axis=0), rtol=1e-12)
+
+
+def test_values_cross_the_processes(over):
+    ranks, _, _ = over("gloo")
+    expected = {"allreduce": 0.5, "sum": [1, 2], "allgather": [0, 1], "broadcast": 8, "variable": 1.0, "size": 2}
+    assert [rank["values"] for rank in ranks] == [expected] * 2
+
+
+ELSEWHERE = """
+import sys
+sys.modules["horovod"] = sys.modules["tfdist"] = None  # neither is there
+import keras, numpy as np
+model = keras.saving.load_model(sys.argv[1])
+assert type(model.optimizer) is keras.optimizers.Adam and int(model.optimizer.iterations) == 8
+weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
+np.testing.assert_array_equal(weights, np.load(sys.argv[2]))
+model.fit(np.ones((4, 64)), np.ones(4), verbose=0)
+print("trained on")
+"""
+
+
+def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
+    ranks, folder, _ = over("gloo")
+    command = [sys.executable, "-c", ELSEWHERE, folder / "model.keras", folder / "weights.npy"]
+    done = subprocess.run(
+        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained on\n"
+    # `hvd.load_model` went on from it, with rank 0's weights and optimizer.
+    assert ranks[0]["checkpoints"] == {"between": 0.0, "kind": "Adam", "iterations": 16}
+
+
+def test_the_port_of_horovods_own_example_trains(tmp_path):
+    output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_keras_mnist.py", cwd=tmp_path)
+    assert output.count("'accuracy'") == 1  # rank 0 alone prints
+    assert (tmp_path / "checkpoint-4.keras").exists()

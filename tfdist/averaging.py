@@ -1,0 +1,234 @@
+"""The inner loop of processes that train each on its own part of the data, and average their weights now and then.
+
+    run(state, first, count)
+        steps up to the next averaging         Keras' plain train_step, on this process' examples alone
+        weights = their mean over the processes, weighed by the examples that each has seen since the last one
+        metrics = their sums over the processes
+
+With an averaging after each step and plain SGD that is synchronous training: the mean of the new weights is a step
+along the mean gradient. Else the weights drift apart in between; how far is measured before they are averaged.
+
+Source: Stich, Local SGD converges fast and communicates little, ICLR 2019.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.feed import ArrayBatches, Batches
+from tfdist.program import Logs, Outcome, StepProgram
+from tfdist.strategies import base
+
+
+class AveragingProgram(StepProgram):
+    """Runs `model.train_step` on this process' part of the data.
+
+    Args:
+        strategy: has the `communicator`.
+        model: compiled and built.
+        batches: the graph's side of the data of all processes.
+        sync_every: average after so many steps; `None` averages at the end of an epoch alone.
+    """
+
+    def __init__(self, strategy: Any, model: Any, batches: Batches, sync_every: int | None):
+        self._communicator = strategy.communicator
+        rank, size = self._communicator.rank, self._communicator.size
+        self._own = (
+            OwnBatches(batches, rank, size) if isinstance(batches, ArrayBatches) else _PartBatches(batches, rank, size)
+        )
+        self._sync_every = sync_every
+        self._averages = _Averages(self._communicator, model)
+        self._state: tuple[Any, Any] = (None, None)
+        super().__init__(_OnThisProcess(strategy), model, "train_step", self._own, stop_at_nan=False)
+
+    def begin_epoch(self) -> None:
+        self._averages.begin_epoch()
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Runs `count` of the steps that all processes count alike; some may have no example for this process."""
+        if state is not self._state[0]:
+            self._state = state, self._own.state(state)
+        done, ended = 0, False
+        own: Logs = {}
+        while done < count and not ended:
+            wanted = count - done
+            if self._sync_every is not None:
+                wanted = min(wanted, self._sync_every - (first + done) % self._sync_every)
+            outcome = super().run(self._state[1], first + done, wanted)
+            self._averages.note(self._own.examples(self._state[1], first + done, outcome.steps))
+            done, ended, own = done + outcome.steps, outcome.data_ended, outcome.logs or own
+            if self._sync_every is not None and (first + done) % self._sync_every == 0:
+                self._averages.take()
+        merged = self._averages.merged_metrics() if done else {}
+        return Outcome(done, ended, own | {name: value for name, value in merged.items() if name in own})
+
+    def end_epoch(self) -> dict[str, float]:
+        """Averages, and returns what the epoch's averagings were like."""
+        return self._averages.end_epoch()
+
+
+class _Averages:
+    """Averages a model's weights over the processes, on one contiguous buffer."""
+
+    def __init__(self, communicator: Any, model: Any):
+        self._communicator = communicator
+        self._model = model
+        # Seeds and counters are no weights.
+        self._variables = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
+        self._buffer = np.empty(sum(math.prod(v.shape) for v in self._variables), np.float32)
+        self._examples = 0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        self._disagreements: list[float] = []
+        self._seconds = 0.0
+
+    def note(self, examples: int) -> None:
+        """This process has trained on so many examples more."""
+        self._examples += examples
+
+    def take(self) -> None:
+        """Gives every process the mean of the weights."""
+        began = time.perf_counter()
+        share = np.array([self._examples], np.float64)
+        self._communicator.sum_in_place(share)
+        if share[0] == 0:
+            return
+        local = [variable._value.numpy() for variable in self._variables]
+        parts = self._parts()
+        for part, values in zip(parts, local, strict=True):
+            np.multiply(values.reshape(-1), np.float32(self._examples / share[0]), out=part)
+        self._communicator.sum_in_place(self._buffer)
+        distance = np.zeros(1)
+        for variable, part, values in zip(self._variables, parts, local, strict=True):
+            difference = values.reshape(-1) - part
+            distance += float(np.dot(difference, difference))
+            variable._value.assign(part.reshape(values.shape).astype(values.dtype, copy=False))
+        self._communicator.sum_in_place(distance)
+        self._disagreements.append(math.sqrt(distance[0] / self._communicator.size))
+        self._examples = 0
+        self._seconds += time.perf_counter() - began
+
+    def end_epoch(self) -> dict[str, float]:
+        self.take()
+        # On the chief the mean over the processes; the others know their own.
+        seconds = self._communicator.sum_on(self._seconds)
+        mean = self._seconds if seconds is None else seconds / self._communicator.size
+        disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
+        return {"disagreement": disagreement, "sync_seconds": mean}
+
+    def merged_metrics(self) -> dict[str, Any]:
+        """The results of the metrics over all processes; each one's own part stays in its variables."""
+        variables = self._model.metrics_variables
+        states = np.concatenate([np.asarray(v._value, np.float64).reshape(-1) for v in variables] or [np.zeros(0)])
+        self._communicator.sum_in_place(states)
+        pieces = np.split(states, np.cumsum([math.prod(v.shape) for v in variables])[:-1])
+        merged = [
+            (v, tf.constant(piece.reshape(v.shape), v._value.dtype)) for v, piece in zip(variables, pieces, strict=True)
+        ]
+        with keras.StatelessScope(merged):
+            return self._model.get_metrics_result()
+
+    def _parts(self) -> Sequence[np.ndarray]:
+        return np.split(self._buffer, np.cumsum([math.prod(v.shape) for v in self._variables])[:-1])
+
+
+def _is_float(variable: Any) -> bool:
+    return variable._value.dtype.is_floating
+
+
+class _OnThisProcess(base.Strategy):
+    """The strategy of a process as if it were alone."""
+
+    def __init__(self, strategy: base.Strategy):  # the options are the other one's
+        self.name = strategy.name  # type: ignore[misc]
+        self.world, self.devices = base.World(), strategy.devices
+        self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
+
+    def run(self, step: base.Step) -> list[Any]:
+        with tf.device(self.devices[0]):
+            return [step(base.Replica())]
+
+
+@dataclass(frozen=True)
+class OwnBatches(Batches):
+    """The examples of one process, which are the same in every epoch: its part of `np.array_split`.
+
+    Its part of a step's global batch are as many of them as make all processes end an epoch with the same step.
+    """
+
+    whole: ArrayBatches
+    rank: int
+    size: int
+    counted: bool = True
+
+    def state(self, state: Any) -> Any:
+        """This process' part of a pass, in the order of the pass, and how many examples all have."""
+        arrays, positions = state
+        order = positions[0].numpy()
+        mine = np.array_split(np.arange(len(order)), self.size)[self.rank]
+        own = np.isin(order, mine, assume_unique=True)
+        return (arrays, tuple(tf.constant(of_each.numpy()[own]) for of_each in positions)), len(order)
+
+    def examples(self, state: Any, first: int, steps: int) -> int:
+        """How many examples this process has in `steps` steps from `first` on."""
+        return int(self._end(state, first + steps) - self._end(state, first))
+
+    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        (_, positions), _ = state
+        begin = self._end(state, step)
+        if self._even:  # a static shape makes a faster graph
+            sizes = [[self.whole.batch_size // self.size, *of_each.shape[1:]] for of_each in positions]
+            starts = [[begin, *[0] * (of_each.shape.rank - 1)] for of_each in positions]
+            return tuple(map(tf.slice, positions, starts, sizes))
+        return tuple(of_each[begin : self._end(state, step + 1)] for of_each in positions)
+
+    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
+        del index, count
+        return self.whole.part(state[0], batch, 0, 1)
+
+    @property
+    def _even(self) -> bool:
+        return self.whole.even and self.whole.batch_size % self.size == 0
+
+    def _end(self, state: Any, step: Any) -> Any:
+        """Where step `step` begins in this process' examples: the same share of them as of all, rounded."""
+        (_, positions), examples = state
+        seen = tf.cast(tf.minimum(step * self.whole.batch_size, examples), tf.int64)
+        own_count, examples = tf.cast(tf.shape(positions[0])[0], tf.int64), tf.cast(examples, tf.int64)
+        return tf.cast((2 * own_count * seen + examples) // (2 * examples), tf.int32)
+
+
+@dataclass(frozen=True)
+class _PartBatches(Batches):
+    """Batches that are not in memory cannot be split once: each process takes its part of every one."""
+
+    whole: Batches
+    rank: int
+    size: int
+
+    @property
+    def counted(self) -> bool:  # type: ignore[override]
+        return self.whole.counted
+
+    def state(self, state: Any) -> Any:
+        return state
+
+    def examples(self, state: Any, first: int, steps: int) -> int:
+        del state, first
+        return steps
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        return self.whole.fetch(state, step)
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        del index, count
+        return self.whole.part(state, batch, self.rank, self.size)[0], 1.0

@@ -1,0 +1,152 @@
+"""How the processes of a job exchange tensors: one interface over Horovod's operations and over mpi4py.
+
+    all_reduce      the sums, everywhere            reduce_scatter   each process' part of the sum
+    all_gather      all parts in one, everywhere    broadcast        one process' value, everywhere
+    barrier         nobody goes on before all are there
+
+Every process calls the same, in the same order, inside a graph or outside. Each engine is a file beside this one, which
+alone imports its package.
+
+Synopsis:
+
+    >>> alone = Alone()
+    >>> [float(total) for total in alone.all_reduce([tf.constant(2.0)], "example")]
+    [2.0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+ADDED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+# Types that no engine carries travel as others of their size.
+CARRIED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+
+
+class Communicator:
+    """A process' connection to all processes of its job; this one is alone.
+
+    Tensors are sent from the memory of the host. Names say which tensors of the processes belong together: within a
+    graph each exchange needs one of its own, the same in every process.
+
+    Attributes:
+        engine: what carries the tensors: "MPI", "Gloo", or "none".
+        rank: this process' number, 0 to `size - 1`.
+        size: the number of processes.
+        dense_below_bytes: the gradient of some rows of a table is sent as the whole table where that is smaller. The
+            rows of all processes are added up then; sent as rows, one that several have touched comes several times,
+            as it does on one device, and Keras' adaptive optimizers tell the difference.
+    """
+
+    engine: str = "none"
+    rank: int = 0
+    size: int = 1
+    dense_below_bytes: int = 0
+    in_order: ClassVar[bool] = False  # the engine pairs exchanges by their order and not by their names
+
+    def all_reduce(self, tensors: Sequence[Any], name: str) -> list[Any]:
+        """The sum of each tensor over the processes, in its own dtype; `tf.IndexedSlices` of large tables stay sparse.
+
+        Args:
+            tensors: dense ones have the same shape in all processes; bfloat16 is added in float32.
+            name: of this exchange.
+        """
+        return [self._all_reduce_one(tensor, f"{name}.{index}") for index, tensor in enumerate(tensors)]
+
+    def reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Part `rank` of the sum of `tensor` `[size * n, ...]` over the processes: `[n, ...]`."""
+        return self._reduce_scatter(opaque(tensor), name)
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The `tensor` `[n_rank, ...]` of all processes along the first axis, by rank; `n_rank` may differ."""
+        dtype = tensor.dtype
+        gathered = self._all_gather(_carried(opaque(tensor)), name)
+        return _given_back(gathered, dtype)
+
+    def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
+        """The `tensor` of process `root`; all have the same shape and dtype."""
+        return _given_back(self._broadcast(_carried(opaque(tensor)), name, root), tensor.dtype)
+
+    def barrier(self) -> None:
+        """Waits until every process has come here; not inside a graph."""
+        self._all_gather(tf.zeros([1], tf.int32), "barrier")
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """What each process says, by rank; not inside a graph."""
+        if self.size == 1:
+            return [message]
+        lengths = self._all_gather(tf.constant([len(message)]), "exchange.lengths").numpy()
+        joined = self._all_gather(tf.constant(list(message), tf.uint8, shape=[len(message)]), "exchange").numpy()
+        ends = lengths.cumsum()
+        return [joined[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+
+    def abort(self, exit_code: int) -> None:
+        """Ends the other processes too, where the engine can; called by one that ends with an error."""
+
+    def close(self) -> None:
+        """Leaves the job."""
+
+    def _all_reduce_one(self, tensor: Any, name: str) -> Any:
+        if isinstance(tensor, tf.IndexedSlices):
+            return self._all_reduce_slices(tensor, name)
+        if tensor.dtype == tf.bfloat16:
+            parts = self.all_gather(tensor[tf.newaxis], name)
+            return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
+        if tensor.dtype in ADDED:
+            return self._sum(opaque(tensor), name)
+        wide = tf.int64 if tensor.dtype.is_integer else tf.float32
+        return tf.cast(self._sum(opaque(tf.cast(tensor, wide)), name), tensor.dtype)
+
+    def _all_reduce_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        if _dense_bytes(slices) >= self.dense_below_bytes:
+            values = self.all_gather(slices.values, f"{name}.values")
+            return tf.IndexedSlices(values, self.all_gather(slices.indices, f"{name}.indices"), slices.dense_shape)
+        # Rows that no process has touched are left out again: optimizers treat them unlike rows of zeros.
+        touched = tf.scatter_nd(
+            slices.indices[:, tf.newaxis], tf.ones_like(slices.indices, tf.float32), slices.dense_shape[:1]
+        )
+        dense, touched = self.all_reduce([tf.convert_to_tensor(slices), touched], name)
+        rows = tf.where(touched > 0)[:, 0]
+        return tf.IndexedSlices(tf.gather(dense, rows), tf.cast(rows, slices.indices.dtype), slices.dense_shape)
+
+    def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return tensor
+
+    def _reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return tensor
+
+    def _all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return tensor
+
+    def _broadcast(self, tensor: tf.Tensor, name: str, root: int) -> tf.Tensor:
+        return tensor
+
+
+Alone = Communicator
+
+
+def opaque(tensor: Any) -> tf.Tensor:
+    """`tensor` as something of which nothing is known while a graph is optimized.
+
+    An engine's operation on a constant would be computed then, once, by a process that finds it to be one.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    return tensor if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+
+
+def _dense_bytes(slices: tf.IndexedSlices) -> float:
+    shape = tf.get_static_value(slices.dense_shape)
+    if shape is None:
+        return float("inf")
+    return float(shape.prod()) * slices.dtype.size
+
+
+def _carried(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(tensor, CARRIED_AS[tensor.dtype]) if tensor.dtype in CARRIED_AS else tensor
+
+
+def _given_back(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.bitcast(tensor, dtype) if dtype in CARRIED_AS else tensor

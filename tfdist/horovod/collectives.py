@@ -1,0 +1,59 @@
+"""Values and variables between Horovod's processes.
+
+Horovod pairs what the processes send by name. Names taken from a graph differ where the processes' graphs do (a last
+batch of another size is enough), and each then waits for the other for ever; so what is sent here has a name of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.communicators import horovod as engine
+from tfdist.reduction import Packing, packed
+
+
+def allreduce(value: Any, *arguments: Any, **options: Any) -> Any:
+    """`horovod.tensorflow.allreduce` of a tensor, an array, a number or a list of numbers: their mean, or as `op` says.
+
+    All processes must pass the same shape.
+    """
+    return engine.load().allreduce(_tensor(value), *arguments, **options)
+
+
+def allgather(value: Any, *arguments: Any, **options: Any) -> Any:
+    """`horovod.tensorflow.allgather`: the values of all processes, joined along the first dimension."""
+    return engine.load().allgather(_tensor(value), *arguments, **options)
+
+
+def broadcast(value: Any, root_rank: int, *arguments: Any, **options: Any) -> Any:
+    """`horovod.tensorflow.broadcast`: the value of the process `root_rank`."""
+    return engine.load().broadcast(_tensor(value), root_rank, *arguments, **options)
+
+
+def reducescatter(value: Any, *arguments: Any, **options: Any) -> Any:
+    """`horovod.tensorflow.reducescatter`: this process' part, along the first dimension, of the reduced value."""
+    return engine.load().reducescatter(_tensor(value), *arguments, **options)
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
+    """Gives `variables`, Keras' or TensorFlow's, the values that they have in the process `root_rank`."""
+    hvd = engine.load()
+    plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+
+    def send(tensors: list[Any]) -> list[Any]:
+        return [
+            hvd.broadcast(tensor, root_rank, name=f"tfdist.broadcast.{index}", ignore_name_scope=True)
+            for index, tensor in enumerate(tensors)
+        ]
+
+    sent = packed(send, Packing(below_bytes=None))([tf.convert_to_tensor(variable) for variable in plain])
+    for variable, value in zip(plain, sent, strict=True):
+        variable.assign(value)
+
+
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
