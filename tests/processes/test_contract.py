@@ -61,6 +61,12 @@ def test_two_workers_have_the_callbacks_of_one_device(tmp_path):
 
 
 @pytest.mark.thorough
+def test_two_workers_keep_the_states_of_streams_and_leave_out_what_is_ignored(tmp_path):
+    zoo = "tests/contract/test_zoo.py"
+    assert "3 passed" in run_together("multiworker", 2, zoo, "-m", "not thorough", cwd=tmp_path)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER])
 def test_the_whole_contract(tmp_path, workers, part):
