@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -38,6 +39,22 @@ Read = Callable[[str, int], Arrays]
 
 TASKS_OF_TOKENS = ("text_classification", "translation", "characters")
 ALONE = World()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `Source.pipeline` is asked for, which see."""
+
+    split: str
+    global_batch_size: int
+    world: World
+    seed: int
+    epoch: int
+    first_batch: int
+    shuffle: bool | None
+    augment: str
+    deterministic: bool
+    by_file: bool
 
 
 class Source:
@@ -236,14 +253,21 @@ class Source:
         """
         from tfdist.data import pipeline
 
-        if by_file:
+        part = Part(split, global_batch_size, world, seed, epoch, first_batch, shuffle, augment, deterministic, by_file)
+        return pipeline.with_options(self._batches(part), threads, deterministic)
+
+    def _batches(self, part: Part) -> tf.data.Dataset:
+        from tfdist.data import pipeline
+
+        if part.by_file:
             raise UsageError(
                 f"The examples of `{self.spec.name}` are in memory, and in no files to be dealt out",
                 "leave `by_file` out",
             )
-        feed = self.host_feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
-        dataset = pipeline.of_feed(feed, world, epoch, first_batch, deterministic)
-        return pipeline.with_options(dataset, threads, deterministic)
+        feed = self.host_feed(
+            part.split, part.global_batch_size, seed=part.seed, shuffle=part.shuffle, augment=part.augment
+        )
+        return pipeline.of_feed(feed, part.world, part.epoch, part.first_batch, part.deterministic)
 
     def host_feed(
         self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
