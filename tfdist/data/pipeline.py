@@ -90,17 +90,11 @@ def _of_one_length(
     indices = np.concatenate(batches) if batches else np.zeros(0, np.int32)
     length = len(batches[0]) if batches else 1
 
-    @tf.autograph.experimental.do_not_convert
-    def decode(index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        return *decoder(index, draws), draws
-
     # A rank may have no part of a batch: that is a batch without examples.
     examples = tf.data.Dataset.from_tensor_slices((indices, table[indices]))
+    decode = tf.autograph.experimental.do_not_convert(decoder.__call__)
     decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
     if length:
-        of_length = decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-    else:
-        nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
-        of_length = tf.data.Dataset.from_tensors(nothing).repeat(len(batches))
-    apply = tf.autograph.experimental.do_not_convert(decoder.apply)
-    return of_length.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+        return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+    nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+    return tf.data.Dataset.from_tensors(nothing).repeat(len(batches))
