@@ -21,12 +21,12 @@ _AT_ONCE = 64
 def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, deterministic: bool) -> tf.data.Dataset:
     """This rank's part of each global batch of a pass, from batch `first_batch` on; one gather a batch."""
     with tf.init_scope(), tf.device("CPU:0"):
-        state = feed.start(epoch, first_batch)
+        _, positions = feed.start(epoch, first_batch)
+    part = feed.gather(world.rank, world.world_size)
 
     @tf.autograph.experimental.do_not_convert
     def gather(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        data, _ = feed.batches.part(state, feed.batches.fetch(state, step), world.rank, world.world_size)
-        return data
+        return part(step, *positions)
 
     steps = tf.data.Dataset.range(first_batch, feed.num_batches, output_type=tf.int32)
     batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)

@@ -82,6 +82,7 @@ class Source:
         self._bucketed = bucketed
         self._arrays: dict[str, Arrays] = {}
         self._tensors: dict[str, Any] = {}
+        self._host_feeds: dict[Any, ArrayFeed] = {}
 
     @classmethod
     def from_arrays(
@@ -272,8 +273,11 @@ class Source:
     def host_feed(
         self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
     ) -> ArrayFeed:
-        """As `feed`, of arrays on the CPU, where `tf.data` works."""
-        return self._array_feed(split, global_batch_size, seed, shuffle, self.augmentation(augment), on_host=True)
+        """As `feed`, of arrays on the CPU, where `tf.data` works; made once."""
+        asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment))
+        if asked not in self._host_feeds:
+            self._host_feeds[asked] = self._array_feed(*asked, on_host=True)
+        return self._host_feeds[asked]
 
     def augmentation(self, augment: str) -> Augmentation | None:
         """The augmentation of that name, `None` for "none", after a check that the examples can have it."""
@@ -339,7 +343,7 @@ class Source:
         """A copy with other facts, which has read nothing yet."""
         changed = copy.copy(self)
         changed.spec = dataclasses.replace(self.spec, **changes)
-        changed._arrays, changed._tensors = {}, {}
+        changed._arrays, changed._tensors, changed._host_feeds = {}, {}, {}
         return changed
 
     def _check_split(self, split: str) -> None:
