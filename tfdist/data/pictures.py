@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist.data.augment import Augmentation
+    from tfdist.data.decoding import Decoder
     from tfdist.data.disk_cache import DiskCache
     from tfdist.data.feed import Feed
 
@@ -132,6 +133,7 @@ class PictureSource(Source):
         self.files = dict(files)
         self.cache = cache
         self._caches: dict[tuple[str, bool], str] = {}
+        self._decoders: dict[tuple[str, Augmentation | None], Decoder] = {}
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
             for split, (numbers, problems) in check.good(spec, self.files).items():
@@ -193,8 +195,10 @@ class PictureSource(Source):
         else:
             batches = order.parts(indices, size, world.rank, world.world_size)
         table = augmentations.table(len(indices), augmentation.draws if augmentation else 0, part.seed, part.epoch)
-        cache = self._disk_cache(part.split) if self.cache_of(part.split, augmentation) == "disk" else None
-        decoder = decoding.Decoder(self.spec, files, augmentation, cache)
+        if (part.split, augmentation) not in self._decoders:
+            cache = self._disk_cache(part.split) if self.cache_of(part.split, augmentation) == "disk" else None
+            self._decoders[part.split, augmentation] = decoding.Decoder(self.spec, files, augmentation, cache)
+        decoder = self._decoders[part.split, augmentation]
         return pipeline.of_examples(decoder, batches[part.first_batch :], table, part.deterministic)
 
     def in_memory(self, split: str, augmentation: Augmentation | None = None) -> bool:
@@ -229,7 +233,7 @@ class PictureSource(Source):
 
     def _with_spec(self, **changes: Any) -> Self:
         changed = super()._with_spec(**changes)
-        changed._caches = {}
+        changed._caches, changed._decoders = {}, {}
         return changed
 
     def _disk_cache(self, split: str) -> DiskCache:

@@ -92,7 +92,7 @@ def _of_one_length(
 
     # A rank may have no part of a batch: that is a batch without examples.
     examples = tf.data.Dataset.from_tensor_slices((indices, table[indices]))
-    decode = tf.autograph.experimental.do_not_convert(decoder.__call__)
+    decode = tf.autograph.experimental.do_not_convert(decoder.in_graph)
     decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
     if length:
         return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
