@@ -112,8 +112,8 @@ def camvid(folder: Path, batch_size: int) -> tuple[int, dict[str, Epoch]]:
     }
 
 
-def seconds_an_epoch(contestants: dict[str, Epoch], repeats: int) -> dict[str, float]:
-    """The median of the epochs after the first, which fills caches; the contestants take turns."""
+def seconds_an_epoch(contestants: dict[str, Epoch], repeats: int) -> dict[str, list[float]]:
+    """The epochs after the first, which fills caches; the contestants take turns."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for epoch in range(repeats + 1):
         for name, make in contestants.items():
@@ -121,7 +121,7 @@ def seconds_an_epoch(contestants: dict[str, Epoch], repeats: int) -> dict[str, f
             for _ in make(epoch):
                 pass
             found[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+    return {name: seconds[1:] for name, seconds in found.items()}
 
 
 def races(data_dir: str | None, files: Path | None, batch_size: int) -> Iterator[tuple[str, int, dict[str, Epoch]]]:
@@ -144,8 +144,13 @@ def main() -> None:
         seconds = seconds_an_epoch(contestants, arguments.repeats)
         print(f"\n{name}, {examples:,} examples, batch {arguments.batch_size}")
         for contestant, each in seconds.items():
-            ratio = each / seconds["tfdist"]
-            print(f"  {contestant:10} {examples / each:12,.0f} examples/s   tfdist is {ratio:.2f} times as fast")
+            ratios = [theirs / ours for theirs, ours in zip(each, seconds["tfdist"], strict=True)]
+            rate = examples / statistics.median(each)
+            low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+            line = f"  {contestant:10} {rate:12,.0f} examples/s"
+            if contestant != "tfdist":
+                line += f"   tfdist is {middle:.2f} times as fast ({low:.2f} to {high:.2f})"
+            print(line)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import pytest
 import tensorflow as tf
 
 from tests.test_data import flat, numbered
-from tfdist.data import Source, augment, order, padding
+from tfdist.data import Source, augment, bad, order, padding, text
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.world import World
 
 SEED = 3
 
 
-@pytest.mark.parametrize("module", [order, augment, padding], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [order, augment, bad, padding, text], ids=lambda module: module.__name__)
 def test_the_synopsis_of_a_module_runs(module):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 
-from tests.shared_data import FILES, needs
 from tests.test_train import refuse, run
 from tfdist import plugins
 from tfdist.errors import UsageError
@@ -52,20 +51,18 @@ def weights(path) -> bytes:
     return pickle.dumps([weight.tolist() for weight in keras.models.load_model(path).get_weights()])
 
 
-@needs("cifar10")
 def test_augmented_training_is_recorded_and_resumed_where_it_stopped(tmp_path):
-    base = ["--strategy", "mirrored", "--devices", 2, "--model", "mlp", "--dataset", "cifar_binary", "--quiet"]
-    base += ["--data-dir", FILES / "cifar10", "--limit", 500, "--batch-size", 64, "--augment", "crop_flip"]
-    base += ["--data-option", "validation=0.05"]
+    base = ["--strategy", "single", "--model", "cnn", "--dataset", "synthetic", "--quiet", "--batch-size", 64]
+    base += ["--augment", "crop_flip", "--data-option", "train=300", "--data-option", "shape=(8,8,3)"]
     for folder, epochs in (("whole", 2), ("broken", 1)):
         done = run(*base, "--run-dir", folder, "--epochs", epochs, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     dataset = json.loads((tmp_path / "whole" / "run.json").read_text())["dataset"]
-    assert dataset["augment"] == "crop_flip" and dataset["options"] == {"validation": "0.05"}
-    assert dataset["examples"] == {"train": 500, "validation": 500, "test": 2000} and dataset["skipped"] == 0
+    assert dataset["augment"] == "crop_flip" and dataset["options"] == {"train": "300", "shape": "(8, 8, 3)"}
+    assert dataset["examples"]["train"] == 300 and dataset["skipped"] == 0
     again = ["--resume", "--run-dir", "broken", "--epochs", 2]
     assert run(*base, *again, cwd=tmp_path).returncode == 0
     assert weights(tmp_path / "broken" / "model.keras") == weights(tmp_path / "whole" / "model.keras")
-    other = [argument for argument in base if argument not in ("--data-option", "validation=0.05")]
+    other = ["train=400" if argument == "train=300" else argument for argument in base]
     message = refuse(tmp_path, *other, *again)
-    assert "`--data-option validation=0.05`, and it is resumed with `--data-option validation unset`" in message
+    assert "`--data-option train=300`, and it is resumed with `--data-option train=400`" in message

@@ -25,8 +25,8 @@ class Decoder:
     Args:
         spec: of the dataset.
         files: of the split.
-        augmentation: of a crop of random size the decoder itself cuts it out, of the whole picture; every other one
-            is for whole batches.
+        augmentation: what is done to each example; a crop of random size is cut out of the whole picture, every other
+            one is for pictures that are brought to size.
         cache: where decoded examples are kept on the disk, if they are.
     """
 
@@ -40,9 +40,11 @@ class Decoder:
         self._spec = spec
         self._files = files
         self._crops = augmentation is augmentations.RESIZED_CROP
-        self.of_batch = None if self._crops else augmentation
+        self._augmentation = None if self._crops else augmentation
         self._masks = spec.task == "segmentation"
         self._cache = cache
+        # Traced once for all epochs.
+        self.in_graph = tf.function(self.__call__, autograph=False)
         if isinstance(files, Pictures):
             with tf.init_scope(), tf.device("CPU:0"):
                 self._pictures = tf.constant(list(files.pictures))
@@ -52,15 +54,25 @@ class Decoder:
         return len(self._files)
 
     def __call__(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Example number `index`.
+        """Example number `index`, augmented.
 
         Args:
             index: int32 scalar.
             draws: float32 `[draws]`, its random numbers.
 
         Returns:
-            x float32 `[H, W, C]` in [0, 1], and y, int32 scalar or `[H, W]`.
+            x float32 `[H, W, C]` in [0, 1], and y: int32 scalar or `[H, W]`, or x again for autoencoding.
         """
+        x, y = self.fitted(index, draws)
+        if self._augmentation is None:
+            return x, (x if self._spec.task == "autoencoding" else y)
+        # One by one, since examples are decoded in parallel and batches are few.
+        data = (x[tf.newaxis], y[tf.newaxis])
+        x, y = self._augmentation(self._spec, data, draws[tf.newaxis])
+        return x[0], y[0]
+
+    def fitted(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Example number `index`, checked and brought to size; a stage of its own to be timed."""
         picture, target = self.decoded(index) if self._cache is None else self._kept(self._cache, index)
         if not self._masks:
             x, _ = self._fit(picture, None, draws)
@@ -114,12 +126,6 @@ class Decoder:
         channels = self._spec.input_shape[2]
         picture, target = cache.through(index, lambda: self.decoded(index), channels)
         return tf.ensure_shape(picture, [None, None, channels]), tf.ensure_shape(target, [None] * 2 * self._masks)
-
-    def apply(self, x: tf.Tensor, y: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What is done to a batch of examples once they are decoded."""
-        if self.of_batch is not None:
-            return self.of_batch(self._spec, (x, y), draws)
-        return x, (x if self._spec.task == "autoencoding" else y)
 
     def problem(self, index: int) -> str | None:
         """What is wrong with example number `index`, in one sentence; `None` if it is good."""

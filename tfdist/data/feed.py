@@ -175,6 +175,7 @@ class ArrayFeed(Feed):
         self._arrays = arrays
         self._order_of = order_of
         self._transform = transform
+        self._gathers: dict[tuple[int, int], Callable[..., Any]] = {}
         self.examples = len(order_of(0))
         self.batch_size = batch_size
         self.num_batches = -(-self.examples // batch_size)
@@ -186,6 +187,21 @@ class ArrayFeed(Feed):
         indices = self._order_of(epoch)
         extras = () if self._transform is None else self._transform.extras(epoch, indices)
         return self._arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
+
+    def gather(self, index: int, count: int) -> Callable[..., Any]:
+        """A graph, kept for all epochs: `gather(step, *positions)` is part `index` of `count` of a batch of a pass."""
+        if (index, count) not in self._gathers:
+            self._gathers[index, count] = self._make_gather(index, count)
+        return self._gathers[index, count]
+
+    def _make_gather(self, index: int, count: int) -> Callable[..., Any]:
+        @tf.function(autograph=False)
+        def part(step: tf.Tensor, *positions: tf.Tensor) -> Any:
+            state = self._arrays, positions
+            data, _ = self.batches.part(state, self.batches.fetch(state, step), index, count)
+            return data
+
+        return part
 
 
 @dataclass(frozen=True)

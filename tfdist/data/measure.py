@@ -88,21 +88,18 @@ def _stages_of_files(source: PictureSource, split: str, batch_size: int, augment
     def through(stage: Callable[[tf.Tensor], Any]) -> tf.data.Dataset:
         return numbers.map(tf.autograph.experimental.do_not_convert(stage))
 
-    fitted = through(lambda index: (*decoder(index, draws), draws))
-    apply = tf.autograph.experimental.do_not_convert(decoder.apply)
+    whole = through(lambda index: decoder(index, draws))
     until = {
         "read": through(decoder.read),
         "decode": through(decoder.decoded),
-        "check and fit": fitted,
-        "batch": fitted.batch(batch_size),
+        "check and fit": through(lambda index: decoder.fitted(index, draws)),
+        **({augment: whole} if augmentation is not None else {}),
+        "batch": whole.batch(batch_size),
     }
-    if decoder.of_batch is not None:
-        until[augment] = until["batch"].map(apply)
     _drained(until["decode"])  # the files are then in the memory of the operating system
     totals = {}
     for name, dataset in until.items():
-        per_batch = name in ("batch", augment)
-        totals[name] = _drained(dataset, -(-count // batch_size) if per_batch else count) / count
+        totals[name] = _drained(dataset, -(-count // batch_size) if name == "batch" else count) / count
     before = [0.0, *totals.values()]
     return {name: max(0.0, total - earlier) for (name, total), earlier in zip(totals.items(), before, strict=False)}
 

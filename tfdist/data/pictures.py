@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import psutil
@@ -20,7 +20,7 @@ from tfdist.data import augment as augmentations
 from tfdist.data import check, order
 from tfdist.data.bad import BadExamples
 from tfdist.data.records import Records
-from tfdist.data.source import ALONE, Arrays, Source
+from tfdist.data.source import ALONE, Arrays, Part, Source
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 from tfdist.world import World
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist.data.augment import Augmentation
+    from tfdist.data.decoding import Decoder
     from tfdist.data.disk_cache import DiskCache
     from tfdist.data.feed import Feed
 
@@ -131,6 +132,8 @@ class PictureSource(Source):
         bad = BadExamples(policy)
         self.files = dict(files)
         self.cache = cache
+        self._caches: dict[tuple[str, bool], str] = {}
+        self._decoders: dict[tuple[str, Augmentation | None], Decoder] = {}
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
             for split, (numbers, problems) in check.good(spec, self.files).items():
@@ -179,49 +182,24 @@ class PictureSource(Source):
 
         return feed.FileFeed(pipeline, problem, self.spec.examples[split], global_batch_size, world)
 
-    def pipeline(
-        self,
-        split: str,
-        global_batch_size: int,
-        *,
-        world: World = ALONE,
-        seed: int = 0,
-        epoch: int = 0,
-        first_batch: int = 0,
-        shuffle: bool | None = None,
-        augment: str = "none",
-        threads: int | None = None,
-        deterministic: bool = True,
-        by_file: bool = False,
-    ) -> tf.data.Dataset:
-        augmentation = self.augmentation(augment)
-        if not by_file and self.in_memory(split, augmentation):
-            return super().pipeline(
-                split,
-                global_batch_size,
-                world=world,
-                seed=seed,
-                epoch=epoch,
-                first_batch=first_batch,
-                shuffle=shuffle,
-                augment=augment,
-                threads=threads,
-                deterministic=deterministic,
-            )
+    def _batches(self, part: Part) -> tf.data.Dataset:
+        augmentation = self.augmentation(part.augment)
+        if not part.by_file and self.in_memory(part.split, augmentation):
+            return super()._batches(part)
         from tfdist.data import decoding, pipeline
 
-        indices = self._order_of(split, global_batch_size, seed, shuffle)(epoch)
-        draws = 0 if augmentation is None else augmentation.draws
-        table = augmentations.table(len(indices), draws, seed, epoch)
-        batches = order.parts(indices, global_batch_size, world.rank, world.world_size)
-        if by_file:
-            files = self.files[split].file_numbers
-            batches = order.parts_by_file(indices, files, global_batch_size, world.rank, world.world_size)
-        cache = self._disk_cache(split) if self.cache_of(split, augmentation) == "disk" else None
-        examples = decoding.Decoder(self.spec, self.files[split], augmentation, cache)
-        return pipeline.with_options(
-            pipeline.of_examples(examples, batches[first_batch:], table, deterministic), threads, deterministic
-        )
+        files, world, size = self.files[part.split], part.world, part.global_batch_size
+        indices = self._order_of(part.split, size, part.seed, part.shuffle)(part.epoch)
+        if part.by_file:
+            batches = order.parts_by_file(indices, files.file_numbers, size, world.rank, world.world_size)
+        else:
+            batches = order.parts(indices, size, world.rank, world.world_size)
+        table = augmentations.table(len(indices), augmentation.draws if augmentation else 0, part.seed, part.epoch)
+        if (part.split, augmentation) not in self._decoders:
+            cache = self._disk_cache(part.split) if self.cache_of(part.split, augmentation) == "disk" else None
+            self._decoders[part.split, augmentation] = decoding.Decoder(self.spec, files, augmentation, cache)
+        decoder = self._decoders[part.split, augmentation]
+        return pipeline.of_examples(decoder, batches[part.first_batch :], table, part.deterministic)
 
     def in_memory(self, split: str, augmentation: Augmentation | None = None) -> bool:
         """Whether the split is decoded once into memory."""
@@ -233,10 +211,16 @@ class PictureSource(Source):
         A crop of random size is cut out of the whole picture, so the memory, which has pictures brought to size, is no
         place for it. What a model sees is the same wherever they are kept.
         """
-        self._check_split(split)
         whole = augmentation is augmentations.RESIZED_CROP
         if self.cache != "auto":
             return "off" if whole and self.cache == "memory" else self.cache
+        # Decided once: what is free changes, and a run shall not change its ways.
+        if (split, whole) not in self._caches:
+            self._caches[split, whole] = self._cache_by_size(split, whole)
+        return self._caches[split, whole]
+
+    def _cache_by_size(self, split: str, whole: bool) -> str:
+        self._check_split(split)
         examples = self.spec.examples[split]
         shapes = self.spec.input_shape, self.spec.target_shape
         in_memory = 4 * examples * sum(int(np.prod(shape)) for shape in shapes)
@@ -246,6 +230,11 @@ class PictureSource(Source):
 
         on_disk = examples * decoding.Decoder(self.spec, self.files[split]).bytes_decoded()
         return "disk" if on_disk <= SHARE_OF_DISK * disk_cache.free_bytes() else "off"
+
+    def _with_spec(self, **changes: Any) -> Self:
+        changed = super()._with_spec(**changes)
+        changed._caches, changed._decoders = {}, {}
+        return changed
 
     def _disk_cache(self, split: str) -> DiskCache:
         from tfdist.data.disk_cache import DiskCache

@@ -21,12 +21,12 @@ _AT_ONCE = 64
 def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, deterministic: bool) -> tf.data.Dataset:
     """This rank's part of each global batch of a pass, from batch `first_batch` on; one gather a batch."""
     with tf.init_scope(), tf.device("CPU:0"):
-        state = feed.start(epoch, first_batch)
+        _, positions = feed.start(epoch, first_batch)
+    part = feed.gather(world.rank, world.world_size)
 
     @tf.autograph.experimental.do_not_convert
     def gather(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        data, _ = feed.batches.part(state, feed.batches.fetch(state, step), world.rank, world.world_size)
-        return data
+        return part(step, *positions)
 
     steps = tf.data.Dataset.range(first_batch, feed.num_batches, output_type=tf.int32)
     batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
@@ -90,17 +90,11 @@ def _of_one_length(
     indices = np.concatenate(batches) if batches else np.zeros(0, np.int32)
     length = len(batches[0]) if batches else 1
 
-    @tf.autograph.experimental.do_not_convert
-    def decode(index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        return *decoder(index, draws), draws
-
     # A rank may have no part of a batch: that is a batch without examples.
     examples = tf.data.Dataset.from_tensor_slices((indices, table[indices]))
+    decode = tf.autograph.experimental.do_not_convert(decoder.in_graph)
     decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
     if length:
-        of_length = decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-    else:
-        nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
-        of_length = tf.data.Dataset.from_tensors(nothing).repeat(len(batches))
-    apply = tf.autograph.experimental.do_not_convert(decoder.apply)
-    return of_length.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+        return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+    nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+    return tf.data.Dataset.from_tensors(nothing).repeat(len(batches))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -38,6 +39,22 @@ Read = Callable[[str, int], Arrays]
 
 TASKS_OF_TOKENS = ("text_classification", "translation", "characters")
 ALONE = World()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `Source.pipeline` is asked for, which see."""
+
+    split: str
+    global_batch_size: int
+    world: World
+    seed: int
+    epoch: int
+    first_batch: int
+    shuffle: bool | None
+    augment: str
+    deterministic: bool
+    by_file: bool
 
 
 class Source:
@@ -65,6 +82,7 @@ class Source:
         self._bucketed = bucketed
         self._arrays: dict[str, Arrays] = {}
         self._tensors: dict[str, Any] = {}
+        self._host_feeds: dict[Any, ArrayFeed] = {}
 
     @classmethod
     def from_arrays(
@@ -236,20 +254,30 @@ class Source:
         """
         from tfdist.data import pipeline
 
-        if by_file:
+        part = Part(split, global_batch_size, world, seed, epoch, first_batch, shuffle, augment, deterministic, by_file)
+        return pipeline.with_options(self._batches(part), threads, deterministic)
+
+    def _batches(self, part: Part) -> tf.data.Dataset:
+        from tfdist.data import pipeline
+
+        if part.by_file:
             raise UsageError(
                 f"The examples of `{self.spec.name}` are in memory, and in no files to be dealt out",
                 "leave `by_file` out",
             )
-        feed = self.host_feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
-        dataset = pipeline.of_feed(feed, world, epoch, first_batch, deterministic)
-        return pipeline.with_options(dataset, threads, deterministic)
+        feed = self.host_feed(
+            part.split, part.global_batch_size, seed=part.seed, shuffle=part.shuffle, augment=part.augment
+        )
+        return pipeline.of_feed(feed, part.world, part.epoch, part.first_batch, part.deterministic)
 
     def host_feed(
         self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
     ) -> ArrayFeed:
-        """As `feed`, of arrays on the CPU, where `tf.data` works."""
-        return self._array_feed(split, global_batch_size, seed, shuffle, self.augmentation(augment), on_host=True)
+        """As `feed`, of arrays on the CPU, where `tf.data` works; made once."""
+        asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment))
+        if asked not in self._host_feeds:
+            self._host_feeds[asked] = self._array_feed(*asked, on_host=True)
+        return self._host_feeds[asked]
 
     def augmentation(self, augment: str) -> Augmentation | None:
         """The augmentation of that name, `None` for "none", after a check that the examples can have it."""
@@ -315,7 +343,7 @@ class Source:
         """A copy with other facts, which has read nothing yet."""
         changed = copy.copy(self)
         changed.spec = dataclasses.replace(self.spec, **changes)
-        changed._arrays, changed._tensors = {}, {}
+        changed._arrays, changed._tensors, changed._host_feeds = {}, {}, {}
         return changed
 
     def _check_split(self, split: str) -> None:
