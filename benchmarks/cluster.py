@@ -6,7 +6,7 @@ Example: `python -m benchmarks.cluster --models cnn`
 from __future__ import annotations
 
 from benchmarks import race
-from benchmarks.race import Goal, Job
+from benchmarks.race import Goal
 
 HERE = "benchmarks.cluster_contestants"
 SYNCHRONOUS = {
@@ -35,16 +35,8 @@ BATCH_SIZE = {"cnn": 128, WIDE: 128, "mlp": 32}
 
 
 def main() -> None:
-    parser = race.parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=GOALS, default=list(GOALS))
-    arguments = parser.parse_args()
-    with race.examples(arguments.data_dir) as (folder, _):
-        for model in arguments.models:
-            contestants = race.chosen(ASYNCHRONOUS if model == "mlp" else SYNCHRONOUS, arguments.only)
-            job = Job(model, BATCH_SIZE[model], EXAMPLES[model], epochs=0, data=folder)
-            tracks = race.run(job, contestants, warmup=arguments.warmup, repeats=arguments.repeats)
-            title = f"{model}, batch {job.batch_size}, {job.examples:,} examples, a core a process: seconds an epoch"
-            race.report(title, tracks, GOALS[model])
+    contestants = {model: ASYNCHRONOUS if model == "mlp" else SYNCHRONOUS for model in GOALS}
+    race.run_models(__doc__, contestants, GOALS, BATCH_SIZE, EXAMPLES)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks import race
 from benchmarks.cluster import WIDE
-from benchmarks.race import Goal, Job
+from benchmarks.race import Goal
 
 CONTESTANTS = {
     "single_core": "benchmarks.cluster_contestants:single_core",
@@ -34,16 +34,8 @@ BATCH_SIZE = {"cnn": 128, WIDE: 128, "mlp": 32}  # of all processes; of each in 
 
 
 def main() -> None:
-    parser = race.parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=GOALS, default=list(GOALS))
-    arguments = parser.parse_args()
-    with race.examples(arguments.data_dir) as (folder, _):
-        for model in arguments.models:
-            contestants = race.chosen(SPLIT if model == "mlp" else CONTESTANTS, arguments.only)
-            job = Job(model, BATCH_SIZE[model], EXAMPLES[model], epochs=0, data=folder)
-            tracks = race.run(job, contestants, warmup=arguments.warmup, repeats=arguments.repeats)
-            title = f"{model}, batch {job.batch_size}, {job.examples:,} examples, a core a process: seconds an epoch"
-            race.report(title, tracks, GOALS[model])
+    contestants = {model: SPLIT if model == "mlp" else CONTESTANTS for model in GOALS}
+    race.run_models(__doc__, contestants, GOALS, BATCH_SIZE, EXAMPLES)
 
 
 if __name__ == "__main__":

@@ -327,6 +327,26 @@ def chosen(contestants: Mapping[str, str], only: Sequence[str] | None) -> dict[s
     return {name: function for name, function in contestants.items() if not only or name in only}
 
 
+def run_models(
+    description: str | None,
+    contestants: Mapping[str, Mapping[str, str]],
+    goals: Mapping[str, Sequence[Goal]],
+    batch_sizes: Mapping[str, int],
+    examples_of: Mapping[str, int],
+) -> None:
+    """The program that races the contestants of each model in processes of a core each; all by the model's name."""
+    options = parser(description)
+    options.add_argument("--models", nargs="+", choices=goals, default=list(goals))
+    arguments = options.parse_args()
+    with examples(arguments.data_dir) as (folder, _):
+        for model in arguments.models:
+            racing = chosen(contestants[model], arguments.only)
+            job = Job(model, batch_sizes[model], examples_of[model], epochs=0, data=folder)
+            tracks = run(job, racing, warmup=arguments.warmup, repeats=arguments.repeats)
+            title = f"{model}, batch {job.batch_size}, {job.examples:,} examples, a core a process: seconds an epoch"
+            report(title, tracks, goals[model])
+
+
 @contextlib.contextmanager
 def examples(data_dir: str | None) -> Iterator[tuple[str, bool]]:
     """A folder with the arrays, for as long as the context lasts, and whether they are the real ones."""

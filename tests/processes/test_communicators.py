@@ -64,7 +64,7 @@ print("ALL RIGHT")
 """
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("engine", ["Gloo", "MPI", "mpi4py"])
 def test_all_operations_give_every_process_what_they_promise(tmp_path, engine, workers):
     (tmp_path / "script.py").write_text(SCRIPT)

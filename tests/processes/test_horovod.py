@@ -86,8 +86,14 @@ def long_training(engine, run_dir):
     )
 
 
+THOROUGH = pytest.mark.thorough
+# What the other engine shows in part.
+RATHER_MPI = pytest.mark.parametrize("engine", [pytest.param(GLOO, marks=THOROUGH), MPI], ids=["Gloo", "MPI"])
+RATHER_GLOO = pytest.mark.parametrize("engine", [GLOO, pytest.param(MPI, marks=THOROUGH)], ids=["Gloo", "MPI"])
+
+
 class TestContract:
-    @ENGINES
+    @RATHER_MPI
     def test_two_processes_keep_the_promises_that_need_most_of_them(self, tmp_path, engine):
         tests = equality_cases("horovod", 2, QUICK)
         assert f"{len(tests)} passed" in run_together("horovod", 2, *tests, cwd=tmp_path, options=engine)
@@ -95,7 +101,7 @@ class TestContract:
     def test_two_processes_have_the_callbacks_of_one_device(self, tmp_path):
         assert "passed" in run_together("horovod", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
 
-    @pytest.mark.thorough
+    @THOROUGH
     @ENGINES
     @pytest.mark.parametrize("workers", [1, 2, 3])
     @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER])
@@ -153,7 +159,7 @@ class TestLaunchers:
             weights.update(said(done.stdout, "WEIGHTS"))
         assert len(weights) == 1
 
-    @pytest.mark.parametrize("compression", ["bf16", "fp16"])
+    @pytest.mark.parametrize("compression", ["bf16", pytest.param("fp16", marks=THOROUGH)])
     def test_compressed_gradients_train_almost_alike(self, tmp_path, script, compression):
         losses = []
         for options in ("{}", json.dumps({"compression": compression})):
@@ -163,6 +169,7 @@ class TestLaunchers:
         assert losses[0] != losses[1]
         assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
+    @THOROUGH
     def test_the_timeline_says_when_each_rank_was_ready(self, tmp_path):
         with train(
             "--epochs", "1", "--timeline", tmp_path / "t.json", run_dir=tmp_path / "run", strategy="horovod"
@@ -174,7 +181,7 @@ class TestLaunchers:
 
 
 class TestFaults:
-    @ENGINES
+    @RATHER_GLOO
     def test_all_end_when_a_rank_is_killed_and_it_is_named(self, tmp_path, engine):
         with long_training(engine, tmp_path / "run") as job:
             job.wait_for(lambda: epochs_done(tmp_path / "run") >= 2)
@@ -198,7 +205,7 @@ class TestFaults:
         assert code == 3
         assert f"Gone, or silent for 8 s: {'rank 1' if engine == MPI else 'worker 1'}" in out + err
 
-    @ENGINES
+    @RATHER_MPI
     def test_all_end_when_a_rank_raises_and_it_is_named(self, tmp_path, engine, script):
         began = time.monotonic()
         done = run(sys.executable, "-m", "tfdist.launch", "--verbose", *engine, script, "{}", "--raise", cwd=tmp_path)

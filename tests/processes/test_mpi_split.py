@@ -71,14 +71,14 @@ def split(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(("workers", "examples"), [(2, 120), (2, 65), (3, 100)])
+@pytest.mark.parametrize(("workers", "examples"), [(2, 65), pytest.param(3, 100, marks=pytest.mark.thorough)])
 def test_averaging_each_step_with_plain_sgd_is_synchronous_training(split, workers, examples):
     out = split(1, examples, workers)
     assert [float(found) < 2e-6 for found in said(out, "DIFFERENCE")] == [True] * workers
     assert said(out, "EVALUATED") == said(out, "PREDICTED") == ["True"] * workers
 
 
-@pytest.mark.parametrize("sync_every", [3, "epoch"])
+@pytest.mark.parametrize("sync_every", [3, pytest.param("epoch", marks=pytest.mark.thorough)])
 def test_averaging_less_often_lets_ranks_disagree_and_says_how_much(split, sync_every):
     out = split(sync_every, 120)
     assert float(said(out, "DIFFERENCE")[0]) > 1e-4
