@@ -14,4 +14,5 @@ run() {
 # One process a core, since a TensorFlow test keeps about one core busy.
 run --numprocesses "${TEST_PROCESSES:-$(nproc)}" --dist worksteal -m "not processes and ($marks)" "$@"
 # These start several processes each, and some have seconds to end.
-run -m "processes and ($marks)" "$@"
+cores=$(nproc)
+run --numprocesses "$(((cores + 1) / 2))" --dist loadfile -m "processes and ($marks)" "$@"
