@@ -36,7 +36,7 @@ class Replica:
     Attributes:
         index: its number in the step, 0 to `count - 1`.
         count: the number of replicas in the step.
-        share: float32 scalar, the part of the global batch's examples that this replica has; set by the loop.
+        share: float64 scalar, the part of the global batch's examples that this replica has; set by the loop.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
     """
 

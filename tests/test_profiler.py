@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import profiler
+import tfdist
+from tests import zoo
+from tfdist import models, profiler, tasks
 from tfdist.callbacks import Profile
 from tfdist.errors import RunFolderError, UsageError
 
@@ -110,6 +112,36 @@ class TestSummarize:
         summary = profiler.summarize(tmp_path)
         assert summary.steps == 3
         assert summary.input_share > 0.5
+
+    def test_a_step_that_one_thread_computes_shows_its_ops_and_its_wait(self, tmp_path):
+        last = FIRST + 30  # more than are fetched ahead while the first of them builds its graph
+        images = np.zeros([8 * last, 28, 28, 1], np.float32)
+        data = tf.data.Dataset.from_tensor_slices((images, np.zeros(len(images)))).batch(8)
+        strategy = tfdist.strategy("single", devices=1)
+        assert strategy.serial
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((28, 28, 1)), keras.layers.Flatten(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        for name, batches in {"slow": data.map(lambda x, y: (delayed(x), y)), "fast": data.cache()}.items():
+            strategy.fit(model, batches, callbacks=[Profile(FIRST, last, tmp_path / name)], verbose=0)
+        slow, fast = profiler.summarize(tmp_path / "slow"), profiler.summarize(tmp_path / "fast")
+        assert any("MatMul" in op.type for op in profiler.summarize(tmp_path / "slow", top=100).ops)
+        assert slow.input_share > 0.5
+        assert fast.input_share < 0.7 * slow.input_share
+
+    @pytest.mark.parametrize("case", ["lenet", "nbow", pytest.param("unet", marks=pytest.mark.thorough)])
+    def test_a_model_does_not_wait_for_data_in_memory(self, tmp_path, case):
+        small = zoo.SMALL[case]
+        x, y = zoo.data(case, 10 * zoo.STREAMS)
+        strategy = tfdist.strategy("single", devices=1)
+        with strategy.scope():
+            model = models.build(zoo.name_of(case), small.spec, **small.options)
+            tasks.compile(model, small.spec, "sgd")
+        profile = Profile(FIRST, LAST, tmp_path)
+        strategy.fit(model, x, y, batch_size=zoo.STREAMS, callbacks=[profile], verbose=0)
+        found = profiler.summarize(tmp_path)
+        assert any("MatMul" in op.type or "Conv2D" in op.type for op in found.ops)
+        assert found.input_share <= 0.02
 
     def test_without_markers_the_wait_is_unknown(self, tmp_path):
         multiply = tf.function(tf.linalg.matmul)

@@ -62,7 +62,7 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 class Replica(Protocol):
     """What Keras' code must know while it traces the step of one replica among several."""
 
-    share: tf.Tensor  # float32 scalar: examples of this replica / examples of the global batch
+    share: tf.Tensor  # float64 scalar: examples of this replica / examples of the global batch
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The sums of `tensors` over the replicas."""

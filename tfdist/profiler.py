@@ -70,7 +70,7 @@ class Summary:
     Attributes:
         ops: the most expensive ops, the dearest first. With a GPU those that ran there, else those of the
             CPU, the input pipeline's threads included.
-        input_share: the part of a step that waited for input, 0 to 1, over all traced steps; None where
+        input_share: the part of a step that waited for input, 0 to 1, over all traced steps but the first; None where
             the trace holds no step markers.
         steps: the number of traced steps.
         step_seconds: their mean duration; tracing makes short steps longer.
@@ -159,12 +159,14 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
             steps = [step for file in files for step in _marked_steps(_events(file))]
     if not ops and not steps:
         raise _unreadable(files, "it names no op and no step")
-    total, waiting = sum(step for step, _ in steps), sum(wait for _, wait in steps)
+    # In the first one TensorFlow may still build a graph, beside which every wait is short.
+    usual = steps[1:] or steps
+    total, waiting = sum(step for step, _ in usual), sum(wait for _, wait in usual)
     return Summary(
         ops=tuple(ops[:top]),
         input_share=waiting / total if total else None,
         steps=len(steps),
-        step_seconds=total / len(steps) if steps else None,
+        step_seconds=total / len(usual) if usual else None,
     )
 
 

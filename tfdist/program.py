@@ -248,7 +248,9 @@ class _Graph:
     def __call__(self, *arguments: Any) -> Any:
         if self._serial is None:
             self._serial = self._strategy.serial and self._is_flat(arguments)
-        with tensorflow_internals.serial_calls() if self._serial else contextlib.nullcontext():
+        # The operations of a serial call are in no trace, nor is its wait for input.
+        serial = self._serial and not tensorflow_internals.profiling()
+        with tensorflow_internals.serial_calls() if serial else contextlib.nullcontext():
             return self._function(*arguments)
 
     def _is_flat(self, arguments: tuple[Any, ...]) -> bool:

@@ -120,7 +120,7 @@ class Batches:
         raise NotImplementedError
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
-        """Part `index` of `count` of a global batch, and its share: float32 scalar."""
+        """Part `index` of `count` of a global batch, and its share: float64 scalar."""
         raise NotImplementedError
 
     def take(self, state: Any, first: int, count: int) -> Iterator[Any]:
@@ -351,7 +351,7 @@ class RankBatches(DatasetBatches):
         of_rank, _ = order.part(size, self.rank, self.world_size)
         begin, end = order.part(size, index, count)
         part = tree.map_structure(lambda tensor: tensor[begin - of_rank : end - of_rank], mine)
-        return part, tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)
+        return part, (end - begin) / size
 
 
 @dataclass(frozen=True)
@@ -379,9 +379,9 @@ def _cut(tensor: Any, index: int, count: int) -> tuple[Any, Any]:
         examples = tf.cast(_length(tensor), tf.int32)
     begin, end = order.part(examples, index, count)
     if isinstance(examples, int):
-        share: Any = tf.constant((end - begin) / examples, tf.float32)
+        share: Any = tf.constant((end - begin) / examples, tf.float64)
     else:
-        share = tf.math.divide_no_nan(tf.cast(end - begin, tf.float32), tf.cast(examples, tf.float32))
+        share = tf.math.divide_no_nan(tf.cast(end - begin, tf.float64), tf.cast(examples, tf.float64))
     return _slice(tensor, begin, end), share
 
 
