@@ -129,7 +129,10 @@ class TestSummarize:
         assert slow.input_share > 0.5
         assert fast.input_share < 0.7 * slow.input_share
 
-    @pytest.mark.parametrize("case", ["lenet", "nbow", pytest.param("unet", marks=pytest.mark.thorough)])
+    @pytest.mark.parametrize(
+        "case",
+        [case if case in ("lenet", "nbow") else pytest.param(case, marks=pytest.mark.thorough) for case in zoo.SMALL],
+    )
     def test_a_model_does_not_wait_for_data_in_memory(self, tmp_path, case):
         small = zoo.SMALL[case]
         x, y = zoo.data(case, 10 * zoo.STREAMS)
