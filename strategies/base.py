@@ -41,7 +41,7 @@ class Replica:
     """
 
     alone: ClassVar[bool] = True
-    packing: ClassVar[reduction.Packing] = reduction.Packing()
+    packing: reduction.Packing = reduction.Packing()
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index = index
@@ -94,7 +94,7 @@ class Strategy:
     default_cpus: ClassVar[int] = 1
     metrics_by_process: bool = False  # each has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback wants to see more
-    parallel_steps: ClassVar[int] = 10  # how many steps of the inner loop may be begun at a time
+    parallel_steps: int = 10  # how many steps of the inner loop may be begun at a time
 
     def __init__(
         self,
