@@ -65,7 +65,7 @@ def run_script(tmp_path, **options):
     return dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
 
 
-@pytest.mark.parametrize("staleness", [None, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race(tmp_path, staleness):
     said = run_script(tmp_path, staleness=staleness)
     history = json.loads(said["HISTORY"])
@@ -103,6 +103,7 @@ def serving(*options, run_dir, **more):
     return train(*options, run_dir=run_dir, strategy="parameter_server", **more)
 
 
+@pytest.mark.thorough
 def test_one_core_for_all_processes_is_enough(tmp_path):
     with serving(
         "--epochs", "1", "--limit", "320", run_dir=tmp_path / "run", cores={min(os.sched_getaffinity(0))}
@@ -164,6 +165,7 @@ def test_a_killed_parameter_server_is_named_and_the_job_can_go_on_from_its_check
     assert [epoch["epoch"] for epoch in record(run_dir)["epochs"]] == list(range(1, 21))
 
 
+@pytest.mark.thorough
 def test_the_error_of_the_chief_names_a_parameter_server_that_is_gone(tmp_path):
     run_dir, roles = tmp_path / "run", ("chief", "worker", "ps")
     with by_hand(run_dir, "--epochs", "2000", roles=roles, strategy="parameter_server") as (chief, worker, server):
