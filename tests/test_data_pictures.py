@@ -149,16 +149,47 @@ def test_masks_of_coco_cover_the_areas_of_their_annotations():
         assert mask.shape == size and set(np.unique(mask)) <= {0, 7}
         rows, columns = np.nonzero(mask)
         left, top, width, height = annotation["bbox"]
-        assert columns.min() >= left - 1.5 and columns.max() <= left + width + 1.5
-        assert rows.min() >= top - 1.5 and rows.max() <= top + height + 1.5
+        # A polygon has the pixels whose middle is inside; its box is rounded to a hundredth, a crowd's to a pixel.
+        before, after = (1.5, 1.5) if annotation["iscrowd"] else (0.51, -0.49)
+        assert columns.min() >= left - before and columns.max() <= left + width + after
+        assert rows.min() >= top - before and rows.max() <= top + height + after
         crowds += annotation["iscrowd"]
         if annotation["iscrowd"]:
             assert len(rows) == sum(annotation["segmentation"]["counts"][1::2])
         elif len(annotation["segmentation"]) == 1 and annotation["area"] > 2000:
             polygons += 1
-            # The pixels that the outline only touches belong to it.
-            assert abs(len(rows) - annotation["area"]) < width + height + 0.02 * annotation["area"]
+            assert len(rows) == pytest.approx(annotation["area"], rel=0.01)
     assert crowds == 4 and polygons > 50
+
+
+def test_a_polygon_has_the_pixels_whose_middle_is_inside():
+    def drawn(*polygons, size=(5, 6)):
+        return coco.draw(coco.Instances(size, [(1, list(polygons))])).tolist()
+
+    rectangle, of_two_parts = [1.4, 1, 4.6, 1, 4.6, 3.5, 1.4, 3.5], [0, 0, 2, 0, 2, 2, 0, 2]
+    assert drawn(rectangle)[1:3] == [[0, 1, 1, 1, 1, 0]] * 2
+    assert np.sum(drawn(rectangle)) == 8
+    assert drawn(of_two_parts, [1, 1, 9, 1, 9, 9, 1, 9], size=(3, 3)) == [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
+    crossing_itself = [0, 0, 6, 0, 0, 5, 6, 5]
+    assert drawn(crossing_itself) == [
+        [0, 1, 1, 1, 1, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0] * 6,
+        [0, 0, 1, 1, 0, 0],
+        [0, 1, 1, 1, 1, 0],
+    ]
+
+
+# The strings are those of COCO's own tool, `pycocotools` 2.0.11.
+@pytest.mark.parametrize(
+    ("size", "compressed", "counts"),
+    [
+        ((3, 4), "32111N", [3, 2, 1, 3, 2, 1]),
+        ((100, 40), "a03`U1U1ajNlj01mSO1Xi1", [17, 3, 1200, 40, 1, 900, 2, 1, 3, 1833]),
+    ],
+)
+def test_compressed_run_lengths_are_those_that_cocos_tool_wrote(size, compressed, counts):
+    assert coco._outline({"size": size, "counts": compressed}) == {"size": size, "counts": counts}
 
 
 @needs("coco-tiny")
@@ -182,7 +213,7 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
     picture = content["images"][0]["id"]
     content["annotations"] = [{"image_id": picture, "category_id": 90, "area": 3, "segmentation": runs}]
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="ValueError run lengths are compressed"):
+    with pytest.raises(DataError, match=r"ValueError run lengths add up to -?\d+, and the picture has 4x4 pixels"):
         tfdist.data.load("coco_folder", tmp_path)
     file.write_text("{}")
     with pytest.raises(DataError, match="is not a file of COCO's instances: KeyError 'categories'"):
