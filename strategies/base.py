@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist import reduction
+from tfdist import keras_internals, reduction
 from tfdist.errors import UsageError
 from tfdist.strategies import devices as device_choice
 from tfdist.world import World
@@ -115,6 +115,7 @@ class Strategy:
         if threads is not None:
             device_choice.set_threads(threads, alone=threads == 1 and devices in (None, 1) and self.default_cpus == 1)
         self.devices = self.choose_devices(devices)
+        keras_internals.fill_large_variables_in_place()
         self.set_up()
 
     def set_up(self) -> None:
