@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -129,6 +129,11 @@ class Strategy:
     def num_replicas(self) -> int:
         """The number of replicas that take part in a step, over all processes."""
         return len(self.devices) * self.world.world_size
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """The addresses, by name, of processes that compute for this one and run no loop of their own."""
+        return {}
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a model and its optimizer are made and compiled."""
