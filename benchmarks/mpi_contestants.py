@@ -89,6 +89,7 @@ def _together(function: Callable[..., None], job: Job, turns: Turns, train: Call
         os.execvp("mpirun", ["mpirun", *options, sys.executable, *program])
     rank = _pin(int(os.environ[RANK]))
     _one_thread()
+    turns.polls = True  # as MPI does while it waits
     train(turns if rank == 0 else NoTurns())
     if rank:
         sys.exit(0)  # rank 0 alone says that the race has ended

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from benchmarks import data
 
@@ -91,11 +94,17 @@ class Track:
 
 
 class Turns:
-    """The worker's side of the pipes."""
+    """The worker's side of the pipes.
+
+    Attributes:
+        note: what is printed of the contestant's setting.
+        polls: its processes keep a core busy while they wait, and are to be stopped meanwhile.
+    """
 
     def __init__(self, job: Job, commands: IO[str], answers: IO[str]):
         self.job = job
         self.note = ""
+        self.polls = False
         self._commands = commands
         self._answers = answers
         self._iterations = 0
@@ -104,7 +113,7 @@ class Turns:
     def begin(self, iterations: Any = 0) -> None:
         """Waits for the turn. `iterations` is the optimizer's number of steps so far."""
         self._iterations = int(iterations)
-        self.answer({"ready": True})
+        self.answer({"ready": True, "polls": self.polls})
         if not self._commands.readline():
             sys.exit(0)
         self._started = time.perf_counter()
@@ -159,8 +168,6 @@ class _LazyIterations:
 
 def memory_mib() -> tuple[float, float]:
     """The peak resident memory of this process so far, and what is resident now, in MiB."""
-    import psutil
-
     resident = psutil.Process().memory_info().rss / 2**20
     with contextlib.suppress(OSError):
         # Of this program alone; `ru_maxrss` of a child begins with what its parent held when it forked.
@@ -184,19 +191,21 @@ class Worker:
             text=True,
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
         )
-        assert self._hear() == {"ready": True}
+        self._rest()
 
     def turn(self) -> dict[str, Any]:
         """Lets it run one epoch; returns its answer once it is ready for the next one, or has ended."""
         assert self._process.stdin
+        self._signal(signal.SIGCONT)
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         answer = self._hear()
-        self._hear()
+        self._rest()
         return answer
 
     def close(self) -> None:
         """Ends the process."""
+        self._signal(signal.SIGCONT)
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         try:
@@ -206,6 +215,18 @@ class Worker:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+    def _rest(self) -> None:
+        """Returns when it waits for its next turn, or has ended, and leaves the cores to the others."""
+        if self._hear().get("polls"):
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and all that it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for member in [process, *process.children(recursive=True)]:
+                member.send_signal(number)
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout

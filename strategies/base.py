@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist import reduction
+from tfdist import keras_internals, reduction
 from tfdist.errors import UsageError
 from tfdist.strategies import devices as device_choice
 from tfdist.world import World
@@ -41,7 +41,7 @@ class Replica:
     """
 
     alone: ClassVar[bool] = True
-    packing: ClassVar[reduction.Packing] = reduction.Packing()
+    packing: reduction.Packing = reduction.Packing()
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index = index
@@ -94,7 +94,7 @@ class Strategy:
     default_cpus: ClassVar[int] = 1
     metrics_by_process: bool = False  # each has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback wants to see more
-    parallel_steps: ClassVar[int] = 10  # how many steps of the inner loop may be begun at a time
+    parallel_steps: int = 10  # how many steps of the inner loop may be begun at a time
 
     def __init__(
         self,
@@ -115,6 +115,7 @@ class Strategy:
         if threads is not None:
             device_choice.set_threads(threads, alone=threads == 1 and devices in (None, 1) and self.default_cpus == 1)
         self.devices = self.choose_devices(devices)
+        keras_internals.fill_large_variables_in_place()
         self.set_up()
 
     def set_up(self) -> None:
@@ -128,6 +129,11 @@ class Strategy:
     def num_replicas(self) -> int:
         """The number of replicas that take part in a step, over all processes."""
         return len(self.devices) * self.world.world_size
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """The addresses, by name, of processes that compute for this one and run no loop of their own."""
+        return {}
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a model and its optimizer are made and compiled."""

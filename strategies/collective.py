@@ -32,7 +32,7 @@ class CollectiveReplica(base.Replica):
 
     def __init__(self, communicator: Communicator, packing: reduction.Packing):
         super().__init__(communicator.rank, communicator.size)
-        self.packing = packing  # type: ignore[misc]
+        self.packing = packing
         self._communicator = communicator
         self._exchanges = 0  # of this step so far: the same in all processes, however often each traces
 

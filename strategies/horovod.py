@@ -34,7 +34,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
 
     Args:
         compression: "none"; "bf16" or "fp16": gradients travel in that type, half the bytes.
-        buffer_bytes: gradients below this size travel together in one buffer.
+        buffer_bytes: gradients below this size travel together, in buffers of this size.
         dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
             for adaptive optimizers, see `tfdist.communicators.Communicator`.
         timeline: a file for Horovod's timeline of this job, which rank 0 writes, with when each rank was ready.
@@ -55,7 +55,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         if compression not in WIRE_DTYPES:
             raise UnknownNameError("compression", compression, WIRE_DTYPES)
         self.compression = compression
-        self.packing = reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
+        self.packing = reduction.Packing(buffer_bytes, buffer_bytes, WIRE_DTYPES[compression])
         self._dense_below_bytes = dense_below_bytes
         self._timeline = timeline
         super().__init__(**options)

@@ -10,28 +10,41 @@ import contextlib
 import functools
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist import reduction, tensorflow_internals, waiting
+from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
-from tfdist.strategies import base, distribute
+from tfdist.strategies import base, collective, distribute
 from tfdist.world import World
 
+SOCKETS = "sockets"
 COMMUNICATIONS = {
+    SOCKETS: tf.distribute.experimental.CommunicationImplementation.AUTO,  # for what is not a replica's
     "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
     "ring": tf.distribute.experimental.CommunicationImplementation.RING,
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
 }
 
 
-class WorkerReplica(distribute.MirroredReplica):
-    """A replica that meets those of other processes."""
+WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16}
 
-    packing: ClassVar[reduction.Packing] = reduction.Packing(below_bytes=None)
+# A firewall may swallow the attempt; TensorFlow's ring is at hand.
+SECONDS_TO_CONNECT = 10.0
+BUFFER_BYTES = 1 << 20
+
+
+class WorkerReplica(distribute.MirroredReplica):
+    """A replica that meets those of other processes by TensorFlow's collective operations."""
+
+    def __init__(self, count: int, packing: reduction.Packing):
+        super().__init__(base.current_index(), count)
+        self.packing = packing
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         # TensorFlow packs what it is given at once, whatever its types.
@@ -49,20 +62,16 @@ class WorkerReplica(distribute.MirroredReplica):
         return tf.nest.map_structure(lambda tensor: context.all_gather(tf.identity(tensor), axis=0), structure)
 
 
-class CompressingReplica(WorkerReplica):
-    """The same, sending gradients as bfloat16."""
-
-    packing = reduction.Packing(below_bytes=None, wire_dtype=tf.bfloat16)
-
-
-COMPRESSIONS = {"none": WorkerReplica, "bf16": CompressingReplica}
+class ConnectedReplica(collective.CollectiveReplica, distribute.MirroredReplica):
+    """A replica that meets those of other processes by sockets."""
 
 
 class MultiWorkerStrategy(distribute.DistributeStrategy):
     """Trains on all processes that TF_CONFIG, or Slurm, describes: on all GPUs of each, or on its CPU as one device.
 
     Args:
-        communication: "ring", "nccl", or "auto", which takes NCCL where there are GPUs.
+        communication: how replicas exchange tensors. "ring" and "nccl" are TensorFlow's; "sockets" is faster than
+            "ring" on CPUs; "auto" is NCCL where there are GPUs, else sockets if the processes can connect, else "ring".
         compression: "none", or "bf16": gradients travel as bfloat16, half the bytes, rounded to 8 bits.
         timeout_seconds: how long a collective operation waits for the other processes.
         start_timeout_seconds: how long the start waits for them; `None` is what the launcher says, else 60.
@@ -90,7 +99,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
     ):
         for kind, value, known in (
             ("communication", communication, COMMUNICATIONS),
-            ("compression", compression, COMPRESSIONS),
+            ("compression", compression, WIRE_DTYPES),
         ):
             if value not in known:
                 raise UnknownNameError(kind, value, known)
@@ -128,6 +137,13 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         self.tf_strategy = _join(
             self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, card
         )
+        self.communicator = None
+        if self.world.world_size > 1 and self.devices == ["CPU:0"] and self._communication in (SOCKETS, "auto"):
+            self.communicator = _connected(
+                self.world, self.tf_strategy, self._timeout_seconds, self._communication == SOCKETS
+            )
+        if self.communicator is not None:
+            self.parallel_steps = 1  # sockets pair exchanges by their order
 
     @property
     def serial(self) -> bool:
@@ -135,16 +151,18 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def options(self) -> dict[str, Any]:
         return super().options() | {
-            "communication": self._communication,
+            "communication": self._communication if self.communicator is None else SOCKETS,
             "compression": self.compression,
             "timeout_seconds": self._timeout_seconds,
         }
 
     def run(self, step: base.Step) -> list[Any]:
-        kind = COMPRESSIONS[self.compression]
+        wire_dtype = WIRE_DTYPES[self.compression]
 
         def on_replica() -> Any:
-            return step(kind(base.current_index(), self.num_replicas))
+            if self.communicator is None:
+                return step(WorkerReplica(self.num_replicas, reduction.Packing(None, wire_dtype=wire_dtype)))
+            return step(ConnectedReplica(self.communicator, reduction.Packing(BUFFER_BYTES, BUFFER_BYTES, wire_dtype)))
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
@@ -159,37 +177,19 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         return stack
 
     def exchange(self, message: bytes) -> list[bytes]:
-        # Collectives carry no bytes, so four of them travel as a number.
-        words = np.frombuffer(message + b"\0" * (-len(message) % 4), np.int32)
-        lengths, joined = self._all_gather(tf.constant([len(message)]), tf.constant(words))
-        ends = np.cumsum(-(-lengths.numpy() // 4))
-        parts = np.split(joined.numpy(), ends[:-1])
-        messages = [part.tobytes()[:length] for part, length in zip(parts, lengths.numpy(), strict=True)]
-        return messages[:: len(self.devices)]  # each replica of a process has said it
-
-    @functools.cached_property
-    def _all_gather(self) -> Callable[..., Any]:
-        @tf.function(reduce_retracing=True, autograph=False)
-        def all_gather(length: tf.Tensor, values: tf.Tensor) -> Any:
-            values = tf.ensure_shape(values, [None])
-            return self.run(lambda replica: replica.all_gather((length, values)))[0]
-
-        return all_gather
+        return _exchange(self.tf_strategy, message)
 
     def share_variables(self, variables: Sequence[Any]) -> None:
-        @tf.function(autograph=False)
-        def share() -> None:
-            def on_replica(replica: base.Replica) -> None:
-                values = [tf.convert_to_tensor(variable._value) for variable in variables]
-                mine = tf.constant(replica.index == 0)
-                kept = [tf.where(mine, value, tf.zeros_like(value)) for value in map(_summable, values)]
-                shared = reduction.packed(replica.all_reduce, reduction.Packing(below_bytes=None))(kept)
-                replica.write([(v, tf.cast(s, v._value.dtype)) for v, s in zip(variables, shared, strict=True)])
-
-            self.run(on_replica)
+        def on_replica(replica: base.Replica) -> None:
+            values = [tf.convert_to_tensor(variable._value) for variable in variables]
+            mine = tf.constant(replica.index == 0)
+            kept = [tf.where(mine, value, tf.zeros_like(value)) for value in map(_summable, values)]
+            shared = reduction.packed(replica.all_reduce, reduction.Packing(below_bytes=None))(kept)
+            replica.write([(v, tf.cast(s, v._value.dtype)) for v, s in zip(variables, shared, strict=True)])
 
         if variables:
-            share()
+            # TensorFlow warns of retracing by a function's code, which all calls share, unless it is wrapped.
+            tf.function(functools.partial(self.run, on_replica), autograph=False)()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -212,16 +212,61 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 f"in one and {shapes[2]} in another",
                 "build the same model, on the same data, in all processes",
             )
+        failure = self.communicator.failure if self.communicator is not None else None
+        if isinstance(failure, DisagreementError):
+            return failure
         silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
         if silent:
             names = ", ".join(map(self.world.named, silent))
             return ClusterError.lost(f"Gone, or silent for {self._timeout_seconds:g} s: {names}")
-        return None
+        return failure
 
 
 def _summable(value: tf.Tensor) -> tf.Tensor:
     """Collectives add numbers only of these types."""
     return value if value.dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else tf.cast(value, tf.float32)
+
+
+def _exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
+    """What each process of the job says, by rank."""
+    # Collectives carry no bytes, so four of them travel as a number; and TensorFlow's crash where there is none at all.
+    words = np.frombuffer(message + b"\0" * (4 - len(message) % 4), np.int32)
+    lengths, joined = _all_gather(strategy)(tf.constant([len(message)]), tf.constant(words))
+    ends = np.cumsum(lengths.numpy() // 4 + 1)
+    parts = np.split(joined.numpy(), ends[:-1])
+    messages = [part.tobytes()[:length] for part, length in zip(parts, lengths.numpy(), strict=True)]
+    return messages[:: len(strategy.extended.worker_devices)]  # each replica of a process has said it
+
+
+@functools.cache
+def _all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
+    @tf.function(reduce_retracing=True, autograph=False)
+    def all_gather(length: tf.Tensor, values: tf.Tensor) -> Any:
+        values = tf.ensure_shape(values, [None])
+
+        def on_replica() -> Any:
+            replica = WorkerReplica(strategy.num_replicas_in_sync, reduction.Packing())
+            return replica.all_gather((length, values))
+
+        return base.local_results(strategy, strategy.run(on_replica))[0]
+
+    return all_gather
+
+
+@functools.cache
+def _connected(
+    world: World, strategy: tf.distribute.Strategy, timeout_seconds: float, required: bool
+) -> SocketCommunicator | None:
+    """Connections of this process that live as long as it does; `None` if there can be none and none are required."""
+    try:
+        return SocketCommunicator(
+            world, functools.partial(_exchange, strategy), min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds
+        )
+    except ClusterError as error:
+        if required:
+            raise
+        warnings.warn(f"{error.sentence}. TensorFlow's slower ring is used", RuntimeWarning, stacklevel=2)
+        return None
 
 
 @functools.cache

@@ -19,11 +19,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import closures, keras_internals, ports, rendezvous, tensorflow_internals
+from tfdist import closures, keras_internals, ports, rendezvous, sharding, tensorflow_internals
 from tfdist.errors import ClusterError, UsageError
 from tfdist.strategies import base, distribute
 from tfdist.world import Task, World
 
+# A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
+SHARD_BYTES = 8 << 20
 # How long a server waits after its chief can no longer be reached.
 SECONDS_WITHOUT_CHIEF = 6.0
 
@@ -91,6 +93,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         staleness: at most so many; `None` for no bound. Bounds as in Ho et al., More Effective Distributed ML via a
             Stale Synchronous Parallel Parameter Server, NeurIPS 2013; with 0 the steps come one after the other, and
             the result is that of one device.
+        shard_bytes: the rows of a variable that is larger than this are spread over the servers.
         timeout_seconds: how long to wait for a worker that is silent, before its steps are given to another.
         start_timeout_seconds: how long the start waits for all processes; `None` is what the launcher says, else 60.
         card: what must be the same in all processes besides the versions.
@@ -107,6 +110,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         self,
         *,
         staleness: int | None = None,
+        shard_bytes: int = SHARD_BYTES,
         timeout_seconds: float = 60.0,
         start_timeout_seconds: float | None = None,
         card: Mapping[str, str] | None = None,
@@ -114,7 +118,10 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     ):
         if staleness is not None and staleness < 0:
             raise UsageError(f"`staleness` is {staleness}", "use 0 or more, or leave it out for no bound")
+        if shard_bytes < 0:
+            raise UsageError(f"`shard_bytes` is {shard_bytes}", "use 0 or more, or leave it out")
         self.staleness = staleness
+        self.shard_bytes = shard_bytes
         self.timeout_seconds = timeout_seconds
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
@@ -140,6 +147,11 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         card = tuple(self._card.items())
         self.tf_strategy, self._coordinator = _join(self._job, self._start_timeout_seconds, card)
 
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with self.tf_strategy.scope(), sharding.above(self.shard_bytes):
+            yield
+
     @property
     def num_workers(self) -> int:
         """The workers of the job."""
@@ -149,9 +161,14 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     def serial(self) -> bool:
         return False
 
+    @property
+    def servers(self) -> dict[str, str]:
+        tasks = (*self._job.tasks_of("worker"), *self._job.tasks_of("ps"))
+        return {f"{task.host}-{task.role}-{task.index}": task.address for task in tasks}
+
     def options(self) -> dict[str, Any]:
-        servers = len(self._job.tasks_of("ps"))
-        return super().options() | {"staleness": self.staleness, "workers": self.num_workers, "ps": servers}
+        own = {"staleness": self.staleness, "shard_bytes": self.shard_bytes}
+        return super().options() | own | {"workers": self.num_workers, "ps": len(self._job.tasks_of("ps"))}
 
     def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
         if kind == "predict":
@@ -216,6 +233,7 @@ def _join(world: World, start_timeout_seconds: float, card: tuple[Any, ...]) -> 
         cluster, task_type="chief", task_id=0, rpc_layer="grpc"
     )
     strategy = tf.distribute.ParameterServerStrategy(resolver)
+    sharding.install(strategy, parts=len(world.tasks_of("ps")))
     return strategy, tensorflow_internals.coordinator(strategy)
 
 

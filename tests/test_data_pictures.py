@@ -289,6 +289,19 @@ def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(f
     assert Counter(np.concatenate([y for batches in ranks for y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
 
 
+def test_batches_of_files_are_whole_where_the_last_part_of_a_rank_is_shorter_or_longer(folder_of_classes):
+    for name in ("dark", "grey", "light"):
+        shutil.copy(folder_of_classes / "train" / name / "0.png", folder_of_classes / "train" / name / "4.png")
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
+
+    def lengths(batch_size: int, rank: int) -> list[int]:
+        return [len(y) for _, y in data.pipeline("train", batch_size, world=World(rank, 5))]
+
+    assert (lengths(8, 1), lengths(8, 2), lengths(4, 4)) == ([2, 1], [1, 2], [0, 0, 0, 0])
+    assert_same_batches(batches_of_ranks(data, 8, 5), batches_of_ranks(data, 8, 1))
+    assert_same_batches(batches_of_ranks(data, 4, 5), batches_of_ranks(data, 4, 1))
+
+
 @pytest.mark.parametrize("replicas_of_a_rank", [1, 2])
 def test_a_rank_reads_only_what_its_replicas_take_of_a_global_batch(folder_of_classes, replicas_of_a_rank):
     data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))

@@ -29,13 +29,21 @@ def test_a_host_file_that_is_not_there_is_named(tmp_path):
 
 
 def test_mpirun_gets_the_hosts_with_their_counts_and_the_ssh_options(tmp_path, monkeypatch):
-    (tmp_path / "mpirun").touch(mode=0o755)
+    for program in ("mpirun", "ssh"):
+        (tmp_path / program).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     argv = Job(("script.py",), workers=3, hosts=("a", "a", "b"), mpi=True, ssh_options=("-p", "2222")).argv()
     assert argv[:3] == ["mpirun", "-np", "3"]
     assert argv[argv.index("--host") + 1] == "a:2,b:1"
-    assert argv[argv.index("plm_rsh_args") + 1] == "-p 2222"
+    assert argv[argv.index("plm_rsh_args") + 1].startswith("-o BatchMode=yes -p 2222 ")
     assert argv[-1] == "script.py"
+
+
+@pytest.mark.parametrize("mpi", [False, True])
+def test_without_ssh_other_hosts_are_refused(monkeypatch, mpi):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match="There is no `ssh` on the path"):
+        Job(("script.py",), hosts=("a", "b"), mpi=mpi).argv()
 
 
 def test_mpi_has_no_parameter_servers():

@@ -1,6 +1,8 @@
 """Fails when Keras changes what `tfdist.keras_internals` reaches into, and says what was seen before."""
 
 import inspect
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -98,3 +100,42 @@ def test_outside_of_a_replica_keras_is_as_it_was():
     mean.update_state(3.0)
     mean.update_state(5.0)
     assert float(mean.result()) == 4.0
+
+
+MEMORY = """
+import keras, numpy as np, tensorflow as tf
+from tfdist import keras_internals
+from tfdist.callbacks import memory
+
+keras_internals.fill_large_variables_in_place()
+shape, size_bytes = (100_000, 200), 80_000_000
+tf.function(lambda: tf.random.stateless_uniform((3,), (1, 2)))()  # what TensorFlow needs for the first one
+initializers = (keras.initializers.RandomUniform(seed=1), keras.initializers.Constant(0.1))
+before = memory.peak_resident_bytes()
+variables = [keras.Variable(initializer, shape=shape) for initializer in initializers]
+taken = (memory.peak_resident_bytes() - before) / size_bytes
+assert 1.8 < taken < 2.6, taken
+for variable, initializer in zip(variables, initializers, strict=True):
+    assert np.array_equal(variable.value, initializer(shape))
+"""
+
+
+def test_large_variables_are_filled_without_further_tensors_of_their_size_and_as_ever():
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_constants_are_folded_again_once_a_large_variable_is_filled():
+    keras_internals.fill_large_variables_in_place()
+    keras.Variable(keras.initializers.RandomNormal(seed=1), shape=(1 << 12, 1 << 12))
+    assert tf.config.optimizer.get_experimental_options()["constant_folding"]
+
+
+def test_copies_of_a_large_variable_on_the_cpu_share_no_memory():
+    keras_internals.fill_large_variables_in_place()
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        variable = keras.Variable(keras.initializers.RandomNormal(seed=1), shape=(1 << 12, 1 << 12))
+    first, second = strategy.experimental_local_results(variable.value)
+    assert np.array_equal(first, second)
+    assert first.numpy().ctypes.data != second.numpy().ctypes.data

@@ -1,5 +1,7 @@
 """Fails when TensorFlow changes what `tfdist.tensorflow_internals` reaches into."""
 
+import inspect
+
 import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -7,6 +9,7 @@ from tensorflow.python.distribute import (
     cross_device_utils,
     distribute_lib,
     one_device_strategy,
+    parameter_server_strategy_v2,
     values,
 )
 from tensorflow.python.ops import collective_ops
@@ -52,6 +55,16 @@ def test_there_is_no_strategy_inside_without_strategy():
             assert not tf.distribute.has_strategy()
             assert not tf.distribute.in_cross_replica_context()
         assert tf.distribute.has_strategy()
+
+
+def test_what_a_sharded_variable_is_made_of_and_who_makes_it_exists():
+    extended = parameter_server_strategy_v2.ParameterServerStrategyV2Extended
+    assert list(inspect.signature(extended._create_variable).parameters) == ["self", "next_creator", "kwargs"]
+    assert list(inspect.signature(extended._update).parameters) == ["self", "var", "fn", "args", "kwargs", "group"]
+    sharded = tensorflow_internals.ShardedVariable([tf.Variable([1.0]), tf.Variable([2.0])])
+    assert sharded._var_offsets == [[0], [1]]
+    slices = sharded._decompose_indexed_slices(tf.IndexedSlices(tf.constant([3.0]), tf.constant([1])))
+    assert [part.indices.numpy().tolist() for part in slices] == [[], [0]]
 
 
 def test_a_runtime_that_has_computed_is_known_to_have_started():

@@ -20,6 +20,11 @@ class Peers(Protocol):
     world: World
     metrics_by_process: bool  # each process has its own part of a metric's state, in an ordinary variable
 
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """The addresses, by name, of processes that compute for this one and run no loop of their own."""
+        ...
+
     def exchange(self, message: bytes) -> list[bytes]:
         """What each process says, by rank."""
         ...
@@ -30,6 +35,7 @@ class Alone:
 
     world = World()
     metrics_by_process = False
+    servers: Mapping[str, str] = {}
 
     def exchange(self, message: bytes) -> list[bytes]:
         """What this process says."""

@@ -67,6 +67,7 @@ class TrainConfig:
         gradient_accumulation: batches whose gradients are averaged before an update.
         compression: of gradients between processes, "none" or "bf16"; `None` is the strategy's default.
         staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
+        shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
         sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
         timeline: a file for Horovod's timeline.
         timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
@@ -106,6 +107,7 @@ class TrainConfig:
     gradient_accumulation: int = 1
     compression: str | None = None
     staleness: int | None = None
+    shard_bytes: int | None = None
     sync_every: int | str | None = None
     timeline: Path | None = None
     timeout_seconds: float | None = None
@@ -147,6 +149,7 @@ class TrainConfig:
         _only_for(self, "sync_every", BY_MPI)
         _only_for(self, "timeline", ("horovod",))
         _only_for(self, "staleness", WITH_SERVERS)
+        _only_for(self, "shard_bytes", WITH_SERVERS)
         _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise UsageError(f"`--timeout-seconds` is {self.timeout_seconds}", "use a number above 0")

@@ -30,6 +30,7 @@ from keras.src.backend.tensorflow import numpy as tensorflow_numpy
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.src.initializers.random_initializers import RandomInitializer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
@@ -134,6 +135,62 @@ def look_up_rows() -> None:
         return x._maybe_autocast(rows)
 
     tensorflow_numpy.take = take
+
+
+# From this size on, what is saved is worth tracing a graph.
+_LARGE_BYTES = 1 << 26
+
+
+@functools.cache
+def fill_large_variables_in_place() -> None:
+    """Lets Keras make the first value of a large variable without further tensors of its size, from here on.
+
+    The value is the same. But done one by one each operation of an initializer has a result of its own, so that random
+    numbers take three times the variable, and TensorFlow keeps what it once took. In a graph an operation writes over
+    what it read, unless constant folding holds on to that.
+    """
+    original = backend.Variable._initialize_with_initializer
+
+    @functools.wraps(original)
+    def initialize(self: Any, initializer: Any) -> None:
+        size_bytes = np.prod(self._shape) * tf.as_dtype(self._dtype).size
+        if size_bytes < _LARGE_BYTES or not tf.executing_eagerly():
+            original(self, initializer)
+            return
+        with _without_constant_folding():
+            original(self, _in_place(initializer))
+        _take_apart(self._value)
+
+    backend.Variable._initialize_with_initializer = initialize
+
+
+def _in_place(initializer: Any) -> Any:
+    if isinstance(initializer, RandomInitializer):
+        return tf.function(initializer, autograph=False)
+    if isinstance(initializer, keras.initializers.Constant) and np.ndim(initializer.value) == 0:
+        return lambda shape, dtype: tf.fill(shape, tf.cast(initializer.value, dtype))
+    return initializer
+
+
+def _take_apart(variable: Any) -> None:
+    """Gives each copy of a variable on the CPU a tensor of its own.
+
+    They begin with one for all. Replicas that change its first rows at the same moment would each find it shared and
+    copy it, the last one too.
+    """
+    for copy in tf.distribute.get_strategy().experimental_local_results(variable)[1:]:
+        if "CPU" in copy.device:
+            copy.assign(tf.raw_ops.DeepCopy(x=copy.value()))
+
+
+@contextlib.contextmanager
+def _without_constant_folding() -> Iterator[None]:
+    before = tf.config.optimizer.get_experimental_options().get("constant_folding", True)
+    tf.config.optimizer.set_experimental_options({"constant_folding": False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"constant_folding": before})
 
 
 def _readable_by_row(x: Any) -> Any:

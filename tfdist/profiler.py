@@ -106,13 +106,18 @@ def stop() -> None:
     tf.profiler.experimental.stop()
 
 
-def put_beside(own_dir: str | os.PathLike[str], log_dir: str | os.PathLike[str], run: str, rank: int) -> None:
-    """Moves the traces below `own_dir` to those of the other ranks below `log_dir`, where they are one run's hosts."""
-    together = Path(log_dir, "plugins", "profile", run)
+def folder_of(log_dir: str | os.PathLike[str], run: str) -> Path:
+    """Where the traces of one run are, a file a host."""
+    return Path(log_dir, "plugins", "profile", run)
+
+
+def put_beside(own_dir: str | os.PathLike[str], log_dir: str | os.PathLike[str], run: str, name: str) -> None:
+    """Moves the traces below `own_dir` to those of the other processes below `log_dir`, as hosts of one run."""
+    together = folder_of(log_dir, run)
     together.mkdir(parents=True, exist_ok=True)
     for path in Path(own_dir).glob("plugins/profile/*/*.xplane.pb"):
         host = path.name.removesuffix(".xplane.pb")
-        shutil.move(path, together / f"{host}-rank-{rank}.xplane.pb")
+        shutil.move(path, together / f"{host}-{name}.xplane.pb")
     shutil.rmtree(own_dir)
 
 

@@ -23,12 +23,15 @@ class Packing:
     """How tensors travel.
 
     Attributes:
-        below_bytes: dense tensors smaller than this are sent as one buffer; `None` packs all of them. Between devices
-            that share a memory, copying a large tensor into a buffer and out again costs more than it saves.
+        below_bytes: dense tensors smaller than this are packed; `None` packs all of them. Between devices that share a
+            memory, copying a large tensor into a buffer and out again costs more than it saves.
+        buffer_bytes: how large a buffer becomes; `None` makes one of all. Buffers are filled from the last tensor to
+            the first, the order in which back-propagation ends, so that one is on its way while others are computed.
         wire_dtype: float32 gradients are sent in this type; `None` leaves them as they are.
     """
 
     below_bytes: int | None = 1 << 16
+    buffer_bytes: int | None = None
     wire_dtype: tf.DType | None = None
 
 
@@ -62,37 +65,58 @@ def without_none(all_reduce: AllReduce) -> AllReduce:
 
 
 def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
-    """An all-reduce that sends dense tensors of a type as one buffer, as `packing` says."""
+    """An all-reduce that sends dense tensors of a type in common buffers, as `packing` says."""
 
     def reduce(tensors: list[Any]) -> list[Any]:
-        groups: dict[Any, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            if _is_packed(tensor, packing.below_bytes):
-                groups.setdefault(tensor.dtype, []).append(index)
-        groups = {dtype: members for dtype, members in groups.items() if len(members) > 1}
-        grouped = {index for members in groups.values() for index in members}
-        alone = [index for index in range(len(tensors)) if index not in grouped]
-        buffers = [tf.concat([tf.reshape(tensors[i], [-1]) for i in members], 0) for members in groups.values()]
-
-        sent = [tensors[i] for i in alone] + buffers
+        buffers = _buffers(tensors, packing)
+        sent = [_joined([tensors[index] for index in members]) for members in buffers]
         reduced = all_reduce([_to_wire(tensor, packing.wire_dtype) for tensor in sent])
-        reduced = [_from_wire(tensor, original.dtype) for tensor, original in zip(reduced, sent, strict=True)]
         results: list[Any] = [None] * len(tensors)
-        for index, tensor in zip(alone, reduced[: len(alone)], strict=True):
-            results[index] = tensor
-        for members, buffer in zip(groups.values(), reduced[len(alone) :], strict=True):
-            sizes = [tensors[i].shape.num_elements() for i in members]
-            for index, piece in zip(members, tf.split(buffer, sizes), strict=True):
-                results[index] = tf.reshape(piece, tensors[index].shape)
+        for members, buffer, original in zip(buffers, reduced, sent, strict=True):
+            pieces = _split(_from_wire(buffer, original.dtype), [tensors[index] for index in members])
+            for index, piece in zip(members, pieces, strict=True):
+                results[index] = piece
         return results
 
     return reduce
 
 
-def _is_packed(tensor: Any, below_bytes: int | None) -> bool:
+def _buffers(tensors: Sequence[Any], packing: Packing) -> list[list[int]]:
+    """Which tensors travel together, by their indices."""
+    buffers: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], int]] = {}
+    for index in reversed(range(len(tensors))):
+        tensor = tensors[index]
+        size = _packed_bytes(tensor, packing.below_bytes)
+        members, filled = filling.get(tensor.dtype, ([], 0))
+        if size is None:
+            buffers.append([index])
+            continue
+        if not members or (packing.buffer_bytes is not None and filled + size > packing.buffer_bytes):
+            members, filled = [], 0
+            buffers.append(members)
+        members.append(index)
+        filling[tensor.dtype] = members, filled + size
+    return buffers
+
+
+def _packed_bytes(tensor: Any, below_bytes: int | None) -> int | None:
+    """The size of a tensor that is packed; `None` for one that travels alone."""
     if isinstance(tensor, tf.IndexedSlices) or not tensor.shape.is_fully_defined():
-        return False
-    return below_bytes is None or tensor.shape.num_elements() * tensor.dtype.size < below_bytes
+        return None
+    size = tensor.shape.num_elements() * tensor.dtype.size
+    return size if below_bytes is None or size < below_bytes else None
+
+
+def _joined(tensors: list[Any]) -> Any:
+    return tensors[0] if len(tensors) == 1 else tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+
+def _split(buffer: Any, like: list[Any]) -> list[Any]:
+    if len(like) == 1:
+        return [buffer]
+    pieces = tf.split(buffer, [tensor.shape.num_elements() for tensor in like])
+    return [tf.reshape(piece, tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def _to_wire(tensor: Any, dtype: tf.DType | None) -> Any:

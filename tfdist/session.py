@@ -143,7 +143,7 @@ class Session:
             options["threads"] = 1
         if config.strategy in OF_SEVERAL_PROCESSES:
             options["card"] = _card(config)
-            names = ("compression", "staleness", "sync_every", "timeline", "timeout_seconds")
+            names = ("compression", "staleness", "shard_bytes", "sync_every", "timeline", "timeout_seconds")
             options |= {name: value for name in names if (value := getattr(config, name)) is not None}
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":

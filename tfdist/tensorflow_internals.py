@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.distribute import distribute_lib, one_device_strategy, values
+from tensorflow.python.distribute import distribute_lib, one_device_strategy, sharded_variable, values
 from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
@@ -22,6 +22,9 @@ from tensorflow.python.profiler import profiler_v2
 from tfdist.world import World
 
 SEEN_IN = "2.21.0"
+
+# What a variable is in whose parts lie on several parameter servers.
+ShardedVariable = sharded_variable.ShardedVariable
 
 # Those that `tf.distribute.MultiWorkerMirroredStrategy` makes: in its steps, and when it makes a variable.
 COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")
@@ -181,6 +184,30 @@ def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribut
     found = tf.distribute.coordinator.ClusterCoordinator(strategy)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
     return found
+
+
+def around_variables(
+    strategy: tf.distribute.ParameterServerStrategy, create: Callable[..., Any], update: Callable[..., Any]
+) -> None:
+    """Has each variable of `strategy` made by `create(make, **arguments)`, and updated by `update(apply, ...)`.
+
+    `make(**arguments)` makes one as the strategy does; `apply(variable, function, arguments)` calls
+    `function(variable, *arguments)` as the strategy does, where the variable lies.
+    """
+    extended = strategy.extended
+    make, apply = extended._create_variable, extended._update
+
+    def make_around(next_creator: Any, **arguments: Any) -> Any:
+        if arguments.get("initial_value") is None:  # a variable that is being loaded
+            return make(next_creator, **arguments)
+        return create(functools.partial(make, next_creator), **arguments)
+
+    def update_around(variable: Any, function: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        return update(
+            lambda part, inner, arguments: apply(part, inner, tuple(arguments), kwargs, group), variable, function, args
+        )
+
+    extended._create_variable, extended._update = make_around, update_around
 
 
 def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -20,8 +20,22 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves to `make test-all` what no other number of replicas can change: which formula an optimizer has."""
+    """Leaves to `make test-all` what no other number of replicas can change: which formula an optimizer has.
+
+    And puts side by side what is compared with the same training of stock Keras, which a process does once.
+    """
+    places = {}
+    for item in items:
+        places.setdefault(_reference(item), len(places))
+    items.sort(key=lambda item: places[_reference(item)])
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if parameters.get("name") in cases.FORMULAS and parameters["contestant"] in OTHER_NUMBERS:
             item.add_marker(pytest.mark.thorough)
+
+
+def _reference(item):
+    if "contestant" not in getattr(item, "fixturenames", ()):
+        return item.nodeid
+    others = sorted((name, str(value)) for name, value in item.callspec.params.items() if name != "contestant")
+    return item.nodeid.partition("[")[0], tuple(others)

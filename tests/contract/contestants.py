@@ -64,6 +64,7 @@ def start(name, replicas, **options):
         return StockMirrored(replicas)
     if name == "parameter_server":
         options["staleness"] = 0  # with more than that a result depends on the moment
+        options["shard_bytes"] = 0  # where there are several servers, each has a part of every variable
     elif name not in OF_THE_JOB:
         options["devices"] = replicas
     return tfdist.strategy(name, **{"seed": 7} | options)

@@ -6,6 +6,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.contract import contestants
 from tests.contract.cases import BATCH, CASES
@@ -58,3 +59,30 @@ def test_equals_stock_keras_on_one_device(name, contestant):
     assert found["iterations"] == expected["iterations"]
     for what in ("weights", "history", "scores", "predictions"):
         assert largest_difference(found[what], expected[what]) < case.tolerance, what
+
+
+class SeesGradients(keras.optimizers.SGD):
+    """Notes the kind of gradient that each variable is updated with."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.__dict__.setdefault("kinds", {})[variable.shape] = type(gradient)
+        super().update_step(gradient, variable, learning_rate)
+
+
+@contestants.among(contestants.FEW)
+def test_the_gradient_of_an_embedding_is_never_made_dense(contestant):
+    strategy = contestants.start(*contestant)
+    words, width, classes = 100_000, 16, 3
+    with strategy.scope():
+        optimizer = SeesGradients(0.1)
+        found = [
+            keras.layers.Embedding(words, width),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(classes),
+        ]
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), *found])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x = np.random.default_rng(0).integers(0, words, (BATCH + 3, 4))
+    strategy.fit(model, x, np.arange(len(x)) % classes, batch_size=BATCH, verbose=0)
+    assert optimizer.kinds[words, width] is tf.IndexedSlices
+    assert not issubclass(optimizer.kinds[width, classes], tf.IndexedSlices)

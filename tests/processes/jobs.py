@@ -20,9 +20,9 @@ DEADLINE_SECONDS = 240
 class RunningJob:
     """A launcher and its processes; ends all of them when the test does."""
 
-    def __init__(self, *arguments, cwd, module="tfdist.launch", environment=None, cores=None):
+    def __init__(self, *arguments, cwd, module="tfdist.launch", environment=None, cores=None, inside=()):
         self.launcher = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            [*inside, sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd,
             env=clean_environment() | (environment or {}),
             stdout=subprocess.PIPE,

@@ -19,6 +19,8 @@ from tfdist.communicators.mpi import MpiCommunicator
 engine = sys.argv[1]
 if engine == "mpi4py":
     found = MpiCommunicator()
+elif engine == "sockets":
+    found = strategy("multiworker", communication="sockets").communicator
 elif engine == "MPI":
     found = HorovodCommunicator()
 else:
@@ -65,10 +67,10 @@ print("ALL RIGHT")
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("engine", ["Gloo", "MPI", "mpi4py"])
+@pytest.mark.parametrize("engine", ["Gloo", "MPI", "mpi4py", "sockets"])
 def test_all_operations_give_every_process_what_they_promise(tmp_path, engine, workers):
     (tmp_path / "script.py").write_text(SCRIPT)
-    options = ("--verbose", "--workers", str(workers), *(() if engine == "Gloo" else ("--mpi",)))
+    options = ("--verbose", "--workers", str(workers), *(("--mpi",) if engine in ("MPI", "mpi4py") else ()))
     done = run(sys.executable, "-m", "tfdist.launch", *options, "script.py", engine, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert done.stdout.count("ALL RIGHT") == workers

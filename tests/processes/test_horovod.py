@@ -161,7 +161,8 @@ class TestLaunchers:
             weights.update(said(done.stdout, "WEIGHTS"))
         assert len(weights) == 1
 
-    @pytest.mark.parametrize("compression", ["bf16", pytest.param("fp16", marks=THOROUGH)])
+    @pytest.mark.parametrize("compression", ["bf16", "fp16"])
+    @THOROUGH
     def test_compressed_gradients_train_almost_alike(self, tmp_path, script, compression):
         losses = []
         for options in ("{}", json.dumps({"compression": compression})):
@@ -195,7 +196,7 @@ class TestFaults:
         assert code != 0
         assert ("rank 1 with PID" if engine == MPI else "worker 1 was ended by SIGKILL") in out + err
 
-    @ENGINES
+    @RATHER_MPI
     def test_all_end_when_a_rank_is_stopped_and_it_is_named(self, tmp_path, engine):
         with long_training(engine, tmp_path / "run") as job:
             job.wait_for(lambda: epochs_done(tmp_path / "run") >= 2)

@@ -45,7 +45,9 @@ def kill_after_an_epoch(strategy, folder, delay_seconds, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", "mirrored", "custom"])
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("single", "mirrored")), "custom"]
+)
 def test_a_killed_run_that_is_resumed_ends_as_an_unbroken_one(strategy, tmp_path):
     moments = random.Random(strategy)
     finish(strategy, tmp_path / "unbroken")

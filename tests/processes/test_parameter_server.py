@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+import tfdist
+from tests.contract.cases import CASES
 from tests.processes.jobs import (
     RunningJob,
     after_two_epochs,
@@ -18,6 +20,10 @@ from tests.processes.jobs import (
     wait_for_epochs,
 )
 from tests.processes.test_contract import QUICK, equality_cases, run_together
+from tfdist.errors import UsageError
+
+# What is done otherwise to a variable in parts; with several servers, the contract's variables all are.
+SHARDED = ["adamw", "lamb", "ema", "gradient accumulation", "constraint", "sparse gradients, adam", "auc"]
 
 SCRIPT = """
 import json, sys
@@ -65,7 +71,7 @@ def run_script(tmp_path, **options):
     return dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
 
 
-@pytest.mark.parametrize("staleness", [None, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race(tmp_path, staleness):
     said = run_script(tmp_path, staleness=staleness)
     history = json.loads(said["HISTORY"])
@@ -86,16 +92,93 @@ def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race
         assert max(history["staleness_max"]) <= staleness
 
 
+TABLE = """
+import collections, json, sys
+import keras, numpy as np, psutil, tensorflow as tf, tfdist
+
+strategy = tfdist.strategy("parameter_server", seed=1, staleness=0)
+ROWS, STEPS, BATCH = 1_000_000, 10, 32
+x = np.random.default_rng(0).integers(0, ROWS, (STEPS * BATCH, 4)).astype("int32")
+y = x[:, 0] / ROWS
+
+
+def build():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(ROWS, 32),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    return model
+
+
+def sent():  # by all processes: they are on this machine
+    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+
+
+options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+with strategy.scope():
+    model = build()
+strategy.fit(model, x, y, **options)
+before = sent()
+strategy.fit(model, x, y, **options)
+print("SENT", sent() - before)
+
+held = collections.Counter()
+table = model.layers[0].embeddings
+for variable in (table, *model.optimizer.variables):
+    for part in getattr(variable.value, "variables", []):
+        held[part.device] += part.shape.num_elements() * part.dtype.size
+print("HELD", json.dumps(held))
+with tf.GradientTape() as tape:
+    loss = keras.ops.sum(model(x[:BATCH]))
+print("GRADIENT", type(tape.gradient(loss, table)).__name__)
+
+one = build()
+one.fit(x, y, epochs=2, **options)
+model.save("table.keras")
+loaded = keras.saving.load_model("table.keras")
+found = {"weights": model.get_weights(), "loaded": loaded.get_weights()}
+for name, found in found.items():
+    print(name.upper(), max(float(np.abs(a - b).max()) for a, b in zip(found, one.get_weights(), strict=True)))
+slots = zip(loaded.optimizer.variables, one.optimizer.variables, strict=True)
+print("SLOTS", max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in slots))
+print("PREDICT", float(np.abs(strategy.predict(model, x, verbose=0) - one.predict(x, verbose=0)).max()))
+"""
+
+
+def test_the_rows_of_a_large_table_lie_on_all_servers_and_only_those_that_are_needed_travel(tmp_path):
+    (tmp_path / "script.py").write_text(TABLE)
+    with RunningJob("--workers", "1", "--ps", "2", "script.py", cwd=tmp_path) as job:
+        code, out, err = job.end()
+    assert code == 0, err
+    said = dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
+    half = 500_000 * 32 * 4
+    assert list(json.loads(said["HELD"]).values()) == [2 * half, 2 * half]  # the table, and what Adagrad accumulates
+    assert int(said["SENT"]) < half / 4  # in ten steps, where one reading of the table is two halves
+    assert said["GRADIENT"] == "IndexedSlices"
+    assert all(float(said[what]) < 5e-5 for what in ("WEIGHTS", "LOADED", "SLOTS", "PREDICT"))
+
+
 def test_without_staleness_it_equals_one_device(tmp_path):
     tests = equality_cases("parameter_server", 2, QUICK)
     assert f"{len(tests)} passed" in run_together("parameter_server", 2, *tests, cwd=tmp_path, ps=1)
 
 
+def test_without_staleness_it_equals_one_device_where_each_server_has_a_part_of_every_variable(tmp_path):
+    tests = equality_cases("parameter_server", 1, SHARDED)
+    assert f"{len(tests)} passed" in run_together("parameter_server", 1, *tests, cwd=tmp_path, ps=2)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_every_case_of_equality_holds_without_staleness(tmp_path, workers):
+@pytest.mark.parametrize(("workers", "ps"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+def test_every_case_of_equality_holds_without_staleness(tmp_path, workers, ps):
     equality = "tests/contract/test_equality.py"
-    assert "59 passed" in run_together("parameter_server", workers, equality, cwd=tmp_path, ps=2)
+    assert f"{len(CASES)} passed" in run_together("parameter_server", workers, equality, cwd=tmp_path, ps=ps)
 
 
 def serving(*options, run_dir, **more):
@@ -103,6 +186,7 @@ def serving(*options, run_dir, **more):
     return train(*options, run_dir=run_dir, strategy="parameter_server", **more)
 
 
+@pytest.mark.thorough
 def test_one_core_for_all_processes_is_enough(tmp_path):
     with serving(
         "--epochs", "1", "--limit", "320", run_dir=tmp_path / "run", cores={min(os.sched_getaffinity(0))}
@@ -164,6 +248,7 @@ def test_a_killed_parameter_server_is_named_and_the_job_can_go_on_from_its_check
     assert [epoch["epoch"] for epoch in record(run_dir)["epochs"]] == list(range(1, 21))
 
 
+@pytest.mark.thorough
 def test_the_error_of_the_chief_names_a_parameter_server_that_is_gone(tmp_path):
     run_dir, roles = tmp_path / "run", ("chief", "worker", "ps")
     with by_hand(run_dir, "--epochs", "2000", roles=roles, strategy="parameter_server") as (chief, worker, server):
@@ -187,6 +272,12 @@ def test_all_end_with_the_chief(tmp_path, number):
         assert time.monotonic() - began < 30
         assert job.left() == [] and not any(server.is_running() for server in servers)
     assert code == (128 + number)
+
+
+@pytest.mark.parametrize("option", ["staleness", "shard_bytes"])
+def test_an_option_below_zero_is_refused(option):
+    with pytest.raises(UsageError, match=f"`{option}` is -1"):
+        tfdist.strategy("parameter_server", **{option: -1})
 
 
 def test_a_job_without_servers_is_refused(tmp_path):

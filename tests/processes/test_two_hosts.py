@@ -1,61 +1,34 @@
 """A job across two hosts: network namespaces with an address each, joined by a link that can be slowed and cut."""
 
 import contextlib
-import os
-import shutil
-import subprocess
 import time
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.processes.hosts import ADDRESSES, Hosts
 from tests.processes.jobs import epochs_done, record, start_by_hand, train, wait_for_epochs, weights
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
 FIRST_PORT = 2222
-LINK = "eth0"
-SLOWED = "tbf rate 1gbit burst 128kb latency 50ms"
 TIMEOUT_SECONDS = 15
 # A worker on each host; a role's list has the host of each of its processes.
 WORKERS = {"worker": [0, 1]}
 SERVED = {"chief": [0], "worker": [0, 1], "ps": [0]}
 
 
-class Hosts:
-    """Two network namespaces of this machine; what they hold ends with them."""
+class Cluster(Hosts):
+    """Two hosts, and the processes of a job that runs across them."""
 
     def __init__(self):
-        # The names are this process' own: others may run the same tests.
-        self.names = [f"tfdist-{os.getpid()}-{index}" for index in range(len(ADDRESSES))]
+        super().__init__()
         self.processes = []
-
-    def open(self):
-        for name in self.names:
-            ip("netns", "add", name)
-        one, other = self.names
-        ip("link", "add", LINK, "netns", one, "type", "veth", "peer", "name", LINK, "netns", other)
-        for name, address in zip(self.names, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", LINK)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", LINK, "up")
 
     def close(self):
         for process in self.processes:
             process.kill()
             process.communicate()
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-    def slow_down(self):
-        for name in self.names:
-            run_or_skip("tc", "-n", name, "qdisc", "add", "dev", LINK, "root", *SLOWED.split())
-
-    def cut(self):
-        ip("-n", self.names[1], "link", "set", LINK, "down")
-
-    def mend(self):
-        ip("-n", self.names[1], "link", "set", LINK, "up")
+        super().close()
 
     def start(self, roles, run_dir, *options, strategy="multiworker"):
         """Starts the processes of a job, each with its TF_CONFIG on its host, and returns them in the order of `roles`.
@@ -74,22 +47,12 @@ class Hosts:
                 {"cluster": cluster, "task": {"type": role, "index": index}},
                 *options,
                 strategy=strategy,
-                inside=("ip", "netns", "exec", self.names[host]),
+                inside=self.inside(host),
             )
             for role, index, host in places
         ]
         self.processes += started
         return started
-
-
-def ip(*arguments):
-    run_or_skip("ip", *arguments)
-
-
-def run_or_skip(*command):
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"this system does not allow `{' '.join(command)}`: {done.stderr.strip()}")
 
 
 def end(processes, seconds):
@@ -106,12 +69,9 @@ def histories(run_dir):
 
 @pytest.fixture
 def hosts():
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        pytest.skip("only root can make network namespaces, with `ip` and `tc`")
-    found = Hosts()
-    with contextlib.closing(found):
-        found.open()
-        yield found
+    with contextlib.closing(Cluster()) as cluster:
+        cluster.open()
+        yield cluster
 
 
 @pytest.fixture(scope="module")

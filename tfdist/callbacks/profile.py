@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
-from tfdist import agreement, profiler
+from tfdist import agreement, profiler, remote_profiler
 from tfdist.callbacks.steps import StepCounter
 from tfdist.errors import UsageError
 
@@ -33,7 +34,7 @@ class Profile(keras.callbacks.Callback):
         first: the first step to trace, 0 or more. Steps 0 and 1 are mostly TensorFlow's own tracing.
         last: the step to stop before.
         log_dir: the folder; the trace is below `plugins/profile/<time>/`. Processes that train together put theirs
-            side by side, if they see the same folder.
+            side by side, if they see the same folder; servers that compute for this process send theirs here.
 
     Attributes:
         traced: whether a trace has been written by the latest `fit`.
@@ -55,7 +56,9 @@ class Profile(keras.callbacks.Callback):
         self._running = False
         self._own_dir = self.log_dir
         self._run: str | None = None  # the name of the traces of several processes
-        self._rank = 0
+        self._name = ""  # this process' among them
+        self._servers: Mapping[str, str] = {}
+        self._remote: remote_profiler.RemoteTraces | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -72,7 +75,9 @@ class Profile(keras.callbacks.Callback):
             self._end_marker()
             profiler.stop()
             if self._run is not None:
-                profiler.put_beside(self._own_dir, self.log_dir, self._run, self._rank)
+                profiler.put_beside(self._own_dir, self.log_dir, self._run, self._name)
+                if self._remote is not None:
+                    self._remote.stop(profiler.folder_of(self.log_dir, self._run))
             self.traced = True
 
     def batches_until_hook(self, batch: int) -> int | None:
@@ -92,10 +97,11 @@ class Profile(keras.callbacks.Callback):
         """Starts counting."""
         self._reset()
         peers = self.params.get("peers") or agreement.Alone()
-        if peers.world.world_size > 1:
+        self._servers = peers.servers
+        if peers.world.world_size > 1 or self._servers:
             self._run = agreement.of_chief(peers, time.strftime("%Y_%m_%d_%H_%M_%S"))
-            self._rank = peers.world.rank
-            self._own_dir = os.path.join(self.log_dir, f"of-rank-{self._rank}")
+            self._name = "chief-0" if self._servers else f"rank-{peers.world.rank}"
+            self._own_dir = os.path.join(self.log_dir, f"of-{self._name}")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the epoch's count."""
@@ -110,6 +116,7 @@ class Profile(keras.callbacks.Callback):
         if not self._running:
             profiler.start(self._own_dir)
             self._running = True
+            self._remote = remote_profiler.RemoteTraces(self._servers) if self._servers else None
         self._marker = profiler.step_marker(step)
         self._marker.__enter__()
 

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-ADDED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 # Types that no engine carries travel as others of their size.
 CARRIED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
@@ -41,6 +40,7 @@ class Communicator:
             as it does on one device, and Keras' adaptive optimizers tell the difference.
     """
 
+    added: ClassVar[tuple[tf.DType, ...]] = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)  # as they are
     engine: str = "none"
     rank: int = 0
     size: int = 1
@@ -51,7 +51,7 @@ class Communicator:
         """The sum of each tensor over the processes, in its own dtype; `tf.IndexedSlices` of large tables stay sparse.
 
         Args:
-            tensors: dense ones have the same shape in all processes; bfloat16 is added in float32.
+            tensors: dense ones have the same shape in all processes.
             name: of this exchange.
         """
         return [self._all_reduce_one(tensor, f"{name}.{index}") for index, tensor in enumerate(tensors)]
@@ -92,11 +92,11 @@ class Communicator:
     def _all_reduce_one(self, tensor: Any, name: str) -> Any:
         if isinstance(tensor, tf.IndexedSlices):
             return self._all_reduce_slices(tensor, name)
+        if tensor.dtype in self.added:
+            return self._sum(opaque(tensor), name)
         if tensor.dtype == tf.bfloat16:
             parts = self.all_gather(tensor[tf.newaxis], name)
             return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
-        if tensor.dtype in ADDED:
-            return self._sum(opaque(tensor), name)
         wide = tf.int64 if tensor.dtype.is_integer else tf.float32
         return tf.cast(self._sum(opaque(tf.cast(tensor, wide)), name), tensor.dtype)
 

@@ -1,20 +1,14 @@
-"""MPI by mpi4py: buffers are sent as they lie in memory, without pickling.
-
-MPI pairs exchanges by their order, so that a graph keeps them in the order in which they were traced.
-"""
+"""MPI by mpi4py: buffers are sent as they lie in memory, without pickling."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.communicators import Communicator
+from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.errors import UsageError
 
 INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
@@ -35,7 +29,7 @@ def load() -> Any:
     return MPI
 
 
-class MpiCommunicator(Communicator):
+class MpiCommunicator(ArrayCommunicator):
     """The processes of MPI's world.
 
     Raises:
@@ -43,13 +37,12 @@ class MpiCommunicator(Communicator):
     """
 
     engine = "MPI"
-    in_order: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._mpi = load()
         self._world = self._mpi.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
-        self._last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @property
     def library(self) -> str:
@@ -111,22 +104,6 @@ class MpiCommunicator(Communicator):
             return values
 
         return self._call(fill, tensor, tensor.shape)
-
-    def _call(self, function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor, shape: Any) -> tf.Tensor:
-        if tf.executing_eagerly():
-            return tf.convert_to_tensor(function(tensor.numpy()))
-        with tf.device("CPU:0"), self._after_the_last() as note:
-            result = tf.numpy_function(function, [tensor], tensor.dtype)
-            note(result.op)
-        result.set_shape(shape)
-        return result
-
-    @contextlib.contextmanager
-    def _after_the_last(self) -> Iterator[Callable[[Any], None]]:
-        graph = tf.compat.v1.get_default_graph()
-        before = self._last.get(graph)
-        with tf.control_dependencies([] if before is None else [before]):
-            yield lambda operation: self._last.__setitem__(graph, operation)
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:

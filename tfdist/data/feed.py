@@ -175,7 +175,7 @@ class ArrayFeed(Feed):
         self._arrays = arrays
         self._order_of = order_of
         self._transform = transform
-        self._gathers: dict[tuple[int, int], Callable[..., Any]] = {}
+        self._datasets: dict[tuple[int, int, bool], Callable[..., tf.data.Dataset]] = {}
         self.examples = len(order_of(0))
         self.batch_size = batch_size
         self.num_batches = -(-self.examples // batch_size)
@@ -188,20 +188,27 @@ class ArrayFeed(Feed):
         extras = () if self._transform is None else self._transform.extras(epoch, indices)
         return self._arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
 
-    def gather(self, index: int, count: int) -> Callable[..., Any]:
-        """A graph, kept for all epochs: `gather(step, *positions)` is part `index` of `count` of a batch of a pass."""
-        if (index, count) not in self._gathers:
-            self._gathers[index, count] = self._make_gather(index, count)
-        return self._gathers[index, count]
+    def datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        """A graph, kept for all epochs: `datasets(first_batch, *positions)` is a pass of part `index` of `count`."""
+        asked = (index, count, deterministic)
+        if asked not in self._datasets:
+            self._datasets[asked] = self._make_datasets(index, count, deterministic)
+        return self._datasets[asked]
 
-    def _make_gather(self, index: int, count: int) -> Callable[..., Any]:
+    def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
         @tf.function(autograph=False)
-        def part(step: tf.Tensor, *positions: tf.Tensor) -> Any:
-            state = self._arrays, positions
-            data, _ = self.batches.part(state, self.batches.fetch(state, step), index, count)
-            return data
+        def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
+            @tf.autograph.experimental.do_not_convert
+            def gather(step: tf.Tensor) -> Any:
+                state = self._arrays, positions
+                data, _ = self.batches.part(state, self.batches.fetch(state, step), index, count)
+                return data
 
-        return part
+            steps = tf.data.Dataset.range(first_batch, self.num_batches, output_type=tf.int32)
+            batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+            return batches.prefetch(tf.data.AUTOTUNE)
+
+        return dataset
 
 
 @dataclass(frozen=True)

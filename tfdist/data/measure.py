@@ -17,8 +17,8 @@ from tfdist.data.decoding import Decoder
 from tfdist.data.pictures import PictureSource
 from tfdist.data.source import ALONE, Source
 
-# Stages are timed one by one on so many examples at most, for so long at most.
-_EXAMPLES, _SECONDS = 512, 1.0
+# Stages are timed one by one on so many examples at most, each for so long.
+_EXAMPLES, _SECONDS = 512, 0.5
 _BYTES_TO_COPY = 1 << 28
 
 
@@ -64,14 +64,13 @@ def memory_bandwidth() -> float:
 
 def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str, seed: int) -> dict[str, float]:
     """Seconds an example: the order of an epoch, the gathering, and what is done to a batch."""
-    examples = source.spec.examples[split]
-    batches = -(-min(_EXAMPLES * batch_size, examples) // batch_size)
     seconds = {}
     for name in dict.fromkeys(("none", augment)):
         feed = source.host_feed(split, batch_size, seed=seed, augment=name)
-        seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / examples
-        dataset = pipeline.of_feed(feed, ALONE, 1, 0, True).take(batches)
-        seconds["gather" if name == "none" else name] = _drained(dataset) / (batches * batch_size)
+        seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / feed.examples
+        whole_batches = max(1, feed.examples // batch_size)
+        dataset = pipeline.of_feed(feed, ALONE, 1, 0, True).take(whole_batches)
+        seconds["gather" if name == "none" else name] = _seconds_an_element(dataset) / min(batch_size, feed.examples)
     if augment != "none":
         seconds[augment] = max(0.0, seconds[augment] - seconds["gather"])
     return seconds
@@ -82,6 +81,7 @@ def _stages_of_files(source: PictureSource, split: str, batch_size: int, augment
     augmentation = source.augmentation(augment)
     decoder = Decoder(source.spec, source.files[split], augmentation)
     count = min(len(decoder), _EXAMPLES)
+    in_a_batch = min(batch_size, count)
     draws = tf.zeros(augmentation.draws if augmentation else 0)
     numbers = tf.data.Dataset.range(count, output_type=tf.int32)
 
@@ -94,12 +94,11 @@ def _stages_of_files(source: PictureSource, split: str, batch_size: int, augment
         "decode": through(decoder.decoded),
         "check and fit": through(lambda index: decoder.fitted(index, draws)),
         **({augment: whole} if augmentation is not None else {}),
-        "batch": whole.batch(batch_size),
+        "batch": whole.batch(in_a_batch, drop_remainder=True),
     }
-    _drained(until["decode"])  # the files are then in the memory of the operating system
-    totals = {}
-    for name, dataset in until.items():
-        totals[name] = _drained(dataset, -(-count // batch_size) if name == "batch" else count) / count
+    _seconds_an_element(until["decode"])  # the files are then in the memory of the operating system
+    totals = {name: _seconds_an_element(dataset) for name, dataset in until.items()}
+    totals["batch"] /= in_a_batch
     before = [0.0, *totals.values()]
     return {name: max(0.0, total - earlier) for (name, total), earlier in zip(totals.items(), before, strict=False)}
 
@@ -120,20 +119,18 @@ def _rate(counts: Iterable[int], seconds: float) -> float:
     return total / (time.perf_counter() - began)
 
 
-def _drained(dataset: tf.data.Dataset, elements: int | None = None) -> float:
-    """Seconds that the elements take one after the other, without what it takes to build the pipeline."""
+def _seconds_an_element(dataset: tf.data.Dataset) -> float:
+    """Seconds that an element takes one core once the pipeline has started; the elements come again and again."""
     options = tf.data.Options()
     options.threading.private_threadpool_size = 1
     options.autotune.enabled = False
-    whole = dataset.with_options(options)
-    next(iter(whole))
+    elements = iter(dataset.repeat().with_options(options))
+    next(elements)
     done, began = 0, time.perf_counter()
-    for _ in whole:
+    while done == 0 or time.perf_counter() - began < _SECONDS:
+        next(elements)
         done += 1
-        if time.perf_counter() - began > _SECONDS:
-            break
-    seconds = time.perf_counter() - began
-    return seconds if elements is None else seconds * elements / max(done, 1)
+    return (time.perf_counter() - began) / done
 
 
 def _seconds(action: Callable[[], Any]) -> float:

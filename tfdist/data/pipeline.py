@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from typing import Any
 
@@ -22,15 +21,8 @@ def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, determi
     """This rank's part of each global batch of a pass, from batch `first_batch` on; one gather a batch."""
     with tf.init_scope(), tf.device("CPU:0"):
         _, positions = feed.start(epoch, first_batch)
-    part = feed.gather(world.rank, world.world_size)
-
-    @tf.autograph.experimental.do_not_convert
-    def gather(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return part(step, *positions)
-
-    steps = tf.data.Dataset.range(first_batch, feed.num_batches, output_type=tf.int32)
-    batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-    return batches.prefetch(tf.data.AUTOTUNE)
+        dataset = feed.datasets(world.rank, world.world_size, deterministic)
+        return dataset(tf.constant(first_batch, tf.int64), *positions)
 
 
 def cores() -> int:
@@ -42,6 +34,8 @@ def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: b
     """A pipeline with a private pool of `threads` threads, or TensorFlow's own."""
     options = tf.data.Options()
     options.deterministic = deterministic
+    # These pipelines are written as they shall run; to rewrite one, TensorFlow copies the arrays at each start.
+    options.experimental_optimization.apply_default_optimizations = False
     if threads is not None:
         options.threading.private_threadpool_size = threads
         options.threading.max_intra_op_parallelism = 1
@@ -59,8 +53,7 @@ def of_examples(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, 
         table: the random numbers of all examples, float32 `[N, draws]`.
         deterministic: whether the batches come in order.
     """
-    runs = [list(run) for _, run in itertools.groupby(batches, len)] or [[]]
-    datasets = [_of_one_length(decoder, run, table, deterministic) for run in runs]
+    datasets = [_of_run(decoder, run, table, deterministic) for run in _runs(batches) or [[]]]
     return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
 
 
@@ -84,9 +77,19 @@ def numbers_of_good(decoder: Decoder) -> list[int]:
     return [int(index) for index, _, _ in good.as_numpy_iterator()]
 
 
-def _of_one_length(
-    decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool
-) -> tf.data.Dataset:
+def _runs(batches: list[np.ndarray]) -> list[list[np.ndarray]]:
+    """Batches that follow each other and are of one length, or shorter at the end: few runs keep all cores decoding."""
+    runs: list[list[np.ndarray]] = []
+    for batch in batches:
+        goes_on = runs and len(runs[-1][-1]) == len(runs[-1][0]) and 0 < len(batch) <= len(runs[-1][0])
+        if goes_on or (runs and not len(batch) and not len(runs[-1][0])):
+            runs[-1].append(batch)
+        else:
+            runs.append([batch])
+    return runs
+
+
+def _of_run(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool) -> tf.data.Dataset:
     indices = np.concatenate(batches) if batches else np.zeros(0, np.int32)
     length = len(batches[0]) if batches else 1
 

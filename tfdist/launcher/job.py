@@ -21,6 +21,11 @@ RESTART = "TFDIST_RESTART"  # how often the job was started again
 ELASTIC = "TFDIST_ELASTIC"  # leave at a checkpoint when told to
 START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other at the start
 
+# What `mpirun` takes along to other hosts.
+TAKEN_ALONG = (JOB, SHARE_CORES, RESTART, START_SECONDS, "PYTHONUNBUFFERED")
+# An ssh connection whose host has not answered for so long, so often, is given up.
+SECONDS_BETWEEN_ANSWERS, ANSWERS_MISSED = 5, 4
+
 
 def new_name() -> str:
     """A name for a job that starts now."""
@@ -96,31 +101,46 @@ class Job:
         """Where a rank runs; `None` is this machine."""
         return self.hosts[rank % len(self.hosts)] if self.hosts and not self.mpi else None
 
+    def ssh_arguments(self) -> list[str]:
+        """What `ssh` is given before the host: the user's own keys and agent, no question, no waiting for ever."""
+        limits = {
+            "ConnectTimeout": int(self.start_seconds) or 1,
+            "ServerAliveInterval": SECONDS_BETWEEN_ANSWERS,
+            "ServerAliveCountMax": ANSWERS_MISSED,
+        }
+        # Of an option that is given twice, ssh takes the first.
+        options = [part for name, value in limits.items() for part in ("-o", f"{name}={value}")]
+        return ["-o", "BatchMode=yes", *self.ssh_options, *options]
+
     def argv(self) -> list[str]:
         """What the launcher starts for each role.
 
         Raises:
-            UsageError: `mpirun` is not installed.
+            UsageError: `ssh` or `mpirun` is needed, and not installed.
         """
+        if self.hosts:
+            _require("ssh", "install it as your system does it: on Debian and Ubuntu `apt-get install openssh-client`")
         program = [sys.executable, "-m", "tfdist.launcher.script", *self.command]
         if not self.mpi:
             return program
-        if shutil.which("mpirun") is None:
-            raise UsageError(
-                "There is no `mpirun` on the path",
-                "install MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`",
-            )
+        _require("mpirun", "install MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`")
         options = ["-np", str(self.workers), "--bind-to", "none", "--output-filename", str(self.log_dir.absolute())]
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
         if self.hosts:
             slots = [f"{host}:{count}" for host, count in Counter(self.hosts).items()]
-            options += ["--host", ",".join(slots), "-x", "PYTHONPATH"]
+            options += ["--host", ",".join(slots), "--mca", "plm_rsh_args", shlex.join(self.ssh_arguments())]
+            # A variable that is not set would keep the others here.
+            names = [*TAKEN_ALONG, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
+            options += [part for name in names for part in ("-x", name)]
         else:
             options.append("--oversubscribe")
-        if self.ssh_options:
-            options += ["--mca", "plm_rsh_args", shlex.join(self.ssh_options)]
         return ["mpirun", *options, *program]
+
+
+def _require(program: str, hint: str) -> None:
+    if shutil.which(program) is None:
+        raise UsageError(f"There is no `{program}` on the path", hint)
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:

@@ -184,10 +184,8 @@ class OneStart:
         host = self.job.host(rank)
         command = [sys.executable, "-m", keeper.__name__, str(port)]
         if host is not None:
-            # The user's own keys and agent; no question can be answered here.
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-            options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={int(self.job.start_seconds) or 1}"]
-            command = ["ssh", *options, *self.job.ssh_options, host, remote]
+            command = ["ssh", *self.job.ssh_arguments(), host, remote]
         log = self.job.log_dir / f"{role}-{index}.log"
         terminal, theirs = None, PIPE
         if rank == 0 and sys.stdout.isatty():
@@ -213,25 +211,33 @@ class OneStart:
             assert process.keeper.stdout is not None
             reader = process.keeper.stdout
         file = process.log.open("ab" if self.restart or process.starts > 1 else "wb")
-        line = b""
+        said, in_time = b"", False
         with contextlib.suppress(TimeoutError):
-            line = await asyncio.wait_for(reader.readline(), max(0.0, deadline - loop.time()))
-        try:
-            process.port = json.loads(line)["port"]
-        except (ValueError, KeyError, TypeError):
-            where = f" on the host `{process.host}`" if process.host else ""
-            said = line.decode(errors="replace").strip() or "it said nothing"
+            async with asyncio.timeout_at(deadline):
+                # Over ssh the host may say something of its own first.
+                while not process.port and (line := await reader.readline()):
+                    process.port = _port_in(line)
+                    said += b"" if process.port else line
+                in_time = True
+        file.write(said)
+        if not process.port:
             self.culprits = [self.processes.index(process)]
-            raise ClusterError(
-                f"{process.name}{where} did not start within {self.job.start_seconds:g} s: {said}",
-                "see that `ssh -o BatchMode=yes` reaches the host, and that tfdist lies there at the same place"
-                if process.host
-                else "see that this machine can start processes",
-            ) from None
+            raise self._did_not_start(process, said + await _rest(process.keeper.stderr), in_time)
         is_first = process is self.processes[0]
         self._pump(reader, file, sys.stdout.buffer if is_first else None, process)
         if process.keeper.stderr is not None:
             self._pump(process.keeper.stderr, file, sys.stderr.buffer, process)
+
+    def _did_not_start(self, process: Process, said: bytes, in_time: bool) -> ClusterError:
+        where = f" on the host `{process.host}`" if process.host else ""
+        within = "" if in_time else f" within {self.job.start_seconds:g} s"
+        lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        return ClusterError(
+            f"{process.name}{where} did not start{within}: {lines[-1].strip()}",
+            "see that `ssh -o BatchMode=yes` reaches the host, and that tfdist lies there at the same place"
+            if process.host
+            else "see that this machine can start processes",
+        )
 
     def _pump(self, reader: asyncio.StreamReader, file: BinaryIO, shown: BinaryIO | None, process: Process) -> None:
         prefix = f"[{process.name}] ".encode()
@@ -357,6 +363,24 @@ class OneStart:
                     process.keeper.kill()  # which also kills what it keeps
         if self._pumps:
             await asyncio.wait(self._pumps, timeout=1.0)
+
+
+def _port_in(line: bytes) -> int:
+    """The port that a keeper says it holds; 0 if the line is none of its own."""
+    try:
+        return int(json.loads(line)["port"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+async def _rest(errors: asyncio.StreamReader | None) -> bytes:
+    """What is still to read of a process' errors, where they have a stream of their own."""
+    said = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.5):
+            while errors is not None and (part := await errors.read(1 << 16)):
+                said += part
+    return said
 
 
 async def _read_some(reader: asyncio.StreamReader, by_line: bool) -> bytes:
