@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tfdist.errors import DisagreementError
 from tfdist.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Peers(Protocol):
@@ -80,3 +83,12 @@ def require(peers: Peers, facts: Mapping[str, Any]) -> None:
 def fingerprint(description: Any) -> str:
     """A short name for what is too long to be shown."""
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def fingerprint_of_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """A short name for the numbers in C-contiguous arrays."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()[:12]

@@ -69,12 +69,12 @@ class Session:
         earlier = record.load(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
             _refuse_other_run(config, earlier)
-        source = data.load(config.dataset, config.data_dir, **config.load_options)
-        if models.tasks(config.model) == ("autoencoding",):
-            source = source.for_autoencoding()
-        if config.limit is not None:
-            source = source.limit(config.limit)
-        strategy = self._strategy(source)
+        if _asks_chief_for_words(config):
+            strategy = self._strategy(None)
+            source = self._load_with_words_of_chief(strategy)
+        else:
+            source = self._load()
+            strategy = self._strategy(source)
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(config.dtype_policy)
 
@@ -132,11 +132,32 @@ class Session:
         if self.record.world.rank == 0:
             self.folder.draw_curves(self.record)
 
-    def _strategy(self, source: Any) -> Any:
+    def _load(self, **options: Any) -> data.Source:
+        config = self.config
+        source = data.load(config.dataset, config.data_dir, **config.load_options, **options)
+        if models.tasks(config.model) == ("autoencoding",):
+            source = source.for_autoencoding()
+        return source if config.limit is None else source.limit(config.limit)
+
+    def _load_with_words_of_chief(self, strategy: Any) -> data.Source:
+        """The chief makes the vocabulary; the others are told it, keep it beside their run, and number words by it."""
+        source = self._load() if strategy.world.is_chief else None
+        of_chief = agreement.of_chief(strategy, {} if source is None else _vocabularies(source))
+        if source is not None:
+            return source
+        paths = {name: getattr(self.folder, name) for name in of_chief if data.knows(self.config.dataset, name)}
+        with _whole_run_folder(self.folder):
+            for name, path in paths.items():
+                text.write_vocabulary(path, of_chief[name])
+        return self._load(**{name: str(path) for name, path in paths.items()})
+
+    def _strategy(self, source: data.Source | None) -> Any:
+        """The strategy; how small a step is decides something for those of one process, which know their `source`."""
         config = self.config
         options: dict[str, Any] = {}
         if (
-            config.strategy in ("single", "custom")
+            source is not None
+            and config.strategy in ("single", "custom")
             and config.devices in (None, 1)
             and cost.step_is_small(config.model, source.spec, config.batch_size, _model_options(config))
         ):
@@ -198,19 +219,20 @@ class Session:
             startup_seconds=None if earlier is None else earlier.startup_seconds,
         )
 
-    def _keep_vocabularies(self, strategy: Any, source: Any) -> None:
-        """The chief writes the words by number beside the run; all processes, and a run that goes on, have the same."""
-        kept = {
-            self.folder.vocabulary: source.spec.vocabulary,
-            self.folder.target_vocabulary: source.spec.target_vocabulary,
-        }
-        agreement.require(strategy, {path.name: agreement.fingerprint(words) for path, words in kept.items() if words})
-        if not strategy.world.is_chief:
+    def _keep_vocabularies(self, strategy: Any, source: data.Source) -> None:
+        """The words by number are beside the run; all processes, and a run that goes on, have the same."""
+        found = _vocabularies(source)
+        if not found:
             return
-        for path, words in kept.items():
-            if words:
-                with _whole_run_folder(self.folder):
-                    text.keep_vocabulary(path, words)
+        if strategy.world.world_size > 1:
+            facts = {name: agreement.fingerprint(tokens) for name, tokens in found.items()}
+            splits = [split for split in data.SPLITS if source.spec.examples[split]]
+            facts |= {f"the words of `{split}`": _fingerprint_of_numbers(source, split) for split in splits}
+            agreement.require(strategy, facts)
+        if strategy.world.is_chief:
+            with _whole_run_folder(self.folder):
+                for name, tokens in found.items():
+                    text.keep_vocabulary(getattr(self.folder, name), tokens)
 
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config
@@ -305,6 +327,23 @@ class _Recorder(keras.callbacks.Callback):
             )
         self._session.folder.write(found)
         self._session.folder.write_history(found)
+
+
+def _asks_chief_for_words(config: TrainConfig) -> bool:
+    """Whether the dataset makes a vocabulary, and other processes shall have the same."""
+    several = config.strategy in OF_SEVERAL_PROCESSES
+    return several and data.knows(config.dataset, "vocabulary") and "vocabulary" not in config.load_options
+
+
+def _vocabularies(source: data.Source) -> dict[str, list[str]]:
+    """The words by number of those vocabularies that the dataset has."""
+    found = {name: list(getattr(source.spec, name)) for name in ("vocabulary", "target_vocabulary")}
+    return {name: tokens for name, tokens in found.items() if tokens}
+
+
+def _fingerprint_of_numbers(source: data.Source, split: str) -> str:
+    x, y = source.arrays(split)
+    return agreement.fingerprint_of_arrays([*(x.values() if isinstance(x, dict) else [x]), y])
 
 
 def _keeps_streams(config: TrainConfig) -> bool:

@@ -17,6 +17,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import inspect
 from os import PathLike
 from typing import Any
 
@@ -25,7 +26,7 @@ from tfdist.data.source import Source, check_labels
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 
-__all__ = ["SPLITS", "DataSpec", "Source", "check_labels", "load", "names"]
+__all__ = ["SPLITS", "DataSpec", "Source", "check_labels", "knows", "load", "names"]
 
 _SOURCES = "tfdist.data.sources"
 
@@ -33,6 +34,11 @@ _SOURCES = "tfdist.data.sources"
 def names() -> list[str]:
     """The names of the datasets that come with tfdist, sorted."""
     return plugins.names(_SOURCES)
+
+
+def knows(name: str, option: str) -> bool:
+    """Whether the dataset `name` has such an option."""
+    return option in inspect.signature(plugins.find(name, "dataset", _SOURCES, "load")).parameters
 
 
 def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any) -> Source:
