@@ -171,11 +171,11 @@ def test_without_staleness_it_equals_one_device(tmp_path):
 
 def test_without_staleness_it_equals_one_device_where_each_server_has_a_part_of_every_variable(tmp_path):
     tests = equality_cases("parameter_server", 1, SHARDED)
-    assert f"{len(tests)} passed" in run_together("parameter_server", 1, *tests, cwd=tmp_path, ps=2)
+    assert f"{len(tests)} passed" in run_together("parameter_server", 1, *tests, cwd=tmp_path, ps=3)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("workers", "ps"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("workers", "ps"), [(1, 2), (2, 1), (2, 2), (3, 3)])
 def test_every_case_of_equality_holds_without_staleness(tmp_path, workers, ps):
     equality = "tests/contract/test_equality.py"
     assert f"{len(CASES)} passed" in run_together("parameter_server", workers, equality, cwd=tmp_path, ps=ps)
