@@ -147,9 +147,9 @@ def by_part(optimizer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reduced_to(part: int) -> Iterator[None]:
-    """Meanwhile the optimizer finds in its slots those of one part."""
-    slots = _thread.slots or ()
+def _reduced_to(part: int, table: Table) -> Iterator[None]:
+    """Meanwhile the optimizer finds in the slots of `table` those of one part."""
+    slots = [slot for slot in _thread.slots or () if slot._value.shape == table.shape]
     wholes = [(slot, slot._value, slot._shape) for slot in slots]
     for slot in slots:
         slot._value = slot._value.variables[part]
@@ -195,7 +195,7 @@ def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None
         with tf.device(None):  # where the gradient is: a server gets the rows of its part alone
             pieces = [variable.split(argument) for argument in arguments]
         for number, part in enumerate(variable.variables):
-            with _reduced_to(number):
+            with _reduced_to(number, variable):
                 apply(part, function, [of_each[number] for of_each in pieces])
         return None
 

@@ -19,7 +19,7 @@ from tests.processes.jobs import (
     train,
     wait_for_epochs,
 )
-from tests.processes.test_contract import QUICK, equality_cases, run_together
+from tests.processes.test_contract import CALLBACKS, ORDER, QUICK, equality_cases, run_together
 from tfdist.errors import UsageError
 
 # What is done otherwise to a variable in parts; with several servers, the contract's variables all are.
@@ -171,14 +171,20 @@ def test_without_staleness_it_equals_one_device(tmp_path):
 
 def test_without_staleness_it_equals_one_device_where_each_server_has_a_part_of_every_variable(tmp_path):
     tests = equality_cases("parameter_server", 1, SHARDED)
-    assert f"{len(tests)} passed" in run_together("parameter_server", 1, *tests, cwd=tmp_path, ps=2)
+    assert f"{len(tests)} passed" in run_together("parameter_server", 1, *tests, cwd=tmp_path, ps=3)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("workers", "ps"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("workers", "ps"), [(1, 2), (2, 1), (2, 2), (3, 3)])
 def test_every_case_of_equality_holds_without_staleness(tmp_path, workers, ps):
     equality = "tests/contract/test_equality.py"
     assert f"{len(CASES)} passed" in run_together("parameter_server", workers, equality, cwd=tmp_path, ps=ps)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", [CALLBACKS, ORDER])
+def test_callbacks_and_order_are_those_of_one_device(tmp_path, part):
+    assert "passed" in run_together("parameter_server", 2, part, cwd=tmp_path, ps=2)
 
 
 def serving(*options, run_dir, **more):
