@@ -19,7 +19,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml scripts/make_env.sh
 
 # Without it the rest works, and its tests say why they are skipped.
 horovod: env
-	test -e $(VENV)/.horovod || scripts/install_horovod.sh $(VENV) || true
+	test $(VENV)/.horovod -nt scripts/install_horovod.sh || scripts/install_horovod.sh $(VENV) || true
 
 ifneq ($(filter horovod mpi_split,$(STRATEGY)),)
 train: horovod

@@ -27,6 +27,16 @@ install_packages() {
     > "$build/apt.log" 2>&1 || fail "apt-get failed: $(tail -1 "$build/apt.log")" "install ${packages[*]} by hand"
 }
 
+adapt() { # the source in the folder $1
+  # Its operations inside XLA's programs were written for an interface that TensorFlow 2.21 no longer has.
+  sed --in-place '/xla_mpi_ops.cc/d' "$1/horovod/tensorflow/CMakeLists.txt"
+  # Where HOROVOD_TIMELINE_EVERY_RANK is set, each rank writes the timeline that its own HOROVOD_TIMELINE names, and not
+  # the coordinator alone.
+  local block='/if (timeline_env) {/,/should_enable_timeline = true/'
+  local condition='is_coordinator || std::getenv("HOROVOD_TIMELINE_EVERY_RANK")'
+  sed --in-place "$block s/is_coordinator/$condition/" "$1/horovod/common/operations.cc"
+}
+
 build_wheel() { # into the folder $1
   echo "Building Horovod $horovod for TensorFlow $tensorflow (three minutes on four cores)"
   "$python" -m venv "$build/venv"
@@ -37,8 +47,7 @@ build_wheel() { # into the folder $1
   "$build/venv/bin/python" -m pip download --quiet --no-binary :all: --no-deps --no-build-isolation \
     --dest "$build" "horovod==$horovod"
   tar --extract --gzip --directory "$build" --file "$build/horovod-$horovod.tar.gz"
-  # Its operations inside XLA's programs were written for an interface that TensorFlow 2.21 no longer has.
-  sed --in-place '/xla_mpi_ops.cc/d' "$build/horovod-$horovod/horovod/tensorflow/CMakeLists.txt"
+  adapt "$build/horovod-$horovod"
   HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \
     "$build/venv/bin/python" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$build/wheel" \
     "$build/horovod-$horovod" > "$build/build.log" 2>&1 || {
@@ -66,7 +75,8 @@ tensorflow=$("$python" -c 'import importlib.metadata as m; print(m.version("tens
 version_of_python=$("$python" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")')
 mpi=$(mpirun --version | sed -n '1s/.* //p')
 wheels=${TFDIST_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/tfdist/wheels}
-wheels+=/horovod-$horovod-tensorflow-$tensorflow-python-$version_of_python-openmpi-$mpi${HOROVOD_GPU_OPERATIONS:+-$HOROVOD_GPU_OPERATIONS}
+wheels+=/horovod-$horovod-$(declare -f adapt | sha256sum | head -c 8)-tensorflow-$tensorflow-python-$version_of_python
+wheels+=-openmpi-$mpi${HOROVOD_GPU_OPERATIONS:+-$HOROVOD_GPU_OPERATIONS}
 compgen -G "$wheels/*.whl" > /dev/null || build_wheel "$wheels"
 "$python" -m pip install --quiet --no-deps --force-reinstall "$wheels"/*.whl
 check

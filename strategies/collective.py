@@ -141,12 +141,7 @@ class CommunicatingStrategy(base.Strategy):
     def set_up(self) -> None:
         self.world = World.detect(os.environ)
         self.communicator = self.connect()
-        if self.communicator.size != self.world.world_size:
-            raise UsageError(
-                f"{self.world.source} says that there are {self.world.world_size} processes, and "
-                f"{self.communicator.engine} finds {self.communicator.size}",
-                "start them with the `mpirun` of the MPI library that this program is linked with",
-            )
+        self.world.require_size(self.communicator.size, self.communicator.engine)
         agreement.require(self, {name: importlib.metadata.version(name) for name in distribute.PACKAGES} | self._card)
         self._lookout = None
         if self.world.world_size > 1:

@@ -8,16 +8,19 @@ Source: Sergeev and Del Balso, Horovod: fast and easy distributed deep learning 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import socket
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import psutil
 import tensorflow as tf
 
 from tfdist import ports, reduction, rendezvous
+from tfdist import timeline as timelines
 from tfdist.communicators import Communicator
 from tfdist.communicators import horovod as engine
 from tfdist.errors import UnknownNameError, UsageError
@@ -37,7 +40,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         buffer_bytes: gradients below this size travel together, in buffers of this size.
         dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
             for adaptive optimizers, see `tfdist.communicators.Communicator`.
-        timeline: a file for Horovod's timeline of this job, which rank 0 writes, with when each rank was ready.
+        timeline: a file for Horovod's timeline of this job, see `tfdist.timeline`.
         options: see `tfdist.strategies.collective.CommunicatingStrategy`.
     """
 
@@ -61,7 +64,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         super().__init__(**options)
 
     def connect(self) -> Communicator:
-        timeline = None if self._timeline is None else str(self._timeline)
+        timeline = None if self._timeline is None else Path(self._timeline).absolute()
         communicator = _join(self.world, self.timeout_seconds, self._start_timeout_seconds, timeline)
         communicator.dense_below_bytes = self._dense_below_bytes
         return communicator
@@ -75,12 +78,10 @@ class HorovodStrategy(collective.CommunicatingStrategy):
 
 
 @functools.cache
-def _join(world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: str | None) -> Communicator:
+def _join(world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: Path | None) -> Communicator:
     """Joins the job, which a process can do once."""
     engine.load()
     settings = _settings(timeout_seconds)
-    if timeline is not None:
-        settings["HOROVOD_TIMELINE"] = timeline
     if world.world_size == 1:
         settings |= _places(world)
     elif world.tasks:
@@ -91,7 +92,19 @@ def _join(world: World, timeout_seconds: float, start_timeout_seconds: float, ti
     # What the user has set holds.
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     _check_interface(os.environ.get("HOROVOD_GLOO_IFACE"))
-    return engine.HorovodCommunicator()
+    if timeline is not None:
+        # The second is known to a Horovod that scripts/install_horovod.sh has built; others write that of rank 0.
+        os.environ["HOROVOD_TIMELINE"] = str(timelines.begin(timeline, world.rank))
+        os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
+    communicator = engine.HorovodCommunicator()
+    if timeline is not None:
+        atexit.register(_end_timeline, communicator, timeline)
+    return communicator
+
+
+def _end_timeline(communicator: Communicator, timeline: Path) -> None:
+    communicator.close()  # which closes the file
+    timelines.end(timeline, communicator.rank, communicator.size)
 
 
 def _check_interface(name: str | None) -> None:

@@ -30,7 +30,8 @@ def test_a_host_file_that_is_not_there_is_named(tmp_path):
 
 def test_mpirun_gets_the_hosts_with_their_counts_and_the_ssh_options(tmp_path, monkeypatch):
     for program in ("mpirun", "ssh"):
-        (tmp_path / program).touch(mode=0o755)
+        (tmp_path / program).write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+        (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     argv = Job(("script.py",), workers=3, hosts=("a", "a", "b"), mpi=True, ssh_options=("-p", "2222")).argv()
     assert argv[:3] == ["mpirun", "-np", "3"]

@@ -87,7 +87,7 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
 @click.option("--staleness", type=int, metavar="S", help="bound on the updates between a step's reading and its own")
 @click.option("--shard-bytes", type=int, metavar="N", help="spread larger variables over the parameter servers")
 @click.option("--sync-every", metavar="epoch|N", help="average the weights of mpi_split after so many steps")
-@click.option("--timeline", type=click.Path(path_type=Path), help="write Horovod's timeline there")
+@click.option("--timeline", type=click.Path(path_type=Path), help="write the timeline of all ranks there, of horovod")
 @click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
 @click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
 @click.option("--ps", type=int, metavar="N", help="and so many parameter servers")

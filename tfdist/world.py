@@ -156,6 +156,18 @@ class World:
             return "{}"
         return json.dumps({"cluster": self.cluster(), "task": {"type": task.role, "index": task.index}})
 
+    def require_size(self, found: int, engine: str) -> None:
+        """Refuses a job that an engine sees otherwise than whoever started it: each process would train alone.
+
+        Raises:
+            UsageError: `engine` finds another number of processes.
+        """
+        if found != self.world_size:
+            raise UsageError(
+                f"{self.source} says that there are {self.world_size} processes, and {engine} finds {found}",
+                "start them with the `mpirun` of the MPI library that this program is linked with",
+            )
+
     def named(self, rank: int) -> str:
         """How messages name a rank, such as `worker 1 (10.0.0.2:2222)`."""
         return str(self.tasks[rank]) if self.tasks else f"rank {rank}"

@@ -173,14 +173,23 @@ class TestLaunchers:
         assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
     @THOROUGH
-    def test_the_timeline_says_when_each_rank_was_ready(self, tmp_path):
-        with train(
-            "--epochs", "1", "--timeline", tmp_path / "t.json", run_dir=tmp_path / "run", strategy="horovod"
-        ) as job:
-            code, _, err = job.end()
-        assert code == 0, err
-        names = (tmp_path / "t.json").read_text()
-        assert '"NEGOTIATE_ALLREDUCE"' in names and '"name": "0"' in names and '"name": "1"' in names
+    @ENGINES
+    def test_the_timelines_of_all_ranks_are_joined(self, tmp_path, engine, script):
+        options = json.dumps({"timeline": "t.json"})
+        done = run(sys.executable, "-m", "tfdist.launch", *engine, script, options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert sorted(path.name for path in tmp_path.glob("t.*")) == ["t.json", "t.rank-0.json", "t.rank-1.json"]
+        events = json.loads((tmp_path / "t.json").read_text())
+        tensors = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+        began = [
+            [(tensors[rank, e["tid"]], e["ts"]) for e in events if e.get("name") == "ALLREDUCE" and e["pid"] == rank]
+            for rank in range(2)
+        ]
+        assert len(began[0]) > 40 and abs(len(began[0]) - len(began[1])) <= 1  # one may be cut off at the end
+        for (tensor, here), (same, there) in zip(*began, strict=False):
+            assert tensor == same and abs(here - there) < 1e6
+        ready = {e["name"] for e in events if e["ph"] == "X"}
+        assert ready == {"0", "1"} and any(e.get("name") == "NEGOTIATE_ALLREDUCE" for e in events)
 
 
 class TestFaults:

@@ -38,6 +38,11 @@ class FarHosts(Hosts):
         for index, address in enumerate(ADDRESSES):
             self.ssh.serve(address, self.inside(index))
 
+    def inside(self, index):
+        # MPI names its shared memory after the host, and takes hosts of one name for one.
+        named = ("unshare", "--uts", "sh", "-c", f'hostname host-{index} && exec "$0" "$@"')
+        return (*super().inside(index), *named)
+
     def launch(self, *arguments, cwd, key="right", places=(1, 1)):
         hosts = ",".join(f"{address}:{count}" for address, count in zip(ADDRESSES, places, strict=True))
         options = ("--hosts", hosts, *self.ssh.options(key))

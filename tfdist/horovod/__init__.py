@@ -8,8 +8,8 @@
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
 `DistributedOptimizer`, `load_model`, `broadcast_variables`, the four collectives of values and the `callbacks` are made
-for Keras 3; all other names (`init`, `rank`, `local_rank`, `Average`, `Compression`, ...) are those of
-`horovod.tensorflow`, which is imported when one of them is first used.
+for Keras 3, and `init` refuses an `mpirun` of another MPI library; all other names (`rank`, `local_rank`, `Average`,
+`Compression`, ...) are those of `horovod.tensorflow`, which is imported when one of them is first used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tfdist.communicators import horovod as engine
 from tfdist.horovod import callbacks
 from tfdist.horovod.collectives import allgather, allreduce, broadcast, broadcast_variables, reducescatter
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
+from tfdist.world import World
 
 __all__ = [
     "DistributedOptimizer",
@@ -28,9 +29,23 @@ __all__ = [
     "broadcast",
     "broadcast_variables",
     "callbacks",
+    "init",
     "load_model",
     "reducescatter",
 ]
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """`horovod.tensorflow.init`: joins the job.
+
+    Raises:
+        UsageError: Horovod is not installed, or its MPI library is not that of the `mpirun` that started this process.
+    """
+    horovod = engine.load()
+    horovod.init(comm, process_sets)
+    # Gloo asks the same variables as `World`; of `comm`, some processes may be no part.
+    if comm is None and horovod.mpi_enabled():
+        World.detect().require_size(horovod.size(), "Horovod's MPI")
 
 
 def __getattr__(name: str) -> Any:

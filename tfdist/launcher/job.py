@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -116,14 +117,14 @@ class Job:
         """What the launcher starts for each role.
 
         Raises:
-            UsageError: `ssh` or `mpirun` is needed, and not installed.
+            UsageError: `ssh` or Open MPI's `mpirun` is needed, and not installed.
         """
         if self.hosts:
             _require("ssh", "install it as your system does it: on Debian and Ubuntu `apt-get install openssh-client`")
         program = [sys.executable, "-m", "tfdist.launcher.script", *self.command]
         if not self.mpi:
             return program
-        _require("mpirun", "install MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`")
+        _require_open_mpi()
         options = ["-np", str(self.workers), "--bind-to", "none", "--output-filename", str(self.log_dir.absolute())]
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
@@ -141,6 +142,16 @@ class Job:
 def _require(program: str, hint: str) -> None:
     if shutil.which(program) is None:
         raise UsageError(f"There is no `{program}` on the path", hint)
+
+
+def _require_open_mpi() -> None:
+    _require("mpirun", "install MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`")
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" not in said:
+        raise UsageError(
+            f"`{shutil.which('mpirun')}` says that it is `{said.strip().partition(chr(10))[0]}`, and not Open MPI's",
+            "put Open MPI's first on the path; on Debian and Ubuntu `update-alternatives --config mpirun` chooses",
+        )
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:

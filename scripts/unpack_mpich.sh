@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Unpacks MPICH's `mpiexec` of Debian or Ubuntu into a folder, for tests/processes/test_two_mpi.py: installed, it might
+# take the place of Open MPI's.
+# Usage: scripts/unpack_mpich.sh FOLDER; then LD_LIBRARY_PATH=FOLDER/usr/lib/ARCHITECTURE FOLDER/usr/bin/mpiexec.mpich
+set -euo pipefail
+mkdir -p "$1"
+cd "$1"
+command -v apt-get > /dev/null || {
+  echo "there is no apt-get here" >&2
+  exit 1
+}
+libraries=$(apt-cache depends mpich | sed -nE 's/^[ |]*Depends: (lib(slurm|hwloc).*)/\1/p')
+# shellcheck disable=SC2086
+apt-get download --quiet mpich $libraries
+for package in *.deb; do dpkg --extract "$package" .; done

@@ -1,0 +1,88 @@
+"""Horovod's timelines, of which each rank writes one, as one file that Chrome and Perfetto show side by side.
+
+    t.rank-0.json, t.rank-1.json, ...    each rank's own: a process for each tensor
+    t.json                               rank 0 joins them: a process for each rank, a thread for each tensor
+
+A rank's file has its name when it is complete, at the end of the program.
+
+Sources: horovod/common/timeline.cc of Horovod 0.28.1; Trace Event Format, the Chromium project.
+
+Synopsis:
+
+    >>> print(of_rank(Path("logs/t.json"), 1))
+    logs/t.rank-1.json
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfdist import files
+from tfdist.errors import UsageError
+
+# Rank 0 waits so long for files that others on its file system have begun.
+SECONDS_FOR_OTHERS = 20.0
+
+Event = dict[str, Any]
+
+
+def of_rank(path: Path, rank: int) -> Path:
+    """Where a rank's own timeline is, once it is complete."""
+    return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+
+
+def begin(path: Path, rank: int) -> Path:
+    """The file into which Horovod shall write this rank's timeline.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    own = of_rank(path, rank)
+    try:
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.unlink(missing_ok=True)  # of a run before
+        _unfinished(own).touch()
+    except OSError as error:
+        raise UsageError(
+            f"The timeline cannot be written to `{path}`: {error.strerror}", "choose another file for the timeline"
+        ) from error
+    return _unfinished(own)
+
+
+def end(path: Path, rank: int, world_size: int) -> None:
+    """Called by each rank when Horovod has closed its file; rank 0 joins those that are on its file system."""
+    own = of_rank(path, rank)
+    if _unfinished(own).stat().st_size:
+        _unfinished(own).replace(own)
+    else:
+        _unfinished(own).unlink()
+    if rank != 0:
+        return
+    everyones = [of_rank(path, other) for other in range(world_size)]
+    until = time.monotonic() + SECONDS_FOR_OTHERS
+    while any(_unfinished(file).exists() for file in everyones) and time.monotonic() < until:
+        time.sleep(0.05)
+    traces = {other: json.loads(file.read_text()) for other, file in enumerate(everyones) if file.exists()}
+    files.write_text(path, json.dumps(list(joined(traces)), separators=(",", ":")))
+
+
+def joined(traces: Mapping[int, list[Event]]) -> Iterator[Event]:
+    """The events of all ranks, in microseconds from the start of the first; hosts are taken to have the same time."""
+    starts = {rank: trace[0]["args"]["start_time_since_epoch_in_micros"] for rank, trace in traces.items()}
+    for rank, trace in traces.items():
+        yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+        for event in trace:
+            place = {"pid": rank, "tid": event.get("pid", 0)}
+            if event["ph"] != "M":
+                yield event | place | {"ts": event["ts"] + starts[rank] - min(starts.values())}
+            elif event["name"] == "process_name" and "name" in event["args"]:
+                yield event | place | {"name": "thread_name"}
+
+
+def _unfinished(file: Path) -> Path:
+    return file.with_name(f"{file.name}.part")
