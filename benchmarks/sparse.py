@@ -4,8 +4,9 @@ Three ways, each in a process of its own: tfdist's, whose gradient and update to
 Keras' own update of the same sparse gradient (`fused=False`), which computes with the whole table; and the dense way,
 the gradient as large as the table.
 
-Whatever the gradient, making the table takes three of its size for a moment: Keras' initializers do, and TensorFlow
-keeps what it once took. That is the peak of the sparse way; its steps take nothing more.
+The floor of the sparse way is the table and the optimizer's one slot, for each copy of the variables, and what
+TensorFlow takes for itself: nothing of the table's size is made beside them (see
+`keras_internals.fill_large_variables_in_place`, which both ways profit from). With Adam it is the table and two slots.
 
 Example: `python -m benchmarks.sparse --rows 1000000 --embedding 300`
 """
