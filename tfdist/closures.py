@@ -180,7 +180,10 @@ class ClosurePredictProgram(Program):
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
         work = list(self._sender.closures(state, first, count, 1))
-        outputs = run_all(self._strategy, self._function, work)
+        outputs = [
+            keras_internals.tree.map_structure(_as_tensor, output)
+            for output in run_all(self._strategy, self._function, work)
+        ]
         return Outcome(len(work), len(work) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, count: tf.Tensor) -> Any:
@@ -296,6 +299,10 @@ def _small_states(model: Any) -> list[Any]:
         if (variable._value.dtype.is_floating or variable._value.dtype.is_integer)
         and math.prod(variable.shape) * variable._value.dtype.size <= BYTES_OF_A_SMALL_STATE
     ]
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def _as_float(value: Any) -> tf.Tensor:

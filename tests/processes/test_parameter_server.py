@@ -57,6 +57,7 @@ print("EVALUATE", json.dumps(strategy.evaluate(model, x, numbers, batch_size=8, 
 print("LOCAL", float(np.mean((model(x).numpy()[:, 0] - numbers) ** 2)))
 predictions = strategy.predict(model, x, batch_size=50, verbose=0)
 print("PREDICT", float(np.abs(predictions - model(x).numpy()).max()), predictions.shape)
+print("BATCH", strategy.predict(model, x[:5], verbose=0).shape)
 data = tf.data.Dataset.from_tensor_slices((x[:100], numbers[:100])).batch(8)
 print("DATASET", strategy.fit(model, data, epochs=1, verbose=0).history["total"][0], int(model.optimizer.iterations))
 """
@@ -84,6 +85,7 @@ def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race
     assert evaluated["loss"] == pytest.approx(float(said["LOCAL"]), rel=1e-5)
     difference, shape = said["PREDICT"].split(" ", 1)
     assert float(difference) < 1e-4 and shape == "(643, 1)"
+    assert said["BATCH"] == "(5, 1)"
     assert said["DATASET"].split() == [str(float(sum(range(100)))), str(3 * 81 + 13)]
     assert all(
         0 <= mean <= largest for mean, largest in zip(history["staleness_mean"], history["staleness_max"], strict=True)
