@@ -137,13 +137,21 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         self.tf_strategy = _join(
             self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, card
         )
-        self.communicator = None
-        if self.world.world_size > 1 and self.devices == ["CPU:0"] and self._communication in (SOCKETS, "auto"):
-            self.communicator = _connected(
-                self.world, self.tf_strategy, self._timeout_seconds, self._communication == SOCKETS
-            )
+        self.communicator = self._connect()
         if self.communicator is not None:
             self.parallel_steps = 1  # sockets pair exchanges by their order
+
+    def _connect(self) -> SocketCommunicator | None:
+        required = self._communication == SOCKETS
+        if required and len(self.devices) > 1:
+            raise UsageError(
+                f"`communication` is `{SOCKETS}`, and this process has {len(self.devices)} devices",
+                "start a process for each device, or use `nccl`",
+            )
+        wanted = required or (self._communication == "auto" and self.devices == ["CPU:0"])
+        if self.world.world_size == 1 or not wanted:
+            return None
+        return _connected(self.world, self.tf_strategy, self._timeout_seconds, required)
 
     @property
     def serial(self) -> bool:
