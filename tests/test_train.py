@@ -230,16 +230,17 @@ def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step(tmp_path):
     assert record.load(tmp_path / "r").status == "failed"
 
 
-def test_an_interrupt_that_is_lost_on_its_way_still_ends_the_run(tmp_path):
-    """As one that arrives while an object is being deleted."""
-    script = """
+@pytest.mark.parametrize("then", ["pass", "raise RuntimeError('another process has gone')"])
+def test_an_interrupt_that_is_lost_on_its_way_still_ends_the_run(tmp_path, then):
+    """As one that arrives while an object is being deleted, or with the end of another process."""
+    script = f"""
 import os, signal, sys, keras
 class Deaf(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         try:
             os.kill(os.getpid(), signal.SIGINT)
         except KeyboardInterrupt:
-            pass
+            {then}
 from tfdist import session, train
 of_session = session.Session._callbacks
 session.Session._callbacks = lambda self, strategy: [Deaf(), *of_session(self, strategy)]

@@ -256,7 +256,7 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
 
         session = Session(config, folder, _command(), _process_start(), show)
         with console.noticed_interrupts(session.interrupt):
-            record = session.run()
+            record = _run(session)
     except TfdistError as error:
         _close(session, "failed", error.sentence)
         click.echo(f"error: {error}", file=terminal)
@@ -275,6 +275,15 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
     if not config.quiet:
         _print_table(record, folder)
     return 0
+
+
+def _run(session: Session) -> RunRecord:
+    try:
+        return session.run()
+    except Exception:
+        # Of processes that are interrupted together one may end first; that the others miss it is no failure.
+        session.raise_if_interrupted()
+        raise
 
 
 def _close(session: Session | None, status: Any, reason: str) -> None:
