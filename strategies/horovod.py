@@ -58,7 +58,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         if compression not in WIRE_DTYPES:
             raise UnknownNameError("compression", compression, WIRE_DTYPES)
         self.compression = compression
-        self.packing = reduction.Packing(buffer_bytes, buffer_bytes, WIRE_DTYPES[compression])
+        self.packing = reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
         self._dense_below_bytes = dense_below_bytes
         self._timeline = timeline
         super().__init__(**options)
@@ -72,7 +72,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
     def options(self) -> dict[str, Any]:
         return super().options() | {
             "compression": self.compression,
-            "buffer_bytes": self.packing.below_bytes,
+            "buffer_bytes": self.packing.buffer_bytes,
             "dense_below_bytes": self._dense_below_bytes,
         }
 

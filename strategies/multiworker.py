@@ -30,13 +30,10 @@ COMMUNICATIONS = {
     "ring": tf.distribute.experimental.CommunicationImplementation.RING,
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
 }
-
-
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16}
-
+BUFFER_BYTES = 1 << 20
 # A firewall may swallow the attempt; TensorFlow's ring is at hand.
 SECONDS_TO_CONNECT = 10.0
-BUFFER_BYTES = 1 << 20
 
 
 class WorkerReplica(distribute.MirroredReplica):
@@ -169,8 +166,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
         def on_replica() -> Any:
             if self.communicator is None:
-                return step(WorkerReplica(self.num_replicas, reduction.Packing(None, wire_dtype=wire_dtype)))
-            return step(ConnectedReplica(self.communicator, reduction.Packing(BUFFER_BYTES, BUFFER_BYTES, wire_dtype)))
+                return step(WorkerReplica(self.num_replicas, reduction.Packing(None, wire_dtype)))
+            return step(ConnectedReplica(self.communicator, reduction.Packing(BUFFER_BYTES, wire_dtype)))
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
@@ -192,7 +189,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             values = [tf.convert_to_tensor(variable._value) for variable in variables]
             mine = tf.constant(replica.index == 0)
             kept = [tf.where(mine, value, tf.zeros_like(value)) for value in map(_summable, values)]
-            shared = reduction.packed(replica.all_reduce, reduction.Packing(below_bytes=None))(kept)
+            shared = reduction.packed(replica.all_reduce, reduction.Packing(None))(kept)
             replica.write([(v, tf.cast(s, v._value.dtype)) for v, s in zip(variables, shared, strict=True)])
 
         if variables:

@@ -23,15 +23,14 @@ class Packing:
     """How tensors travel.
 
     Attributes:
-        below_bytes: dense tensors smaller than this are packed; `None` packs all of them. Between devices that share a
-            memory, copying a large tensor into a buffer and out again costs more than it saves.
-        buffer_bytes: how large a buffer becomes; `None` makes one of all. Buffers are filled from the last tensor to
-            the first, the order in which back-propagation ends, so that one is on its way while others are computed.
+        buffer_bytes: dense tensors smaller than this travel together, in buffers of at most this size; `None` makes one
+            buffer of all. Copying a large tensor into a buffer and out again costs more than it saves. Buffers are
+            filled from the last tensor to the first, the order in which back-propagation ends, so that one is on its
+            way while others are computed.
         wire_dtype: float32 gradients are sent in this type; `None` leaves them as they are.
     """
 
-    below_bytes: int | None = 1 << 16
-    buffer_bytes: int | None = None
+    buffer_bytes: int | None = 1 << 16
     wire_dtype: tf.DType | None = None
 
 
@@ -87,11 +86,11 @@ def _buffers(tensors: Sequence[Any], packing: Packing) -> list[list[int]]:
     filling: dict[Any, tuple[list[int], int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
-        size = _packed_bytes(tensor, packing.below_bytes)
-        members, filled = filling.get(tensor.dtype, ([], 0))
+        size = _packed_bytes(tensor, packing.buffer_bytes)
         if size is None:
             buffers.append([index])
             continue
+        members, filled = filling.get(tensor.dtype, ([], 0))
         if not members or (packing.buffer_bytes is not None and filled + size > packing.buffer_bytes):
             members, filled = [], 0
             buffers.append(members)
@@ -100,12 +99,12 @@ def _buffers(tensors: Sequence[Any], packing: Packing) -> list[list[int]]:
     return buffers
 
 
-def _packed_bytes(tensor: Any, below_bytes: int | None) -> int | None:
+def _packed_bytes(tensor: Any, buffer_bytes: int | None) -> int | None:
     """The size of a tensor that is packed; `None` for one that travels alone."""
     if isinstance(tensor, tf.IndexedSlices) or not tensor.shape.is_fully_defined():
         return None
     size = tensor.shape.num_elements() * tensor.dtype.size
-    return size if below_bytes is None or size < below_bytes else None
+    return size if buffer_bytes is None or size < buffer_bytes else None
 
 
 def _joined(tensors: list[Any]) -> Any:

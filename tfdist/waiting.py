@@ -19,8 +19,29 @@ from typing import Any
 
 import tensorflow as tf
 
-LOOKS = 20  # at least, before a collective has waited too long
+LOOKS = 20  # at least, before something has waited too long
 LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Patience:
+    """Counts looks in vain, and not the time: a process that was stopped itself has not waited meanwhile.
+
+    Args:
+        seconds: how long nothing may move.
+
+    Attributes:
+        between_looks_seconds: how long to wait for the next look.
+    """
+
+    def __init__(self, seconds: float):
+        self.between_looks_seconds = min(seconds / LOOKS, LONGEST_SECONDS_BETWEEN_LOOKS)
+        self._seconds = seconds
+        self._looks = 0
+
+    def ends(self, moved: bool) -> bool:
+        """Whether nothing has moved for too long, after one look more."""
+        self._looks = 0 if moved else self._looks + 1
+        return self._looks * self.between_looks_seconds >= self._seconds
 
 
 class Watch:
@@ -34,7 +55,6 @@ class Watch:
     def __init__(self, seconds: float, abort: Callable[[str], None]):
         self._seconds = seconds
         self._abort = abort
-        self._between_looks = min(seconds / LOOKS, LONGEST_SECONDS_BETWEEN_LOOKS)
         with tf.device("CPU:0"):
             self._begun = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._ended = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -67,12 +87,11 @@ class Watch:
             return variable.assign_add(1, read_value=False)
 
     def _look_on(self) -> None:
-        # Looks are counted, and not the time: a process that was stopped itself has not waited meanwhile.
-        before, looks = (0, 0), 0
-        while not self._closed.wait(self._between_looks):
+        patience, before = Patience(self._seconds), (0, 0)
+        while not self._closed.wait(patience.between_looks_seconds):
             now = int(self._ended.numpy()), int(self._begun.numpy())
-            looks = looks + 1 if now == before and now[0] < now[1] else 0
+            waits = now == before and now[0] < now[1]
             before = now
-            if looks * self._between_looks >= self._seconds:
+            if patience.ends(moved=not waits):
                 self._abort(f"a collective operation has waited {self._seconds:g} s for the other processes")
                 return

@@ -23,15 +23,6 @@ print(world.named(world.rank), len(os.sched_getaffinity(0)), sys.argv[1:])
 WAIT = "import time\nprint('here', flush=True)\ntime.sleep(100)\n"
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        (tmp_path / "script.py").write_text(text)
-        return "script.py"
-
-    return write
-
-
 def outputs(tmp_path):
     return {path.stem: path.read_text() for path in (tmp_path / "logs").glob("*/*.log")}
 

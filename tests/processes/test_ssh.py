@@ -67,15 +67,6 @@ def hosts(tmp_path):
         yield found
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        (tmp_path / "script.py").write_text(text)
-        return "script.py"
-
-    return write
-
-
 def output(tmp_path, name):
     """What one process has written so far."""
     return "".join(path.read_text() for path in tmp_path.glob(f"logs/*/{name}.log"))

@@ -24,6 +24,7 @@ from typing import NoReturn
 import numpy as np
 import tensorflow as tf
 
+from tfdist import waiting
 from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.world import World
@@ -33,8 +34,6 @@ SECRET_BYTES = 16
 # Before each exchange: which one it is, of how many bytes.
 HEADER = struct.Struct("<QQ")
 PIECE_BYTES = 1 << 20  # what was received is added while it is in the processor's cache
-LOOKS = 20  # at least, before a process has been silent for too long
-LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -62,7 +61,6 @@ class SocketCommunicator(ArrayCommunicator):
         self.rank, self.size = world.rank, world.world_size
         self.failure: ClusterError | None = None
         self._world = world
-        self._seconds_between_looks = min(timeout_seconds / LOOKS, LONGEST_SECONDS_BETWEEN_LOOKS)
         self._timeout_seconds = timeout_seconds
         self._exchanges = 0
         self._next, self._previous = _connect(world, exchange, connect_timeout_seconds)
@@ -145,7 +143,8 @@ class SocketCommunicator(ArrayCommunicator):
         `received(begin, end)` is called when the elements from `begin` to `end` are there.
         """
         outgoing, incoming = _bytes(out), _bytes(into)
-        sent = got = done = looks = 0
+        patience = waiting.Patience(self._timeout_seconds)
+        sent = got = done = 0
         while sent < len(outgoing) or got < len(incoming):
             try:
                 now_sent = self._send(outgoing[sent:])
@@ -156,13 +155,9 @@ class SocketCommunicator(ArrayCommunicator):
             if received is not None and got // into.itemsize > done:
                 received(done, got // into.itemsize)
                 done = got // into.itemsize
-            if now_sent or now_got:
-                looks = 0
-            elif not self._wait(sent < len(outgoing), got < len(incoming)):
-                # Looks are counted, and not the time: a process that was stopped itself has not waited meanwhile.
-                looks += 1
-                if looks * self._seconds_between_looks >= self._timeout_seconds:
-                    self._fail(self._lost())
+            moved = bool(now_sent or now_got) or self._look(sent < len(outgoing), got < len(incoming), patience)
+            if patience.ends(moved):
+                self._fail(self._lost())
 
     def _send(self, data: memoryview) -> int:
         with contextlib.suppress(BlockingIOError):
@@ -178,10 +173,10 @@ class SocketCommunicator(ArrayCommunicator):
                 return count
         return 0
 
-    def _wait(self, sending: bool, receiving: bool) -> bool:
-        """Whether anything moved before the next look."""
+    def _look(self, sending: bool, receiving: bool, patience: waiting.Patience) -> bool:
+        """Whether anything can be sent or received before the next look."""
         readers, writers = [self._previous] if receiving else [], [self._next] if sending else []
-        return any(select.select(readers, writers, [], self._seconds_between_looks))
+        return any(select.select(readers, writers, [], patience.between_looks_seconds))
 
     def _lost(self, reason: str = "") -> ClusterError:
         neighbours = sorted({(self.rank - 1) % self.size, (self.rank + 1) % self.size})

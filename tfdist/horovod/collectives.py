@@ -50,7 +50,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
             for index, tensor in enumerate(tensors)
         ]
 
-    sent = packed(send, Packing(below_bytes=None))([tf.convert_to_tensor(variable) for variable in plain])
+    sent = packed(send, Packing(None))([tf.convert_to_tensor(variable) for variable in plain])
     for variable, value in zip(plain, sent, strict=True):
         variable.assign(value)
 

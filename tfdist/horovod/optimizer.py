@@ -87,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     def all_reduce(tensors: list[Any]) -> list[Any]:
         return [send(tensor, f"{name}.{index}") for index, tensor in enumerate(tensors)]
 
-    pack_all = reduction.packed(all_reduce, reduction.Packing(below_bytes=None))
+    pack_all = reduction.packed(all_reduce, reduction.Packing(None))
     reduce = reduction.without_none(lambda gradients: pack_all(_dense(gradients) if sparse_as_dense else gradients))
     divisor = backward_passes_per_step if average_aggregated_gradients else 1
     add_up = _SeveralPasses(backward_passes_per_step, divisor) if backward_passes_per_step > 1 else None
