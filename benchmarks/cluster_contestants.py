@@ -46,7 +46,7 @@ class NoTurns:
 
 def single_core(job: Job, turns: Turns) -> None:
     """tfdist `single` on one core."""
-    os.sched_setaffinity(0, {0})
+    _pin(0)
     contestants._tfdist(job, turns, "single", threads=1)
 
 
@@ -221,7 +221,9 @@ def _follow(function: Callable[..., None], job: Job, environment: dict[str, str]
 
 
 def _pin(rank: int) -> int:
-    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    # From the last core on: on many machines the first one also serves the devices.
+    cores = os.cpu_count() or 1
+    os.sched_setaffinity(0, {cores - 1 - rank % cores})
     return rank
 
 

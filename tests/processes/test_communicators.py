@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.processes.jobs import require_horovod
+from tests.processes.jobs import ROOT, require_horovod
 from tests.processes.test_horovod import run
 
 require_horovod()
@@ -74,3 +74,31 @@ def test_all_operations_give_every_process_what_they_promise(tmp_path, engine, w
     done = run(sys.executable, "-m", "tfdist.launch", *options, "script.py", engine, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert done.stdout.count("ALL RIGHT") == workers
+
+
+# Asks Open MPI itself, by the tools' interface that MPI's standard describes.
+YIELDS = """
+import ctypes, sys
+if sys.argv[1] == "mpi4py":
+    from tfdist.communicators.mpi import MpiCommunicator as Communicator
+else:
+    from tfdist.communicators.horovod import HorovodCommunicator as Communicator
+Communicator()
+library = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "/libmpi.so" in line))
+index, count, handle, value = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_bool()
+assert library.MPI_T_init_thread(0, ctypes.byref(ctypes.c_int())) == 0
+assert library.MPI_T_cvar_get_index(b"mpi_yield_when_idle", ctypes.byref(index)) == 0
+assert library.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(handle), ctypes.byref(count)) == 0
+assert library.MPI_T_cvar_read(handle, ctypes.byref(value)) == 0
+print("yields:", value.value)
+"""
+
+
+@pytest.mark.parametrize("engine", ["MPI", "mpi4py"])
+@pytest.mark.parametrize(("said", "found"), [({}, True), ({"OMPI_MCA_mpi_yield_when_idle": "0"}, False)])
+def test_who_waits_in_mpi_gives_its_core_away_unless_the_user_says_otherwise(tmp_path, engine, said, found):
+    (tmp_path / "script.py").write_text(YIELDS)
+    command = ("mpirun", "--allow-run-as-root", "-np", "1", sys.executable, "script.py", engine)
+    done = run(*command, cwd=tmp_path, PYTHONPATH=str(ROOT), **said)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"yields: {found}" in done.stdout

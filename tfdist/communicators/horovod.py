@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.communicators import Communicator
+from tfdist.communicators import Communicator, mpi
 from tfdist.errors import ClusterError, UsageError
 
 INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
@@ -24,6 +24,7 @@ def load() -> Any:
     Raises:
         UsageError: Horovod is not installed, or was built for another TensorFlow.
     """
+    mpi.yield_when_idle()
     try:
         return importlib.import_module("horovod.tensorflow")
     except ModuleNotFoundError as error:

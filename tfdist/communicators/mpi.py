@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -14,12 +15,23 @@ from tfdist.errors import UsageError
 INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
 
 
+def yield_when_idle() -> None:
+    """Lets a process that waits in Open MPI give its core to a thread that computes; MPI must not have begun yet.
+
+    Otherwise it polls without a pause, and where a process has one core, or a few, what exchanges gradients takes the
+    time from what computes the next ones. Who has said something about it in the environment is obeyed.
+    Source: Open MPI's FAQ on running jobs, "Can I oversubscribe nodes (run more processes than processors)?"
+    """
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
 def load() -> Any:
     """The module `mpi4py.MPI`; importing it starts MPI.
 
     Raises:
         UsageError: mpi4py, or an MPI library, is not installed.
     """
+    yield_when_idle()
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
