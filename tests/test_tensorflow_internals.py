@@ -97,6 +97,25 @@ def test_a_graph_is_flat_when_nothing_in_it_but_a_loop_calls_a_function():
         assert tensorflow_internals.flat(graph) is expected, name
 
 
+def test_a_graph_is_light_without_convolutions_pooling_and_large_products_also_in_a_loop():
+    steps = {
+        "product": ([None, 784], lambda x: x @ tf.ones([784, 128]), True),
+        "large product": ([None, 784], lambda x: x @ tf.ones([784, 200]), False),
+        "many examples": ([300, 784], lambda x: (x + 1.0) @ tf.ones([784, 2]), False),
+        "large table": ([None], lambda x: tf.gather(tf.ones([1 << 20, 2]), tf.cast(x, tf.int32)), True),
+        "convolution": ([None, 8, 8, 1], lambda x: tf.nn.conv2d(x, tf.ones([3, 3, 1, 4]), 1, "SAME"), False),
+        "pooling": ([None, 8, 8, 1], lambda x: tf.nn.max_pool2d(x, 2, 2, "SAME"), False),
+    }
+    for name, (shape, step, expected) in steps.items():
+
+        def looped(x, step=step):
+            return tf.while_loop(lambda total: total < 5.0, lambda total: [total + tf.reduce_sum(step(x))], [0.0])
+
+        for function in (step, looped):
+            graph = tf.function(function, autograph=False).get_concrete_function(tf.TensorSpec(shape)).graph
+            assert tensorflow_internals.light(graph) is expected, name
+
+
 def test_a_trace_that_is_being_taken_is_known(tmp_path):
     assert not tensorflow_internals.profiling()
     tf.profiler.experimental.start(str(tmp_path))

@@ -240,23 +240,34 @@ class _Graph:
     """A `tf.function` of `function` that is called the way that is fastest for its graph."""
 
     def __init__(self, function: Callable[..., Any], strategy: Strategy):
-        # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
-        self._function = tf.function(functools.partial(function), autograph=False, reduce_retracing=True)
+        self._function = function
         self._strategy = strategy
-        self._serial: bool | None = None
+        self._compiled: Any = None
+        self._serial = False
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._serial is None:
-            self._serial = self._strategy.serial and self._is_flat(arguments)
+        if self._compiled is None:
+            self._compiled, self._serial = self._choose(arguments)
         # The operations of a serial call are in no trace, nor is its wait for input.
         serial = self._serial and not tensorflow_internals.profiling()
         with tensorflow_internals.serial_calls() if serial else contextlib.nullcontext():
-            return self._function(*arguments)
+            return self._compiled(*arguments)
 
-    def _is_flat(self, arguments: tuple[Any, ...]) -> bool:
-        # A graph that is traced for the usual executor cannot be run by the serial one; the reverse works.
-        with tensorflow_internals.serial_calls():
-            return tensorflow_internals.flat(self._function.get_concrete_function(*arguments).graph)
+    def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
+        """The `tf.function`, and whether its calls are serial."""
+        if self._strategy.serial:
+            # A graph that is traced for the usual executor cannot be run by the serial one; the reverse works, without
+            # what the usual one does to a graph.
+            serial = self._new()
+            with tensorflow_internals.serial_calls():
+                graph = serial.get_concrete_function(*arguments).graph
+            if tensorflow_internals.flat(graph) and tensorflow_internals.light(graph):
+                return serial, True
+        return self._new(), False
+
+    def _new(self) -> Any:
+        # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
+        return tf.function(functools.partial(self._function), autograph=False, reduce_retracing=True)
 
 
 def _exactly(replica: Replica, model: Any, step: Callable[[Any], Any], data: Any) -> tuple[Any, set[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -112,6 +113,32 @@ def flat(graph: tf.Graph) -> bool:
     inside = [node for function in definition.library.function for node in function.node_def]
     outside = [node for node in definition.node if node.op not in ("While", "StatelessWhile")]
     return not any(value.HasField("func") for node in inside + outside for value in node.attr.values())
+
+
+def light(graph: tf.Graph) -> bool:
+    """Whether `graph` has no work for oneDNN: convolutions, pooling, or products of matrices that no cache holds.
+
+    The serial executor uses TensorFlow's plain kernels, which take up to three times as long for those.
+    """
+    definition = graph.as_graph_def(add_shapes=True)
+    for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
+        elements = {node.name: _elements(node) for node in nodes}
+        for node in nodes:
+            operands = [elements.get(name.partition(":")[0], 0) for name in node.input]
+            if node.op.startswith(_CONVOLVING) or (node.op in _PRODUCTS and max(operands) > _CACHED_ELEMENTS):
+                return False
+    return True
+
+
+_CONVOLVING = ("Conv", "Depthwise", "MaxPool", "AvgPool")
+_PRODUCTS = ("MatMul", "BatchMatMulV2")
+_CACHED_ELEMENTS = 1 << 17
+
+
+def _elements(node: Any) -> int:
+    """Of a node's first output; what is not known of its shape counts as one."""
+    shapes = node.attr["_output_shapes"].list.shape
+    return math.prod(max(1, dimension.size) for dimension in shapes[0].dim) if shapes else 0
 
 
 def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds: float) -> None:
