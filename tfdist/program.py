@@ -197,7 +197,9 @@ class StepProgram(Program):
         return own_logs | {name: value for name, value in merged.items() if name in own_logs}
 
     def _metric_names(self) -> set[str]:
-        with self._strategy.scope():
+        # Of constants, since a step that reads the metrics' variables would add them up over all processes.
+        constants = [(v, tf.zeros(v.shape, v._value.dtype)) for v in self._model.metrics_variables]
+        with keras.StatelessScope(constants):
             return set(self._model.get_metrics_result())
 
     def _metrics(self) -> Logs:

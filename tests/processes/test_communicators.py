@@ -102,3 +102,35 @@ def test_who_waits_in_mpi_gives_its_core_away_unless_the_user_says_otherwise(tmp
     done = run(*command, cwd=tmp_path, PYTHONPATH=str(ROOT), **said)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"yields: {found}" in done.stdout
+
+
+STEPS = """
+import keras, numpy as np, tensorflow as tf
+from tensorflow.python.ops import collective_ops
+import tfdist
+
+inside, outside = [], []
+reduce = collective_ops.all_reduce_v2
+
+def noted(*arguments, **named):
+    graph = getattr(tf.compat.v1.get_default_graph(), "name", "")
+    (inside if "while_body" in graph else outside).append(graph)
+    return reduce(*arguments, **named)
+
+collective_ops.all_reduce_v2 = noted
+strategy = tfdist.strategy("multiworker", communication="sockets")
+before = strategy.communicator._exchanges
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"], jit_compile=False)
+history = strategy.fit(model, np.ones((40, 2), "f"), np.ones((40, 1), "f"), batch_size=4, verbose=0).history
+print("mae", "mae" in history, "steps", len(outside) > 0, len(inside), strategy.communicator._exchanges - before)
+"""
+
+
+def test_a_step_by_sockets_is_one_exchange_and_metrics_are_added_up_between_calls(tmp_path):
+    (tmp_path / "script.py").write_text(STEPS)
+    done = run(sys.executable, "-m", "tfdist.launch", "--verbose", "--workers", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    # Two more share the variables of the model and of the optimizer at the beginning.
+    assert done.stdout.count("mae True steps True 0 12") == 2, done.stdout[-3000:]
