@@ -162,17 +162,19 @@ class TestMpirun:
         assert hosts.is_empty()
 
     @THOROUGH
+    @pytest.mark.parametrize("places", [(1, 1), (2, 1)], ids=str)
     @pytest.mark.parametrize("strategy", ["horovod", "mpi_split"])
-    def test_two_hosts_train_together(self, hosts, tmp_path, strategy):
+    def test_two_hosts_train_together(self, hosts, tmp_path, strategy, places):
         if strategy == "horovod":
             pytest.importorskip("horovod", reason="Horovod is not installed: run `make horovod`")
         options = ("--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--epochs", "1")
         options += ("--timeout-seconds", "100", "--run-dir", tmp_path / "run")
-        with hosts.launch("--mpi", "-m", "tfdist.train", *options, cwd=tmp_path) as job:
+        workers = ("--workers", str(sum(places)))
+        with hosts.launch("--mpi", *workers, "-m", "tfdist.train", *options, cwd=tmp_path, places=places) as job:
             code, _, err = job.end()
         assert code == 0, err
         world = record(tmp_path / "run")["world"]
-        assert (world["world_size"], world["local_world_size"]) == (2, 1)
+        assert (world["world_size"], world["local_world_size"]) == (sum(places), places[0])
 
     @THOROUGH
     @pytest.mark.parametrize("end", ["its process is killed", "Ctrl-C"])
