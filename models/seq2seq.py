@@ -44,12 +44,16 @@ def build(
     size, half = _fit.scaled(embedding, width), _fit.scaled(units, width / 2)
     source = keras.Input((None,), dtype="int32", name="source")
     target = keras.Input((None,), dtype="int32", name="target")
-    words = layers.Embedding(spec.vocabulary_size, size, mask_zero=True, name="source_words")(source)
+    # Keras begins with values twenty times as small, from which attention finds nothing for thousands of steps.
+    vectors = keras.initializers.RandomNormal(stddev=1.0)
+    words = layers.Embedding(
+        spec.vocabulary_size, size, embeddings_initializer=vectors, mask_zero=True, name="source_words"
+    )(source)
     gru = layers.GRU(half, return_sequences=True, return_state=True)
     states, *last = layers.Bidirectional(gru, name="encoder")(layers.Dropout(dropout)(words))
     state = layers.Concatenate(name="last_state")(last)
 
-    words = layers.Embedding(spec.classes, size, name="target_words")(target)
+    words = layers.Embedding(spec.classes, size, embeddings_initializer=vectors.clone(), name="target_words")(target)
     decoder = layers.GRU(2 * half, return_sequences=True, return_state=True, name="decoder")
     decoded, _ = decoder(layers.Dropout(dropout)(words), initial_state=state)
     context = layers.Attention(use_scale=True, name="attention")([decoded, states])
