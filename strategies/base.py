@@ -38,9 +38,11 @@ class Replica:
         count: the number of replicas in the step.
         share: float64 scalar, the part of the global batch's examples that this replica has; set by the loop.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
+        makes_variables: a step can make those of an optimizer that has none yet.
     """
 
     alone: ClassVar[bool] = True
+    makes_variables: ClassVar[bool] = True
     packing: reduction.Packing = reduction.Packing()
 
     def __init__(self, index: int = 0, count: int = 1):
@@ -56,9 +58,8 @@ class Replica:
         """The examples of `structure` of all replicas of the job, in their order, on every replica."""
         return structure
 
-    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Reduces `gradients`, weighed by the shares, and has `apply(reduced)` update each copy of `variables` once."""
-        del variables
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
+        """Reduces `gradients`, weighed by the shares, and has `apply(reduced)` update each copy of variables once."""
         self.once_a_copy(apply, reduction.reduce_gradients(gradients, self.share, self.all_reduce, self.packing))
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:

@@ -34,13 +34,13 @@ class ServedReplica(base.Replica):
     """A worker's step on a whole batch; others update the same variables meanwhile."""
 
     alone = False
+    makes_variables = False  # they are the coordinator's to make
 
     def __init__(self) -> None:
         super().__init__()
         self._home: str | None = None  # the server that counts the steps
 
-    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        del variables
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
         # What an update needs beside the gradients comes from the servers, and need not travel to the worker and back.
         with tf.device(self._home):
             self.once_a_copy(apply, list(gradients))

@@ -17,7 +17,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import keras
 import numpy as np
@@ -63,13 +63,14 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 class Replica(Protocol):
     """What Keras' code must know while it traces the step of one replica among several."""
 
+    makes_variables: ClassVar[bool]  # those of an optimizer, in a step
     share: tf.Tensor  # float64 scalar: examples of this replica / examples of the global batch
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The sums of `tensors` over the replicas."""
         ...
 
-    def apply(self, apply: Callable[..., Any], gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def apply(self, apply: Callable[..., Any], gradients: Sequence[Any]) -> None:
         """Reduces this replica's `gradients`, then lets `apply(gradients)` update the variables."""
         ...
 
@@ -312,8 +313,6 @@ def _optimizer_apply(
     grads: Any,
     trainable_variables: Any = None,
 ) -> Any:
-    variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-
     def apply(gradients: Sequence[Any]) -> None:
         with on_replica(None), _outside_of_stateless_scope(), _applying_reduced_gradients():
             original(optimizer, gradients, trainable_variables)
@@ -323,7 +322,12 @@ def _optimizer_apply(
             f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
             "leave out the one or the other",
         )
-    replica.apply(apply, list(grads), list(variables))
+    if not (optimizer.built or replica.makes_variables):
+        raise UsageError(
+            f"The optimizer `{optimizer.name}` has no variables yet, and a worker's step cannot make them",
+            "call `optimizer.build(variables)` inside `with strategy.scope():`, with the variables that it will update",
+        )
+    replica.apply(apply, list(grads))
 
 
 @contextlib.contextmanager

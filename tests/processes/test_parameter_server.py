@@ -166,6 +166,51 @@ def test_the_rows_of_a_large_table_lie_on_all_servers_and_only_those_that_are_ne
     assert all(float(said[what]) < 5e-5 for what in ("WEIGHTS", "LOADED", "SLOTS", "PREDICT"))
 
 
+OWN_OPTIMIZER = """
+import sys
+import keras, numpy as np, tensorflow as tf
+import tfdist
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = tf.reduce_mean(tf.square(y - self.inner(x)))
+        self.own.apply(tape.gradient(error, self.inner.trainable_variables), self.inner.trainable_variables)
+        return {"error": error}
+
+strategy = tfdist.strategy("parameter_server", staleness=0)
+with strategy.scope():
+    model = Own()
+    model.compile(jit_compile=False)
+    model.own = keras.optimizers.Adam(0.1)
+    if "built" in sys.argv:
+        model.own.build(model.inner.trainable_variables)
+x = np.random.default_rng(0).random((64, 2), "f")
+try:
+    errors = strategy.fit(model, x, x.sum(1, keepdims=True), batch_size=8, epochs=9, verbose=0).history["error"]
+    print("FELL", errors[-1] < errors[0] / 4)
+except tfdist.errors.UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [("built", ["FELL True"]), ("unbuilt", ["optimizer `adam` has no variables yet", "`optimizer.build(variables)`"])],
+)
+def test_an_optimizer_that_compile_does_not_know_is_built_by_its_owner(tmp_path, made, shown):
+    (tmp_path / "script.py").write_text(OWN_OPTIMIZER)
+    with RunningJob("--workers", "1", "--ps", "1", "script.py", made, cwd=tmp_path) as job:
+        code, out, err = job.end()
+    assert code == 0, err
+    assert all(words in out for words in shown), out + err
+
+
 def test_without_staleness_it_equals_one_device(tmp_path):
     tests = equality_cases("parameter_server", 2, QUICK)
     assert f"{len(tests)} passed" in run_together("parameter_server", 2, *tests, cwd=tmp_path, ps=1)
