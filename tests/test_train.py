@@ -51,6 +51,21 @@ def test_help_names_every_strategy_model_and_dataset_within_a_second(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("strategy", "package", "said"),
+    [("horovod", "horovod", "Horovod is not installed"), ("mpi_split", "mpi4py", "mpi4py is not installed")],
+)
+def test_a_missing_package_is_told_once_before_processes_are_started(tmp_path, strategy, package, said):
+    code = f"import sys; sys.modules[{package!r}] = None; from tfdist.train import main; main()"
+    options = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--workers", "2", "--run-dir", "run"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count(said) == 1 and "hint: " in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_options_are_checked_without_importing_tensorflow():
     code = (
         "import sys; from tfdist import train; "

@@ -8,6 +8,7 @@ This module alone knows every room. Nothing slow is imported until the options h
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from tfdist.session import Session
 
 EXIT_UNEXPECTED = 1
+# The strategies that need a package of their own, and the communicator that says how to install it.
+ENGINES = {"horovod": ("horovod", "horovod"), "mpi_split": ("mpi4py", "mpi")}
 
 
 def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
@@ -223,6 +226,7 @@ def _launch(
     from tfdist.launcher import elastic
     from tfdist.launcher import run as launcher
 
+    _require_engine(config.strategy)
     members = wishes.members(hostfile) if wishes.elastic else None
 
     name = job.new_name()
@@ -245,6 +249,13 @@ def _launch(
     if fetched.returncode:
         return fetched.returncode
     return launcher.run(wanted) if members is None else elastic.run(wanted, members)
+
+
+def _require_engine(strategy: str) -> None:
+    """Says that a package is missing before processes are started that would each say so."""
+    package, communicator = ENGINES.get(strategy, (None, None))
+    if package is not None and importlib.util.find_spec(package) is None:
+        importlib.import_module(f"tfdist.communicators.{communicator}").load()
 
 
 def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], terminal: TextIO) -> int:
