@@ -306,6 +306,14 @@ def _global_sums(replica: Replica, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     return sums(*tensors)
 
 
+class Unbuilt(Exception):  # noqa: N818 - not an error
+    """Raised while tracing: a step that cannot make variables has come to an optimizer that has none yet."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]):
+        super().__init__()
+        self.optimizer, self.variables = optimizer, list(variables)
+
+
 def _optimizer_apply(
     replica: Replica,
     original: Callable[..., Any],
@@ -322,11 +330,8 @@ def _optimizer_apply(
             f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
             "leave out the one or the other",
         )
-    if not (optimizer.built or replica.makes_variables):
-        raise UsageError(
-            f"The optimizer `{optimizer.name}` has no variables yet, and a worker's step cannot make them",
-            "call `optimizer.build(variables)` inside `with strategy.scope():`, with the variables that it will update",
-        )
+    if not (optimizer.built or replica.makes_variables) and tf.inside_function():
+        raise Unbuilt(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     replica.apply(apply, list(grads))
 
 

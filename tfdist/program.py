@@ -90,13 +90,16 @@ class StepProgram(Program):
         return Outcome(int(steps), not bool(more), logs if int(steps) else {})
 
     def _traced(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, with graphs that carry the step's own logs where tracing shows that it has some."""
-        try:
-            return call()
-        except OwnLogs as found:
-            self._own_logs = found.spec
+        """What `call` returns, with graphs made anew where tracing shows logs of the step's own, or a new optimizer."""
+        while True:
+            try:
+                return call()
+            except OwnLogs as found:
+                self._own_logs = found.spec
+            except keras_internals.Unbuilt as found:
+                with self._strategy.scope():
+                    found.optimizer.build(found.variables)
             self._one_step, self._many_steps = self._make_functions()
-            return call()
 
     def _function(self, count: int) -> Callable[..., Any]:
         # TensorFlow's profiler loses the markers of steps that run inside a graph's loop. Otherwise one graph runs all

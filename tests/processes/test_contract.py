@@ -52,7 +52,8 @@ def equality_cases(strategy, workers, names):
 
 
 def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
-    tests = equality_cases("multiworker", 2, QUICK)
+    own = "test_a_model_that_is_never_called_trains_with_optimizers_of_its_own"
+    tests = [*equality_cases("multiworker", 2, QUICK), f"{CALL}::{own}[multiworker-2]"]
     assert f"{len(tests)} passed" in run_together("multiworker", 2, *tests, cwd=tmp_path)
 
 

@@ -167,7 +167,6 @@ def test_the_rows_of_a_large_table_lie_on_all_servers_and_only_those_that_are_ne
 
 
 OWN_OPTIMIZER = """
-import sys
 import keras, numpy as np, tensorflow as tf
 import tfdist
 
@@ -188,27 +187,18 @@ with strategy.scope():
     model = Own()
     model.compile(jit_compile=False)
     model.own = keras.optimizers.Adam(0.1)
-    if "built" in sys.argv:
-        model.own.build(model.inner.trainable_variables)
 x = np.random.default_rng(0).random((64, 2), "f")
-try:
-    errors = strategy.fit(model, x, x.sum(1, keepdims=True), batch_size=8, epochs=9, verbose=0).history["error"]
-    print("FELL", errors[-1] < errors[0] / 4)
-except tfdist.errors.UsageError as error:
-    print(error)
+errors = strategy.fit(model, x, x.sum(1, keepdims=True), batch_size=8, epochs=9, verbose=0).history["error"]
+print("FELL", errors[-1] < errors[0] / 4)
 """
 
 
-@pytest.mark.parametrize(
-    ("made", "shown"),
-    [("built", ["FELL True"]), ("unbuilt", ["optimizer `adam` has no variables yet", "`optimizer.build(variables)`"])],
-)
-def test_an_optimizer_that_compile_does_not_know_is_built_by_its_owner(tmp_path, made, shown):
+def test_an_optimizer_that_compile_does_not_know_gets_its_variables(tmp_path):
     (tmp_path / "script.py").write_text(OWN_OPTIMIZER)
-    with RunningJob("--workers", "1", "--ps", "1", "script.py", made, cwd=tmp_path) as job:
+    with RunningJob("--workers", "1", "--ps", "1", "script.py", cwd=tmp_path) as job:
         code, out, err = job.end()
     assert code == 0, err
-    assert all(words in out for words in shown), out + err
+    assert "FELL True" in out, out + err
 
 
 def test_without_staleness_it_equals_one_device(tmp_path):
