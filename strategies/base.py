@@ -38,11 +38,9 @@ class Replica:
         count: the number of replicas in the step.
         share: float64 scalar, the part of the global batch's examples that this replica has; set by the loop.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
-        makes_variables: a step can make those of an optimizer that has none yet.
     """
 
     alone: ClassVar[bool] = True
-    makes_variables: ClassVar[bool] = True
     packing: reduction.Packing = reduction.Packing()
 
     def __init__(self, index: int = 0, count: int = 1):

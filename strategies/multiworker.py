@@ -39,8 +39,6 @@ SECONDS_TO_CONNECT = 10.0
 class WorkerReplica(distribute.MirroredReplica):
     """A replica that meets those of other processes by TensorFlow's collective operations."""
 
-    makes_variables = False  # the processes share their first values outside of steps
-
     def __init__(self, count: int, packing: reduction.Packing):
         super().__init__(base.current_index(), count)
         self.packing = packing
@@ -63,8 +61,6 @@ class WorkerReplica(distribute.MirroredReplica):
 
 class ConnectedReplica(collective.CollectiveReplica, distribute.MirroredReplica):
     """A replica that meets those of other processes by sockets."""
-
-    makes_variables = False
 
 
 class MultiWorkerStrategy(distribute.DistributeStrategy):

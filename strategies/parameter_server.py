@@ -34,7 +34,6 @@ class ServedReplica(base.Replica):
     """A worker's step on a whole batch; others update the same variables meanwhile."""
 
     alone = False
-    makes_variables = False  # they are the coordinator's to make
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -63,7 +63,6 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 class Replica(Protocol):
     """What Keras' code must know while it traces the step of one replica among several."""
 
-    makes_variables: ClassVar[bool]  # those of an optimizer, in a step
     share: tf.Tensor  # float64 scalar: examples of this replica / examples of the global batch
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -307,7 +306,7 @@ def _global_sums(replica: Replica, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Unbuilt(Exception):  # noqa: N818 - not an error
-    """Raised while tracing: a step that cannot make variables has come to an optimizer that has none yet."""
+    """Raised while tracing a step of several replicas: its optimizer has no variables yet, and gets them outside."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]):
         super().__init__()
@@ -330,7 +329,7 @@ def _optimizer_apply(
             f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
             "leave out the one or the other",
         )
-    if not (optimizer.built or replica.makes_variables) and tf.inside_function():
+    if not optimizer.built and tf.inside_function():
         raise Unbuilt(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     replica.apply(apply, list(grads))
 
