@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,9 @@ from tfdist.errors import TfdistError
 
 # Where messages for the user go; the last one holds.
 _terminal: list[TextIO] = [sys.stderr]
+# What closes the run, were this process to end from within.
+_closers: list[Callable[[TfdistError], None]] = []
+SECONDS_TO_CLOSE = 3.0
 
 
 @contextlib.contextmanager
@@ -61,11 +65,25 @@ def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def closed_by(close: Callable[[TfdistError], None]) -> Iterator[None]:
+    """Has `end_process` call `close` with its error."""
+    _closers.append(close)
+    try:
+        yield
+    finally:
+        _closers.remove(close)
+
+
 def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
     """Shows `error` and ends this process at once, from any thread, where native code cannot be made to return.
 
-    `before` is called with the exit code in between. No file is closed and no handler runs.
+    The run is closed, if that takes no longer than a few seconds, and no handler runs. `before` is called with the exit
+    code at the end.
     """
     print(f"error: {error}", file=_terminal[-1], flush=True)
+    closing = threading.Thread(target=lambda: [close(error) for close in _closers], daemon=True)
+    closing.start()
+    closing.join(SECONDS_TO_CLOSE)
     before(error.exit_code)
     os._exit(error.exit_code)

@@ -8,6 +8,7 @@ This module alone knows every room. Nothing slow is imported until the options h
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import subprocess
@@ -266,10 +267,10 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         from tfdist.session import Session
 
         session = Session(config, folder, _command(), _process_start(), show)
-        with console.noticed_interrupts(session.interrupt):
+        with console.noticed_interrupts(session.interrupt), console.closed_by(functools.partial(_fail, session)):
             record = _run(session)
     except TfdistError as error:
-        _close(session, "failed", error.sentence)
+        _fail(session, error)
         click.echo(f"error: {error}", file=terminal)
         return error.exit_code
     except KeyboardInterrupt:
@@ -295,6 +296,10 @@ def _run(session: Session) -> RunRecord:
         # Of processes that are interrupted together one may end first; that the others miss it is no failure.
         session.raise_if_interrupted()
         raise
+
+
+def _fail(session: Session | None, error: TfdistError) -> None:
+    _close(session, "failed", error.sentence)
 
 
 def _close(session: Session | None, status: Any, reason: str) -> None:

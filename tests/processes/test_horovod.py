@@ -15,7 +15,6 @@ from tests.processes.test_contract import (
     CALLBACKS,
     EQUALITY,
     ORDER,
-    QUICK,
     QUICK_CALLBACKS,
     equality_cases,
     run_together,
@@ -86,6 +85,15 @@ def long_training(engine, run_dir):
     )
 
 
+# What is sent otherwise; the rest is as under `multiworker`.
+OF_THE_ENGINE = [
+    "remainder 1",
+    "mixed float16, inf on one replica",
+    "mask, loss sum",
+    "synchronized batch norm",
+    "sparse gradients, adam",
+    "auc",
+]
 THOROUGH = pytest.mark.thorough
 # What the other engine shows in part.
 RATHER_MPI = pytest.mark.parametrize("engine", [pytest.param(GLOO, marks=THOROUGH), MPI], ids=["Gloo", "MPI"])
@@ -95,9 +103,10 @@ RATHER_GLOO = pytest.mark.parametrize("engine", [GLOO, pytest.param(MPI, marks=T
 class TestContract:
     @RATHER_MPI
     def test_two_processes_keep_the_promises_that_need_most_of_them(self, tmp_path, engine):
-        tests = equality_cases("horovod", 2, QUICK)
+        tests = equality_cases("horovod", 2, OF_THE_ENGINE)
         assert f"{len(tests)} passed" in run_together("horovod", 2, *tests, cwd=tmp_path, options=engine)
 
+    @THOROUGH  # as those of `multiworker`, which has the same loop
     def test_two_processes_have_the_callbacks_of_one_device(self, tmp_path):
         assert "passed" in run_together("horovod", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
 
@@ -215,7 +224,10 @@ class TestFaults:
             assert time.monotonic() - began < 30
             assert job.left() == []
         assert code == 3
-        assert f"Gone, or silent for 8 s: {'rank 1' if engine == MPI else 'worker 1'}" in out + err
+        reason = f"Gone, or silent for 8 s: {'rank 1' if engine == MPI else 'worker 1'}"
+        assert reason in out + err
+        assert record(tmp_path / "run")["status"] == "failed"
+        assert reason in record(tmp_path / "run")["reason"]
 
     @RATHER_MPI
     def test_all_end_when_a_rank_raises_and_it_is_named(self, tmp_path, engine, script):
