@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves to `make test-all` what no other number of replicas can change: which formula an optimizer has.
+    """Leaves to `make test-all` the numbers of replicas that a case of equality does not depend on.
 
     And puts side by side what is compared with the same training of stock Keras, which a process does once.
     """
@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places[_reference(item)])
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if parameters.get("name") in cases.FORMULAS and parameters["contestant"] in OTHER_NUMBERS:
+        depends = parameters.get("name") not in cases.CASES or parameters["name"] in cases.OF_THE_NUMBER
+        if parameters.get("contestant") in OTHER_NUMBERS and not depends:
             item.add_marker(pytest.mark.thorough)
 
 

@@ -95,7 +95,10 @@ print("yields:", value.value)
 
 
 @pytest.mark.parametrize("engine", ["MPI", "mpi4py"])
-@pytest.mark.parametrize(("said", "found"), [({}, True), ({"OMPI_MCA_mpi_yield_when_idle": "0"}, False)])
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [({}, True), pytest.param({"OMPI_MCA_mpi_yield_when_idle": "0"}, False, marks=pytest.mark.thorough)],
+)
 def test_who_waits_in_mpi_gives_its_core_away_unless_the_user_says_otherwise(tmp_path, engine, said, found):
     (tmp_path / "script.py").write_text(YIELDS)
     command = ("mpirun", "--allow-run-as-root", "-np", "1", sys.executable, "script.py", engine)

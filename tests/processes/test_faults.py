@@ -113,8 +113,8 @@ def test_a_worker_that_never_starts_is_named(tmp_path):
     ("chief", "other", "shown"),
     [
         (("--batch-size", "64"), ("--batch-size", "32"), ("--batch-size", "64", "32")),
-        (("--model", "mlp"), ("--model", "cnn"), ("--model", "mlp", "cnn")),
-        (("--limit", "100"), ("--limit", "200"), ("--limit", "100", "200")),
+        pytest.param(("--model", "mlp"), ("--model", "cnn"), ("--model", "mlp", "cnn"), marks=pytest.mark.thorough),
+        pytest.param(("--limit", "100"), ("--limit", "200"), ("--limit", "100", "200"), marks=pytest.mark.thorough),
     ],
 )
 def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, other, shown):
@@ -130,7 +130,7 @@ def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, o
     ("what", "shown"),
     [
         ("model", ["disagree on the model", "[4,3]", "[4,4]"]),
-        ("activation", ["disagree on `the layers`", "worker 0", "worker 1"]),
+        pytest.param("activation", ["disagree on `the layers`", "worker 0", "worker 1"], marks=pytest.mark.thorough),
         ("data", ["disagree on", "10", "11", "worker 1"]),
     ],
 )

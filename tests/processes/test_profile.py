@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.processes.jobs import train
 from tests.test_profiler import serving
 
@@ -24,6 +26,7 @@ def test_all_ranks_are_hosts_of_one_run(tmp_path):
         assert [row["c"][0]["v"] for row in steps["rows"]] == ["train 5", "train 6", "train 7"]
 
 
+@pytest.mark.thorough
 def test_the_servers_of_a_chief_are_hosts_of_its_run(tmp_path):
     run_dir = tmp_path / "run"
     options = ("--epochs", "1", "--limit", "640", "--ps", "1", "--profile", "5:8")

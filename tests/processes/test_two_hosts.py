@@ -84,7 +84,9 @@ def weights_on_one_host(tmp_path_factory):
     return weights(run_dir)
 
 
-@pytest.mark.parametrize("slowed", [False, True], ids=["free link", "link of 1 Gbit/s"])
+@pytest.mark.parametrize(
+    "slowed", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["free link", "link of 1 Gbit/s"]
+)
 def test_a_job_across_two_hosts_equals_one_on_one_host(hosts, tmp_path, weights_on_one_host, slowed):
     if slowed:
         hosts.slow_down()
@@ -97,6 +99,7 @@ def test_a_job_across_two_hosts_equals_one_on_one_host(hosts, tmp_path, weights_
         np.testing.assert_allclose(found, wanted, rtol=5e-5, atol=5e-5)
 
 
+@pytest.mark.thorough
 def test_a_job_outlives_a_link_that_is_cut_for_a_while(hosts, tmp_path):
     """A cut of 5 s, shorter than the timeout: TCP sends again what was lost, and the job goes on to its end."""
     epochs = 12
@@ -131,6 +134,7 @@ def test_both_name_the_other_when_the_link_is_cut_for_good(hosts, tmp_path):
 class TestParameterServer:
     """A chief, a worker and the server on one host, another worker on the other."""
 
+    @pytest.mark.thorough
     def test_a_job_across_two_hosts_trains(self, hosts, tmp_path):
         hosts.slow_down()
         processes = hosts.start(SERVED, tmp_path / "run", "--epochs", 3, strategy="parameter_server")
