@@ -311,6 +311,6 @@ def test_all_hooks_are_called_in_the_order_of_stock_fit(contestant, steps_per_ex
 
 
 def test_the_length_of_the_inner_loop_does_not_show(contestant):
-    case = Case(lambda folder: [], fit={"batch_size": 2})
+    case = Case(lambda folder: [], fit={"batch_size": 3})
     one, fifty = (train(case, contestant, steps_per_call=steps) for steps in (1, 50))
     assert_same(one, fifty, tolerance=1e-6)
