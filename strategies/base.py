@@ -56,8 +56,9 @@ class Replica:
         """The examples of `structure` of all replicas of the job, in their order, on every replica."""
         return structure
 
-    def apply(self, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
-        """Reduces `gradients`, weighed by the shares, and has `apply(reduced)` update each copy of variables once."""
+    def apply(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
+        """Reduces `gradients`, weighed by the shares; `optimizer`'s `apply(reduced)` updates each copy once."""
+        del optimizer
         self.once_a_copy(apply, reduction.reduce_gradients(gradients, self.share, self.all_reduce, self.packing))
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:

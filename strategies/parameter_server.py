@@ -39,9 +39,9 @@ class ServedReplica(base.Replica):
         super().__init__()
         self._home: str | None = None  # the server that counts the steps
 
-    def apply(self, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
+    def apply(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
         # What an update needs beside the gradients comes from the servers, and need not travel to the worker and back.
-        with tf.device(self._home):
+        with tf.device(self._home), sharding.by_part(optimizer):
             self.once_a_copy(apply, list(gradients))
 
     def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
@@ -240,13 +240,13 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
     """Serves the chief until it ends, then ends this process."""
     task = world.task
     assert task is not None
-    cores, threads = len(os.sched_getaffinity(0)), _threads_to_serve(world)
+    cores, needed = len(os.sched_getaffinity(0)), _threads_needed(world)
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
-        inter_op_parallelism_threads=threads,
+        inter_op_parallelism_threads=max(cores, needed),
     )
     # Threads that look for work without a pause take the cores from those that have some: a sixth of a small step.
-    config.experimental.disable_thread_spinning = threads > cores
+    config.experimental.disable_thread_spinning = needed > cores
     server = tf.distribute.Server(
         cluster, job_name=task.role, task_index=task.index, protocol="grpc", config=config, start=True
     )
@@ -260,12 +260,12 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
     sys.exit(0)
 
 
-def _threads_to_serve(world: World) -> int:
+def _threads_needed(world: World) -> int:
     """Closures wait for each other for ever where a server has fewer threads than closures that it takes part in.
 
     Source: TensorFlow's guide on parameter server training, which asks for one more than there are workers.
     """
-    return max(len(os.sched_getaffinity(0)), 2 * len(world.tasks_of("worker")) + 2)
+    return 2 * len(world.tasks_of("worker")) + 2
 
 
 STRATEGY = ParameterServerStrategy

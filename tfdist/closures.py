@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import keras_internals, reduction, sharding, tensorflow_internals
+from tfdist import keras_internals, reduction, tensorflow_internals
 from tfdist.data.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
 from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
@@ -133,7 +133,7 @@ class ClosureProgram(StepProgram):
             data, _ = self._batches.part(state, batch, replica.index, replica.count)
             updates = keras_internals.Carried(carried, values)
             with replica.timed(self._model.optimizer if self._trains else None) as late:
-                with keras_internals.on_replica(replica), sharding.by_part(self._model.optimizer):
+                with keras_internals.on_replica(replica):
                     with updates:
                         logs = self._step_function(replica)(data)
                     updates.merge(replica, replica.write)

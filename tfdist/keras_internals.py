@@ -69,8 +69,8 @@ class Replica(Protocol):
         """The sums of `tensors` over the replicas."""
         ...
 
-    def apply(self, apply: Callable[..., Any], gradients: Sequence[Any]) -> None:
-        """Reduces this replica's `gradients`, then lets `apply(gradients)` update the variables."""
+    def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Any]) -> None:
+        """Reduces this replica's `gradients`, then lets `apply(gradients)` of `optimizer` update the variables."""
         ...
 
 
@@ -331,7 +331,7 @@ def _optimizer_apply(
         )
     if not optimizer.built and tf.inside_function():
         raise Unbuilt(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-    replica.apply(apply, list(grads))
+    replica.apply(optimizer, apply, list(grads))
 
 
 @contextlib.contextmanager

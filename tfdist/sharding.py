@@ -136,7 +136,7 @@ def above(size_bytes: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_part(optimizer: Any) -> Iterator[None]:
-    """While a step is traced in this context, `optimizer` updates each part of a table, where its formula allows."""
+    """While an update is traced in this context, `optimizer` updates each part of a table, where its formula allows."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if type(inner) in BY_ELEMENT:
         _thread.slots = [slot for slot in inner.variables if isinstance(slot._value, Table)]

@@ -20,7 +20,7 @@ from tests.processes.jobs import (
     wait_for_epochs,
     weights,
 )
-from tests.processes.test_contract import CALLBACKS, EQUALITY, ORDER, equality_cases, run_together
+from tests.processes.test_contract import CALLBACKS, EQUALITY, ORDER, equality_cases, own_optimizers, run_together
 from tfdist.errors import UsageError
 
 # What is done otherwise to a variable in parts; with several servers, the contract's variables all are.
@@ -168,43 +168,8 @@ def test_the_rows_of_a_large_table_lie_on_all_servers_and_only_those_that_are_ne
     assert all(float(said[what]) < 5e-5 for what in ("WEIGHTS", "LOADED", "SLOTS", "PREDICT"))
 
 
-OWN_OPTIMIZER = """
-import keras, numpy as np, tensorflow as tf
-import tfdist
-
-class Own(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            error = tf.reduce_mean(tf.square(y - self.inner(x)))
-        self.own.apply(tape.gradient(error, self.inner.trainable_variables), self.inner.trainable_variables)
-        return {"error": error}
-
-strategy = tfdist.strategy("parameter_server", staleness=0)
-with strategy.scope():
-    model = Own()
-    model.compile(jit_compile=False)
-    model.own = keras.optimizers.Adam(0.1)
-x = np.random.default_rng(0).random((64, 2), "f")
-errors = strategy.fit(model, x, x.sum(1, keepdims=True), batch_size=8, epochs=9, verbose=0).history["error"]
-print("FELL", errors[-1] < errors[0] / 4)
-"""
-
-
-def test_an_optimizer_that_compile_does_not_know_gets_its_variables(tmp_path):
-    (tmp_path / "script.py").write_text(OWN_OPTIMIZER)
-    with RunningJob("--workers", "1", "--ps", "1", "script.py", cwd=tmp_path) as job:
-        code, out, err = job.end()
-    assert code == 0, err
-    assert "FELL True" in out, out + err
-
-
 def test_without_staleness_it_equals_one_device_where_each_server_has_a_part_of_every_variable(tmp_path):
-    tests = equality_cases("parameter_server", 2, [*SHARDED, *WHOLE])
+    tests = [*equality_cases("parameter_server", 2, [*SHARDED, *WHOLE]), own_optimizers("parameter_server", 2)]
     assert f"{len(tests)} passed" in run_together("parameter_server", 2, *tests, cwd=tmp_path, ps=2)
 
 
