@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 
 from tfdist.errors import UsageError
 
@@ -23,17 +21,15 @@ def require_tensorflow_backend() -> None:
         backend = os.environ.get("KERAS_BACKEND", "tensorflow")
         if backend != "tensorflow":
             raise UsageError(f"`KERAS_BACKEND` is `{backend}`, and tfdist trains with TensorFlow", hint)
-        with _without_garbage_collection():
-            importlib.import_module("keras")
+        _import_keras()
     import keras
 
     if keras.backend.backend() != "tensorflow":
         raise UsageError(f"Keras was imported with the backend `{keras.backend.backend()}`, not TensorFlow", hint)
 
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """For imports: of the million objects that TensorFlow and Keras make, none is garbage.
+def _import_keras() -> None:
+    """Imports Keras, and TensorFlow with it, without garbage collection: of a million new objects, none is garbage.
 
     To look through them was a sixth of the time that the imports took, and more in the first steps, so that they are
     never looked through later either.
@@ -41,7 +37,7 @@ def _without_garbage_collection() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        importlib.import_module("keras")
     finally:
         gc.freeze()
         if enabled:

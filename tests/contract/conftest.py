@@ -24,14 +24,13 @@ def pytest_collection_modifyitems(items):
 
     And puts side by side what is compared with the same training of stock Keras, which a process does once.
     """
-    places = {}
+    places, independent = {}, set(cases.CASES) - cases.OF_THE_NUMBER
     for item in items:
         places.setdefault(_reference(item), len(places))
     items.sort(key=lambda item: places[_reference(item)])
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        depends = parameters.get("name") not in cases.CASES or parameters["name"] in cases.OF_THE_NUMBER
-        if parameters.get("contestant") in OTHER_NUMBERS and not depends:
+        if parameters.get("name") in independent and parameters.get("contestant") in OTHER_NUMBERS:
             item.add_marker(pytest.mark.thorough)
 
 
