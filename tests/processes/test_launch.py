@@ -60,6 +60,20 @@ def test_the_output_of_all_is_shown_with_who_said_it(tmp_path, script):
     assert "\nworker 0 (" in "\n" + out
 
 
+def test_lines_of_several_are_not_mixed_and_may_be_of_any_length(tmp_path, script):
+    text = """
+import time
+for part in ("some", " words", "\\n", "=" * 300_000, "\\n", "the end"):
+    print(part, end="", flush=True)
+    time.sleep(0.2)
+"""
+    with launch(tmp_path, "--verbose", script(text)) as job:
+        code, out, _ = job.end()
+    assert code == 0
+    said = ["some words", "=" * 300_000, "the end"]
+    assert sorted(out.splitlines()) == sorted(said + [f"[worker 1] {line}" for line in said])
+
+
 def test_the_first_to_fail_is_shown_and_gives_the_exit_code_and_the_others_end(tmp_path, script):
     text = WAIT.replace(
         "time.sleep", "import sys, os\nif 'index\": 1' in os.environ['TF_CONFIG']: sys.exit(7)\ntime.sleep"

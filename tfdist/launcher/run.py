@@ -240,18 +240,28 @@ class OneStart:
         )
 
     def _pump(self, reader: asyncio.StreamReader, file: BinaryIO, shown: BinaryIO | None, process: Process) -> None:
-        prefix = f"[{process.name}] ".encode()
-        prefixed = sys.stdout.buffer if shown is None and self.job.verbose else None
+        prefix = b"" if shown else f"[{process.name}] ".encode()
+        out = shown or (sys.stdout.buffer if self.job.verbose else None)
+        # What several say is not to be mixed within a line; a progress bar is shown as it moves.
+        by_line = self.job.verbose and process.terminal is None
+
+        def show(text: bytes) -> None:
+            if out is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    out.write(text)
+                    out.flush()
 
         async def pump() -> None:
-            while part := await _read_some(reader, by_line=prefixed is not None):
+            begun = b""
+            while part := await _read_some(reader):
                 file.write(part)
                 file.flush()
-                for out, text in ((shown, part), (prefixed, prefix + part)):
-                    if out is not None:
-                        with contextlib.suppress(BrokenPipeError):
-                            out.write(text)
-                            out.flush()
+                if by_line:
+                    *lines, begun = (begun + part).split(b"\n")
+                    part = b"".join(prefix + line + b"\n" for line in lines)
+                show(part)
+            if begun:
+                show(prefix + begun + b"\n")
 
         self._pumps.append(asyncio.create_task(pump()))
 
@@ -383,10 +393,10 @@ async def _rest(errors: asyncio.StreamReader | None) -> bytes:
     return said
 
 
-async def _read_some(reader: asyncio.StreamReader, by_line: bool) -> bytes:
+async def _read_some(reader: asyncio.StreamReader) -> bytes:
     try:
-        return await (reader.readline() if by_line else reader.read(1 << 16))
-    except (OSError, ValueError):  # a terminal whose last user has gone; a line without an end
+        return await reader.read(1 << 16)
+    except OSError:  # a terminal whose last user has gone
         return b""
 
 
