@@ -39,6 +39,7 @@ def test_the_version_of_keras_is_the_one_that_was_read():
         (keras.metrics.Mean.update_state, ["self", "values", "sample_weight"]),
         (BaseOptimizer.apply, ["self", "grads", "trainable_variables"]),
         (keras.optimizers.LossScaleOptimizer.apply, ["self", "grads", "trainable_variables"]),
+        (keras.optimizers.LossScaleOptimizer.scale_loss, ["self", "loss"]),
         (TFOptimizer._all_reduce_sum_gradients, ["self", "grads_and_vars"]),
         (keras.StatelessScope.add_update, ["self", "update"]),
         (keras.StatelessScope.get_current_value, ["self", "variable"]),

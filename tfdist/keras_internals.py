@@ -64,6 +64,12 @@ class Replica(Protocol):
     """What Keras' code must know while it traces the step of one replica among several."""
 
     share: tf.Tensor  # float64 scalar: examples of this replica / examples of the global batch
+    loss_is_weighed: bool  # the loss whose gradients are taken now was multiplied by the share
+
+    @property
+    def gradient_share(self) -> tf.Tensor:
+        """What is left to multiply gradients by: the share, or where the loss was weighed 1, or 0 of no examples."""
+        ...
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """The sums of `tensors` over the replicas."""
@@ -108,6 +114,7 @@ def install() -> None:
     _patch(tensorflow_nn, "_compute_moments_sync", _compute_moments_sync)
     _patch(BaseOptimizer, "apply", _optimizer_apply)
     _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
+    _patch(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
     all_reduce = TFOptimizer._all_reduce_sum_gradients
 
     @functools.wraps(all_reduce)
@@ -289,16 +296,17 @@ def _compute_moments_sync(
 def _global_sums(replica: Replica, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums over the replicas, in the middle of a step.
 
-    What flows back must be the gradient of the sum of share * loss over all replicas. A replica's gradients are
-    multiplied by its own share later, so that share is taken out here.
+    What flows back must be the gradient of the sum of share * loss over all replicas. Where a replica's gradients are
+    multiplied by its own share later, that share is taken out here.
     """
 
     @tf.custom_gradient
     def sums(*local: tf.Tensor) -> Any:
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            weighed = [tf.math.multiply_no_nan(u, tf.cast(replica.share, u.dtype)) for u in upstream]
+            share = replica.gradient_share
+            weighed = [tf.math.multiply_no_nan(u, tf.cast(share, u.dtype)) for u in upstream]
             reduced = replica.all_reduce(weighed)
-            return [tf.math.divide_no_nan(r, tf.cast(replica.share, r.dtype)) for r in reduced]
+            return [tf.math.divide_no_nan(r, tf.cast(share, r.dtype)) for r in reduced]
 
         return replica.all_reduce(list(local)), backward
 
@@ -311,6 +319,16 @@ class Unbuilt(Exception):  # noqa: N818 - not an error
     def __init__(self, optimizer: Any, variables: Sequence[Any]):
         super().__init__()
         self.optimizer, self.variables = optimizer, list(variables)
+
+
+def _scale_loss(replica: Replica, original: Callable[..., Any], optimizer: Any, loss: Any) -> Any:
+    """As Keras', of the share's part of the loss.
+
+    Gradients of the whole local loss would be as many times larger than one device's as there are replicas, and so be
+    out of float16's range, and the step left out, where one device takes it.
+    """
+    replica.loss_is_weighed = True  # until they are applied
+    return original(optimizer, tf.math.multiply_no_nan(loss, tf.cast(replica.share, loss.dtype)))
 
 
 def _optimizer_apply(
@@ -332,6 +350,7 @@ def _optimizer_apply(
     if not optimizer.built and tf.inside_function():
         raise Unbuilt(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     replica.apply(optimizer, apply, list(grads))
+    replica.loss_is_weighed = False
 
 
 @contextlib.contextmanager

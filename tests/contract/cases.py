@@ -65,6 +65,18 @@ def exploding(examples):
     return data
 
 
+def at_the_edge(examples):
+    """Gradients within a factor of two of float16's range, which those of a remainder exceed."""
+    x = classification(examples)["x"] / 64
+    return {"x": x, "y": np.full((examples, 2), 64, "float32")}
+
+
+def regression_at_the_edge():
+    model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(2, use_bias=False, kernel_initializer="zeros")])
+    model.compile(optimizers.LossScaleOptimizer(optimizers.SGD(0.01), initial_scale=4096.0), "mse")
+    return model
+
+
 def cross_entropy(**options):
     return losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
@@ -120,7 +132,7 @@ def embedding(optimizer):
     return build
 
 
-def batch_norm():
+def batch_norm(optimizer=optimizers.SGD):
     model = keras.Sequential(
         [
             keras.Input((FEATURES,)),
@@ -129,8 +141,12 @@ def batch_norm():
             layers.Dense(CLASSES),
         ]
     )
-    model.compile(optimizers.SGD(0.1), cross_entropy(), metrics=["accuracy"])
+    model.compile(optimizer(0.1), cross_entropy(), metrics=["accuracy"])
     return model
+
+
+def scaled_sgd(learning_rate):
+    return optimizers.LossScaleOptimizer(optimizers.SGD(learning_rate))
 
 
 def several_outputs():
@@ -270,6 +286,9 @@ CASES = {
     "mixed float16, inf on one replica": Case(
         dense(sgd()), data=exploding, dtype_policy="mixed_float16", tolerance=2e-3
     ),
+    "mixed float16, at the edge of its range": Case(
+        regression_at_the_edge, data=at_the_edge, dtype_policy="mixed_float16", tolerance=2e-3
+    ),
     "mixed bfloat16": Case(dense(sgd()), dtype_policy="mixed_bfloat16", tolerance=2e-2),
     "learning rate schedule": Case(dense(lambda: optimizers.Adam(schedule()))),
     "constraint": Case(dense(adam(), hidden=lambda: layers.Dense(5, kernel_constraint=keras.constraints.MaxNorm(0.5)))),
@@ -293,6 +312,7 @@ CASES = {
     "activity regularizer": Case(dense(hidden=lambda: layers.Dense(5, activity_regularizer="l2"))),
     "add_loss": Case(dense(hidden=Penalty)),
     "synchronized batch norm": Case(batch_norm),
+    "synchronized batch norm, loss scaling": Case(lambda: batch_norm(scaled_sgd)),
     "sparse gradients, sgd": Case(embedding(sgd()), data=tokens),
     "sparse gradients, adam": Case(embedding(adam()), data=tokens),
     "sparse gradients, adagrad": Case(embedding(lambda: optimizers.Adagrad(0.1)), data=tokens),
@@ -321,11 +341,13 @@ OF_THE_NUMBER = {
     "global clipnorm",
     "gradient accumulation",
     "mixed float16, inf on one replica",
+    "mixed float16, at the edge of its range",
     "loss sum",
     "sample weights",
     "mask",
     "regularizers",
     "synchronized batch norm",
+    "synchronized batch norm, loss scaling",
     "sparse gradients, adam",
     "several inputs and outputs",
     "own train_step",
