@@ -293,7 +293,8 @@ def _join(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(world.cluster()), task_type=task.role, task_id=task.index, rpc_layer="grpc"
     )
-    strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
+    with tensorflow_internals.sigterm_as_it_was():
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
     watch = waiting.Watch(timeout_seconds, tensorflow_internals.abort_collectives)
     tensorflow_internals.around_collectives(watch.around)
     return strategy

@@ -1,6 +1,7 @@
 """Fails when TensorFlow changes what `tfdist.tensorflow_internals` reaches into."""
 
 import inspect
+import signal
 
 import pytest
 import tensorflow as tf
@@ -29,6 +30,19 @@ def test_the_functions_that_are_replaced_or_called_exist():
     # The modules that make collectives look them up there at each call.
     assert cross_device_utils.collective_ops is collective_all_reduce_strategy.collective_ops is collective_ops
     assert all(callable(getattr(collective_ops, name)) for name in tensorflow_internals.COLLECTIVES)
+
+
+def test_sigterm_does_what_it_did_before():
+    def noted(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGTERM, noted)
+    try:
+        with tensorflow_internals.sigterm_as_it_was():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is noted
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_updates_in_a_condition_write_each_copy_without_a_meeting():

@@ -266,7 +266,8 @@ train.main()
     assert record.load(tmp_path / "r").status == "interrupted"
 
 
-def test_ctrl_c_closes_the_run_within_five_seconds(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_sigterm_closes_the_run_within_five_seconds(tmp_path, number):
     process = subprocess.Popen(
         [
             sys.executable,
@@ -287,17 +288,18 @@ def test_ctrl_c_closes_the_run_within_five_seconds(tmp_path):
     )
     try:
         _wait_for((tmp_path / "r" / "history.csv").exists)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         begun = time.monotonic()
         _, errors = process.communicate(timeout=30)
         assert time.monotonic() - begun < 5
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "--resume" in errors and "Traceback" not in errors
     found = record.load(tmp_path / "r")
     assert found.status == "interrupted" and found.epochs
+    assert found.reason == ("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
 
 
 def _wait_for(condition, seconds=90):

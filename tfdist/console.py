@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -20,9 +20,10 @@ from tfdist.errors import TfdistError
 
 # Where messages for the user go; the last one holds.
 _terminal: list[TextIO] = [sys.stderr]
-# What closes the run, were this process to end from within.
-_closers: list[Callable[[TfdistError], None]] = []
+# What closes the run, with how and why it ended, were this process to end from within.
+_closers: list[Callable[[str, str], None]] = []
 SECONDS_TO_CLOSE = 3.0
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -66,13 +67,37 @@ def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def closed_by(close: Callable[[TfdistError], None]) -> Iterator[None]:
-    """Has `end_process` call `close` with its error."""
+def closed_by(close: Callable[[str, str], None]) -> Iterator[None]:
+    """Has `close(status, reason)` called before the process ends by `end_process`, or by SIGTERM or SIGHUP.
+
+    Python's own handlers run when native code returns, which may be too late: whoever sends SIGTERM sends SIGKILL
+    after a few seconds. So the signals are read by a thread.
+    """
     _closers.append(close)
+    # Not one that is ignored, as SIGHUP under nohup.
+    numbers = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(target=_read_signals, args=(reader, numbers), daemon=True).start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
     try:
         yield
     finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        os.close(writer)
         _closers.remove(close)
+
+
+def _read_signals(reader: int, numbers: Sequence[int]) -> None:
+    while received := os.read(reader, 1):
+        if received[0] in numbers:
+            _close("interrupted", signal.Signals(received[0]).name)
+            os._exit(128 + received[0])
+    os.close(reader)
 
 
 def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
@@ -82,8 +107,12 @@ def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
     code at the end.
     """
     print(f"error: {error}", file=_terminal[-1], flush=True)
-    closing = threading.Thread(target=lambda: [close(error) for close in _closers], daemon=True)
-    closing.start()
-    closing.join(SECONDS_TO_CLOSE)
+    _close("failed", error.sentence)
     before(error.exit_code)
     os._exit(error.exit_code)
+
+
+def _close(status: str, reason: str) -> None:
+    closing = threading.Thread(target=lambda: [close(status, reason) for close in _closers], daemon=True)
+    closing.start()
+    closing.join(SECONDS_TO_CLOSE)

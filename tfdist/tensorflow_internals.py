@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -161,6 +162,20 @@ def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds
         shutdown_barrier_timeout_in_ms=5_000,
         coordinated_jobs=jobs,
     )
+
+
+@contextlib.contextmanager
+def sigterm_as_it_was() -> Iterator[None]:
+    """What happens at SIGTERM is the same after this context as before it.
+
+    A process that joins a TensorFlow cluster notes SIGTERM for `PreemptionWatcher`, and goes on as if it were nothing.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Tensor]], tf.Tensor]) -> None:

@@ -7,6 +7,7 @@ This module alone knows every room. Nothing slow is imported until the options h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -267,18 +268,18 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         from tfdist.session import Session
 
         session = Session(config, folder, _command(), _process_start(), show)
-        with console.noticed_interrupts(session.interrupt), console.closed_by(functools.partial(_fail, session)):
+        close = functools.partial(_close, session, terminal)
+        with console.noticed_interrupts(session.interrupt), console.closed_by(close):
             record = _run(session)
     except TfdistError as error:
-        _fail(session, error)
+        _close(session, terminal, "failed", error.sentence)
         click.echo(f"error: {error}", file=terminal)
         return error.exit_code
     except KeyboardInterrupt:
-        _close(session, "interrupted", "Ctrl-C")
-        click.echo(f"Interrupted; go on with `--resume --run-dir {folder.path}`", file=terminal)
+        _close(session, terminal, "interrupted", "Ctrl-C")
         return EXIT_INTERRUPTED
     except Exception as error:
-        _close(session, "failed", f"{type(error).__name__}: {error}")
+        _close(session, terminal, "failed", f"{type(error).__name__}: {error}")
         traceback.print_exc()
         if not config.verbose:
             traceback.print_exc(file=terminal)
@@ -298,13 +299,14 @@ def _run(session: Session) -> RunRecord:
         raise
 
 
-def _fail(session: Session | None, error: TfdistError) -> None:
-    _close(session, "failed", error.sentence)
-
-
-def _close(session: Session | None, status: Any, reason: str) -> None:
-    if session is not None:
-        session.close(status, reason)
+def _close(session: Session | None, terminal: TextIO, status: Any, reason: str) -> None:
+    """Writes how the run ended, unless it had ended already; `terminal` may be gone."""
+    if session is None or (session.record is not None and session.record.status != "running"):
+        return
+    session.close(status, reason)
+    if session.record is not None and status == "interrupted":
+        with contextlib.suppress(OSError):
+            click.echo(f"Interrupted; go on with `--resume --run-dir {session.folder.path}`", file=terminal)
 
 
 def _print_table(record: RunRecord, folder: RunFolder) -> None:

@@ -56,13 +56,17 @@ def test_all_end_when_a_worker_is_killed_and_the_error_names_it(tmp_path, rank):
     assert f"worker {rank} was ended by SIGKILL" in err
 
 
-def test_the_others_name_the_killed_worker_by_themselves(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)])
+def test_the_others_name_the_ended_worker_by_themselves(tmp_path, number):
     """Without a launcher, as on several machines."""
     run_dir = tmp_path / "run"
     with by_hand(run_dir, *LONG) as (chief, worker):
         wait_for_epochs(run_dir, 2, [chief, worker])
-        worker.kill()
+        worker.send_signal(number)
+        code = worker.wait(timeout=5)
         _, err = chief.communicate(timeout=30)
+    assert code == (128 + number if number == signal.SIGTERM else -number)
+    assert record(run_dir / "rank-1")["status"] == ("interrupted" if number == signal.SIGTERM else "running")
     assert chief.returncode == 3
     assert "worker 1 (localhost:" in err and "Gone" in err
 
