@@ -88,7 +88,7 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
     "--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES)
 )
 @click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
-@click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16")
+@click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16; or fp16, of horovod")
 @click.option("--staleness", type=int, metavar="S", help="bound on the updates between a step's reading and its own")
 @click.option("--shard-bytes", type=int, metavar="N", help="spread larger variables over the parameter servers")
 @click.option("--sync-every", metavar="epoch|N", help="average the weights of mpi_split after so many steps")

@@ -112,7 +112,7 @@ def change_by(model, rounding):
     """Multiplies each weight by 1 + `rounding` or 1 - `rounding`."""
     rng = np.random.default_rng(1)
     for variable in model.trainable_variables:
-        variable.assign(variable * (1 + rounding * rng.choice([-1.0, 1.0], variable.shape).astype("float32")))
+        variable.assign(variable * (1 + rounding * rng.choice([-1.0, 1.0], variable.shape).astype(variable.dtype)))
 
 
 def continuous(found):
