@@ -65,7 +65,7 @@ class TrainConfig:
         warmup_epochs: in which the learning rate rises from 0, part of the epochs.
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches whose gradients are averaged before an update.
-        compression: of gradients between processes, "none", "bf16", or "fp16" of `horovod`; `None` is the strategy's default.
+        compression: of gradients between processes, "none", "bf16", or "fp16" of `horovod`; `None`: the strategy says.
         staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
         shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
         sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
