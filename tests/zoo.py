@@ -90,7 +90,7 @@ SMALL = {
     "vgg16": Small(images(32, 32, 3), {"width": 0.05}),
     "resnet20": Small(images(8, 8, 3), {"width": 0.25, "synchronized": True}),
     "resnet18": Small(images(64, 64, 3), {"width": 0.0625, "synchronized": True}),
-    "resnet50": Small(images(64, 64, 3), {"width": 0.0625, "synchronized": True}),
+    "resnet50": Small(images(64, 64, 3), {"width": 0.125, "synchronized": True}),
     "unet": Small(masks(20, 24), {"width": 0.0625, "dropout": 0.0}),
     "segnet": Small(masks(36, 32), {"width": 0.0625, "synchronized": True}),
     "nbow": Small(TEXTS, {"width": 0.02, "dropout": 0.0}),
