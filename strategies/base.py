@@ -37,7 +37,7 @@ class Replica:
         index: its number in the step, 0 to `count - 1`.
         count: the number of replicas in the step.
         share: float64 scalar, the part of the global batch's examples that this replica has; set by the loop.
-        loss_is_weighed: the loss whose gradients are taken now was multiplied by the share, so that they need not be.
+        weighed: the optimizers whose loss was multiplied by the share, so that the gradients they get need not be.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
     """
 
@@ -48,13 +48,12 @@ class Replica:
         self.index = index
         self.count = count
         self.share: tf.Tensor | float = 1.0
-        self.loss_is_weighed = False
+        self.weighed: set[Any] = set()
 
-    @property
-    def gradient_share(self) -> tf.Tensor:
-        """What this replica's gradients are still to be multiplied by; 0 if it has no examples, always."""
-        present = tf.cast(tf.convert_to_tensor(self.share) > 0, tf.float64)
-        return present if self.loss_is_weighed else tf.convert_to_tensor(self.share, tf.float64)
+    def gradient_share(self, weighed: bool) -> tf.Tensor:
+        """What gradients are still to be multiplied by if their loss was `weighed`, or not; always 0 of no examples."""
+        share = tf.convert_to_tensor(self.share, tf.float64)
+        return tf.cast(share > 0, tf.float64) if weighed else share
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         """The sums of `tensors` over the replicas, on every replica."""
@@ -66,8 +65,7 @@ class Replica:
 
     def apply(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
         """Reduces `gradients`, weighed by the shares; `optimizer`'s `apply(reduced)` updates each copy once."""
-        del optimizer
-        share = self.gradient_share
+        share = self.gradient_share(optimizer in self.weighed)
         self.once_a_copy(apply, reduction.reduce_gradients(gradients, share, self.all_reduce, self.packing))
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:

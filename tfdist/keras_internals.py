@@ -64,11 +64,10 @@ class Replica(Protocol):
     """What Keras' code must know while it traces the step of one replica among several."""
 
     share: tf.Tensor  # float64 scalar: examples of this replica / examples of the global batch
-    loss_is_weighed: bool  # the loss whose gradients are taken now was multiplied by the share
+    weighed: set[Any]  # the optimizers whose loss was multiplied by the share, until they are applied
 
-    @property
-    def gradient_share(self) -> tf.Tensor:
-        """What is left to multiply gradients by: the share, or where the loss was weighed 1, or 0 of no examples."""
+    def gradient_share(self, weighed: bool) -> tf.Tensor:
+        """What is left to multiply gradients by: the share, or 1 where their loss was weighed; 0 of no examples."""
         ...
 
     def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -303,7 +302,7 @@ def _global_sums(replica: Replica, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     @tf.custom_gradient
     def sums(*local: tf.Tensor) -> Any:
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            share = replica.gradient_share
+            share = replica.gradient_share(bool(replica.weighed))
             weighed = [tf.math.multiply_no_nan(u, tf.cast(share, u.dtype)) for u in upstream]
             reduced = replica.all_reduce(weighed)
             return [tf.math.divide_no_nan(r, tf.cast(share, r.dtype)) for r in reduced]
@@ -327,7 +326,7 @@ def _scale_loss(replica: Replica, original: Callable[..., Any], optimizer: Any, 
     Gradients of the whole local loss would be as many times larger than one device's as there are replicas, and so be
     out of float16's range, and the step left out, where one device takes it.
     """
-    replica.loss_is_weighed = True  # until they are applied
+    replica.weighed.add(optimizer)
     return original(optimizer, tf.math.multiply_no_nan(loss, tf.cast(replica.share, loss.dtype)))
 
 
@@ -350,7 +349,7 @@ def _optimizer_apply(
     if not optimizer.built and tf.inside_function():
         raise Unbuilt(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     replica.apply(optimizer, apply, list(grads))
-    replica.loss_is_weighed = False
+    replica.weighed.discard(optimizer)
 
 
 @contextlib.contextmanager

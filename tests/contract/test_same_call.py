@@ -434,12 +434,43 @@ class Pair(keras.Model):
         return {"error": self.error.result()}
 
 
-def test_a_model_that_is_never_called_trains_with_optimizers_of_its_own(contestant):
+class PairAtOnce(Pair):
+    """Takes the gradients of both before it applies those of either."""
+
+    def train_step(self, data):
+        x, y = data
+        optimizers = self.up_optimizer, self.down_optimizer
+        with tf.GradientTape(persistent=True) as tape:
+            up, down = self.up(x), self.down(x)
+            errors = [tf.reduce_mean(tf.square(y - a - 0.1 * b)) for a, b in ((up, down), (down, up))]
+            scaled = [optimizer.scale_loss(error) for optimizer, error in zip(optimizers, errors, strict=True)]
+        variables = [model.trainable_variables for model in (self.up, self.down)]
+        gradients = [tape.gradient(loss, own) for loss, own in zip(scaled, variables, strict=True)]
+        for optimizer, found, own in reversed(list(zip(optimizers, gradients, variables, strict=True))):
+            optimizer.apply(found, own)
+        self.error.update_state(errors[0])
+        return {"error": self.error.result()}
+
+
+def scaled(optimizer):
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizers"),
+    [
+        (Pair, lambda: (keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))),
+        (PairAtOnce, lambda: (scaled(keras.optimizers.SGD(0.1)), scaled(keras.optimizers.SGD(0.05)))),
+        (PairAtOnce, lambda: (scaled(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.05))),
+    ],
+    ids=["in turn", "at once, both scaled", "at once, one scaled"],
+)
+def test_a_model_that_is_never_called_trains_with_optimizers_of_its_own(contestant, kind, optimizers):
     def train(contestant):
         strategy = start(contestant)
         with strategy.scope():
-            model = Pair()
-            model.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
+            model = kind()
+            model.compile(*optimizers())
         history = strategy.fit(model, X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
         return {"history": history, "weights": model.get_weights()}
 

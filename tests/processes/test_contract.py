@@ -53,7 +53,7 @@ def equality_cases(strategy, workers, names):
 
 def own_optimizers(strategy, workers):
     """The test of optimizers that `compile` does not know."""
-    return f"{CALL}::test_a_model_that_is_never_called_trains_with_optimizers_of_its_own[{strategy}-{workers}]"
+    return f"{CALL}::test_a_model_that_is_never_called_trains_with_optimizers_of_its_own[{strategy}-{workers}-in turn]"
 
 
 def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
