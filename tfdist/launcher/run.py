@@ -244,26 +244,7 @@ class OneStart:
         out = shown or (sys.stdout.buffer if self.job.verbose else None)
         # What several say is not to be mixed within a line; a progress bar is shown as it moves.
         by_line = self.job.verbose and process.terminal is None
-
-        def show(text: bytes) -> None:
-            if out is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    out.write(text)
-                    out.flush()
-
-        async def pump() -> None:
-            begun = b""
-            while part := await _read_some(reader):
-                file.write(part)
-                file.flush()
-                if by_line:
-                    *lines, begun = (begun + part).split(b"\n")
-                    part = b"".join(prefix + line + b"\n" for line in lines)
-                show(part)
-            if begun:
-                show(prefix + begun + b"\n")
-
-        self._pumps.append(asyncio.create_task(pump()))
+        self._pumps.append(asyncio.create_task(_copy(reader, file, out, prefix, by_line)))
 
     def _order(self, process: Process) -> dict[str, Any]:
         cluster = self.job.cluster([other.address for other in self.processes])
@@ -391,6 +372,29 @@ async def _rest(errors: asyncio.StreamReader | None) -> bytes:
             while errors is not None and (part := await errors.read(1 << 16)):
                 said += part
     return said
+
+
+async def _copy(
+    reader: asyncio.StreamReader, file: BinaryIO, out: BinaryIO | None, prefix: bytes, by_line: bool
+) -> None:
+    """Writes what is read to `file`, and shows it on `out`, if there is one: as it comes, or by prefixed lines."""
+    begun = b""
+    while part := await _read_some(reader):
+        file.write(part)
+        file.flush()
+        if by_line:
+            *lines, begun = (begun + part).split(b"\n")
+            part = b"".join(prefix + line + b"\n" for line in lines)
+        _show(out, part)
+    if begun:
+        _show(out, prefix + begun + b"\n")
+
+
+def _show(out: BinaryIO | None, text: bytes) -> None:
+    if out is not None:
+        with contextlib.suppress(BrokenPipeError):
+            out.write(text)
+            out.flush()
 
 
 async def _read_some(reader: asyncio.StreamReader) -> bytes:
