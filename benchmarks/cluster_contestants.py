@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks import contestants
 from benchmarks.contestants import compile_model, new_model
 from benchmarks.race import Job, Turns
+from tfdist import environment
 
 RANK = "TFDIST_BENCHMARK_RANK"
 STEPS_OF_A_CALL = 50
@@ -62,7 +63,7 @@ def multiworker_bf16(job: Job, turns: Turns) -> None:
 
 def _multiworker(job: Job, turns: Turns, function: Callable[..., None], **options: Any) -> None:
     _join(function, job, {"worker": 2})
-    _one_thread()
+    _as_launched()
     contestants._tfdist(job, turns, "multiworker", timeout_seconds=3600.0, **options)
 
 
@@ -149,7 +150,7 @@ def _torch_model(job: Job) -> Any:
 def parameter_server(job: Job, turns: Turns) -> None:
     """tfdist `parameter_server`, two workers and one server."""
     _join(parameter_server, job, {"chief": 1, "worker": 2, "ps": 1})
-    _one_thread()
+    _as_launched()
     contestants._tfdist(job, turns, "parameter_server")
 
 
@@ -237,6 +238,12 @@ def _free_ports(count: int) -> list[int]:
 
 def _one_thread() -> None:
     contestants._threads(intra=1, inter=2)
+
+
+def _as_launched() -> None:
+    """One thread to compute, for tfdist: with the kernels that its launcher chooses."""
+    environment.prefer_onednn()
+    _one_thread()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import contestants
-from benchmarks.cluster_contestants import NoTurns, _one_thread, _pin
+from benchmarks.cluster_contestants import NoTurns, _as_launched, _one_thread, _pin
 from benchmarks.contestants import compile_model, new_model
 from benchmarks.race import Job, Turns
 
@@ -24,7 +24,7 @@ PROCESSES = 2
 
 def horovod(job: Job, turns: Turns) -> None:
     """tfdist `horovod` over MPI."""
-    _together(horovod, job, turns, lambda own: contestants._tfdist(job, own, "horovod", timeout_seconds=3600.0))
+    _together(horovod, job, turns, lambda own: _tfdist(job, own, "horovod"))
 
 
 def mpi_split(job: Job, turns: Turns) -> None:
@@ -36,9 +36,14 @@ def mpi_split(job: Job, turns: Turns) -> None:
         begin, end = own.begin, own.end
         own.begin = lambda iterations=0: begin(int(iterations) * PROCESSES)
         own.end = lambda loss, iterations: end(loss, int(iterations) * PROCESSES)
-        contestants._tfdist(of_all, own, "mpi_split", timeout_seconds=3600.0)
+        _tfdist(of_all, own, "mpi_split")
 
     _together(mpi_split, job, turns, train)
+
+
+def _tfdist(job: Job, turns: Turns | NoTurns, name: str) -> None:
+    _as_launched()
+    contestants._tfdist(job, turns, name, timeout_seconds=3600.0)
 
 
 def raw_horovod(job: Job, turns: Turns) -> None:
@@ -47,6 +52,7 @@ def raw_horovod(job: Job, turns: Turns) -> None:
 
 
 def _raw_horovod(job: Job, turns: Turns | NoTurns) -> None:
+    _one_thread()
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -88,7 +94,6 @@ def _together(function: Callable[..., None], job: Job, turns: Turns, train: Call
         program = ["-m", "benchmarks.race", f"{__name__}:{function.__name__}", json.dumps(dataclasses.asdict(job))]
         os.execvp("mpirun", ["mpirun", *options, sys.executable, *program])
     rank = _pin(int(os.environ[RANK]))
-    _one_thread()
     turns.polls = True  # as MPI does while it waits
     train(turns if rank == 0 else NoTurns())
     if rank:

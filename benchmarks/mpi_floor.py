@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import race
 from benchmarks.cluster import WIDE
-from benchmarks.cluster_contestants import _one_thread, _pin
+from benchmarks.cluster_contestants import _as_launched, _pin
 from benchmarks.mpi_contestants import PROCESSES, RANK
 
 MODELS = ("cnn", WIDE)
@@ -133,7 +133,7 @@ def main() -> None:
 if __name__ == "__main__":
     if RANK in os.environ:
         _pin(int(os.environ[RANK]))
-        _one_thread()
+        _as_launched()
         measure(race.Job(**json.loads(sys.argv[1])), int(sys.argv[2]))
     else:
         main()

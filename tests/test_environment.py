@@ -1,6 +1,7 @@
 """What importing TensorFlow and Keras leaves as it was, and which Keras is refused."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -28,6 +29,20 @@ def test_garbage_is_collected_after_the_imports_but_not_looked_for_in_them():
         check=True,
     )
     assert done.stdout.split() == ["True", "True", "True"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="TensorFlow has oneDNN's kernels for x86")
+@pytest.mark.parametrize(("told", "used"), [({}, True), ({"TF_ENABLE_ONEDNN_OPTS": "0"}, False)])
+def test_tensorflow_computes_with_onednn_unless_it_is_told_otherwise(told, used):
+    untold = {name: value for name, value in os.environ.items() if name != "TF_ENABLE_ONEDNN_OPTS"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import tfdist; tfdist.strategy('single')"],
+        env=untold | told | {"TF_CPP_MIN_LOG_LEVEL": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("oneDNN custom operations are on" in done.stderr) == used
 
 
 def test_keras_imported_with_another_backend_is_refused(monkeypatch):

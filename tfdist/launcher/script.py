@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from tfdist import elastic, ending
+from tfdist import elastic, ending, environment
 from tfdist.errors import TfdistError
 from tfdist.launcher import job, keeper
 from tfdist.world import World
@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> None:
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
     if job.ELASTIC in os.environ:
         elastic.listen()
+    environment.prefer_onednn()
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
