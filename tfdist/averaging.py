@@ -184,12 +184,13 @@ class OwnBatches(Batches):
 
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
         (_, positions), _ = state
-        begin = self._end(state, step)
         if self._even:  # a static shape makes a faster graph
-            sizes = [[self.whole.batch_size // self.size, *of_each.shape[1:]] for of_each in positions]
-            starts = [[begin, *[0] * (of_each.shape.rank - 1)] for of_each in positions]
+            count = self.whole.batch_size // self.size
+            sizes = [[count, *of_each.shape[1:]] for of_each in positions]
+            starts = [[step * count, *[0] * (of_each.shape.rank - 1)] for of_each in positions]
             return tuple(map(tf.slice, positions, starts, sizes))
-        return tuple(of_each[begin : self._end(state, step + 1)] for of_each in positions)
+        begin, end = self._end(state, step), self._end(state, step + 1)
+        return tuple(of_each[begin:end] for of_each in positions)
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
         del index, count
