@@ -44,7 +44,7 @@ def busy(script, *under):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_is_closed_at_a_signal_even_while_native_code_waits(number):
-    with busy(BUSY) as process:
+    with busy(BUSY, "env", "--default-signal") as process:  # these tests may run under nohup
         process.send_signal(number)
         out, _ = process.communicate(timeout=5)
     assert out == f"interrupted {number.name} {process.pid}\n"
