@@ -32,8 +32,8 @@ def require_tensorflow_backend() -> None:
 def prefer_onednn() -> None:
     """Lets TensorFlow compute with oneDNN's kernels on every x86 CPU, where it is not imported and told nothing yet.
 
-    By itself it does so only where the CPU has instructions for neural networks. On others too a step of convolutions,
-    attention or wide layers takes up to half as long with them (benchmarks/README.md); results agree to rounding.
+    By itself it does so only where the CPU has instructions for neural networks. On others too steps of convolutions,
+    attention or wide layers are up to twice as fast with them (benchmarks/README.md); results agree to rounding.
 
     Source: the release notes of TensorFlow 2.9.
     """
