@@ -169,9 +169,7 @@ class CommunicatingStrategy(base.Strategy):
         if self.world.world_size == 1:
             yield
             return
-        values = [tf.convert_to_tensor(variable._value) for variable in variables]
-        reduce = reduction.packed(lambda sent: self.communicator.all_reduce(sent, name), reduction.Packing(None))
-        with keras.StatelessScope(list(zip(variables, reduce(values), strict=True))):
+        with added_up(self.communicator, [(variable, variable._value) for variable in variables], name):
             yield
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -203,6 +201,21 @@ class CommunicatingStrategy(base.Strategy):
             )
         silent = self._lookout.silent() if self._lookout is not None else []
         return _lost(self.world, silent, self.timeout_seconds) if silent else None
+
+
+def added_up(
+    communicator: Communicator, parts: Sequence[tuple[Any, Any]], name: str
+) -> contextlib.AbstractContextManager[Any]:
+    """The context in which Keras variables are read as the sums of their `parts` over the processes.
+
+    Args:
+        communicator: brings the processes together.
+        parts: (variable, what this process has of it).
+        name: of the exchange.
+    """
+    reduce = reduction.packed(lambda sent: communicator.all_reduce(sent, name), reduction.Packing(None))
+    sums = reduce([tf.convert_to_tensor(part) for _, part in parts])
+    return keras.StatelessScope([(variable, total) for (variable, _), total in zip(parts, sums, strict=True)])
 
 
 @functools.cache

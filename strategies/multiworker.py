@@ -181,8 +181,20 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         stack.enter_context(super().scope())
         return stack
 
+    @contextlib.contextmanager
+    def merged(self, variables: Sequence[Any], name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().merged(variables, name))
+            if self.communicator is not None:
+                local = self.tf_strategy.experimental_local_results
+                parts = [(one, local(one._value)[0]) for one in variables if _is_added_up(one._value)]
+                stack.enter_context(collective.added_up(self.communicator, parts, name))
+            yield
+
     def exchange(self, message: bytes) -> list[bytes]:
-        return _exchange(self.tf_strategy, message)
+        if self.communicator is None:
+            return _exchange(self.tf_strategy, message)
+        return self.communicator.exchange(message)
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         def on_replica(replica: base.Replica) -> None:
@@ -200,24 +212,26 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
     def guard(self) -> Iterator[None]:
         try:
             yield
-        except tf.errors.OpError as error:
-            told = self._told(str(error))
-            if told is None:
+        except (tf.errors.OpError, ClusterError) as error:
+            told = self._told(error)
+            if told is None or told is error:
                 raise
             raise told from error
 
-    def _told(self, message: str) -> ClusterError | None:
-        """What an error of TensorFlow says about the other processes; `None` if it is about none of them."""
-        if self.world.world_size == 1:
+    def _told(self, error: tf.errors.OpError | ClusterError) -> ClusterError | None:
+        """What an error says about the other processes; `None` if it is about none of them, or says it already."""
+        failure = self.communicator.failure if self.communicator is not None else None
+        if self.world.world_size == 1 or (isinstance(error, ClusterError) and error is not failure):
             return None
-        shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", message)
+        shapes = re.search(
+            r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", str(error)
+        )
         if shapes is not None:
             return DisagreementError(
                 f"The processes of the job disagree on the model, or on the data: a tensor has the shape {shapes[1]} "
                 f"in one and {shapes[2]} in another",
                 "build the same model, on the same data, in all processes",
             )
-        failure = self.communicator.failure if self.communicator is not None else None
         if isinstance(failure, DisagreementError):
             return failure
         silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
@@ -225,6 +239,12 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             names = ", ".join(map(self.world.named, silent))
             return ClusterError.lost(f"Gone, or silent for {self._timeout_seconds:g} s: {names}")
         return failure
+
+
+def _is_added_up(value: Any) -> bool:
+    """Whether each replica has a part of it, as of the state of a metric."""
+    on_read = tf.VariableSynchronization.ON_READ
+    return value.synchronization is on_read and value.aggregation is tf.VariableAggregation.SUM
 
 
 def _summable(value: tf.Tensor) -> tf.Tensor:

@@ -105,7 +105,7 @@ def fit(
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(run_epoch(resume_batch or 0))
         if not epoch_logs:  # resumed behind the last step of the epoch
-            with strategy.scope():
+            with strategy.merged(model.metrics_variables, "metrics"):
                 epoch_logs = model.get_metrics_result()
         resume_batch = None
         if validation is not None and model._should_eval(epoch, validation_freq):

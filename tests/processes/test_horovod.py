@@ -52,6 +52,33 @@ sys.stdout.write(f"ENGINE {strategy.communicator.engine}\\nLOSS {history['loss']
 """
 
 
+RESUMED = """
+import keras, numpy as np, tensorflow as tf
+import tfdist
+from tfdist.callbacks import Checkpoint
+
+strategy = tfdist.strategy("horovod", seed=1)
+x = np.random.default_rng(0).normal(size=(39, 4)).astype("float32")
+of_unknown_length = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8).filter(lambda *_: True)
+
+class Ends(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise InterruptedError
+
+def losses(folder, *callbacks, resume=False):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callbacks = [*callbacks, Checkpoint(folder, every_steps=5, resume=resume)]
+    return strategy.fit(model, of_unknown_length, epochs=2, verbose=0, callbacks=callbacks).history["loss"]
+
+try:
+    losses("broken", Ends())
+except InterruptedError:
+    print("RESUMED", losses("broken", resume=True), "UNBROKEN", losses("unbroken"))
+"""
+
+
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "script.py"
@@ -145,6 +172,14 @@ alone.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
 found = max(abs(a - b).max() for a, b in zip(model.get_weights(), alone.get_weights()))
 sys.stdout.write(f"DIFFERENCE {found}\\n")
 """
+
+
+def test_resumed_behind_the_last_step_of_an_epoch_it_logs_the_metrics_of_all(tmp_path):
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    done = run(sys.executable, "-m", "tfdist.launch", "--workers", "2", "resumed.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    resumed, unbroken = done.stdout.partition("RESUMED ")[2].split(" UNBROKEN ")
+    assert json.loads(resumed) == json.loads(unbroken)
 
 
 def test_stock_fit_under_its_tf_distribute_strategy_equals_one_process(tmp_path):
