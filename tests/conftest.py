@@ -45,4 +45,4 @@ def _clean_keras():
     import keras
 
     keras.config.set_dtype_policy("float32")
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # Python collects garbage often enough

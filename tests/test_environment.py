@@ -31,6 +31,29 @@ def test_garbage_is_collected_after_the_imports_but_not_looked_for_in_them():
     assert done.stdout.split() == ["True", "True", "True"]
 
 
+SELDOM = """
+import inspect, sys
+import tfdist
+tfdist.strategy("single")
+import keras
+inspect.getmodule(keras)
+print("sklearn" in sys.modules, "matplotlib" in sys.modules)
+from keras.wrappers import *
+print(SKLearnClassifier.__module__, "matplotlib" in sys.modules, keras.wrappers.SKLearnClassifier is SKLearnClassifier)
+from keras.visualization import plot_image_gallery
+print("matplotlib" in sys.modules, plot_image_gallery is keras._tf_keras.keras.visualization.plot_image_gallery)
+"""
+
+
+def test_packages_that_few_programs_use_are_imported_when_they_are_used():
+    done = subprocess.run([sys.executable, "-c", SELDOM], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "False False",
+        "keras.src.wrappers.sklearn_wrapper False True",
+        "True True",
+    ]
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="TensorFlow has oneDNN's kernels for x86")
 @pytest.mark.parametrize(("told", "used"), [({}, True), ({"TF_ENABLE_ONEDNN_OPTS": "0"}, False)])
 def test_tensorflow_computes_with_onednn_unless_it_is_told_otherwise(told, used):

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
 import os
 import platform
 import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 from tfdist.errors import UsageError
+
+# Packages of Keras that few programs use; they import scikit-learn, SciPy's statistics and Matplotlib, which is more
+# than a third of the time that Keras and TensorFlow take together. The last one is Keras' own, seen in 3.15.
+SELDOM_USED = {
+    *("keras.visualization", "keras._tf_keras.keras.visualization"),
+    *("keras.wrappers", "keras._tf_keras.keras.wrappers"),
+    "keras.src.visualization",
+}
 
 
 def require_tensorflow_backend() -> None:
@@ -29,6 +42,16 @@ def require_tensorflow_backend() -> None:
         raise UsageError(f"Keras was imported with the backend `{keras.backend.backend()}`, not TensorFlow", hint)
 
 
+def prepare_imports() -> None:
+    """Has TensorFlow compute with oneDNN, and Keras load what few programs use only when it is used.
+
+    For programs that import TensorFlow and Keras themselves; without effect on what they have imported before.
+    """
+    prefer_onednn()
+    if not any(isinstance(finder, _SeldomUsed) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _SeldomUsed())
+
+
 def prefer_onednn() -> None:
     """Lets TensorFlow compute with oneDNN's kernels on every x86 CPU, where it is not imported and told nothing yet.
 
@@ -47,7 +70,7 @@ def _import_keras() -> None:
     To look through them was a sixth of the time that the imports took, and more in the first steps, so that they are
     never looked through later either.
     """
-    prefer_onednn()
+    prepare_imports()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -56,3 +79,36 @@ def _import_keras() -> None:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+class _SeldomUsed(importlib.abc.MetaPathFinder):
+    """Finds the packages `SELDOM_USED`, whose code runs when something of them is used."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a package that few programs use; None of all others."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in SELDOM_USED else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _WhenUsed(spec.loader)
+        return spec
+
+
+class _WhenUsed(importlib.abc.Loader):
+    """Runs the code of a module when something of it is used."""
+
+    def __init__(self, loader: importlib.abc.Loader):
+        self._loader = loader
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leaves the module empty until then."""
+
+        def load(name: str) -> Any:
+            # `inspect` looks at the names with underscores of every module; only `import *` asks for this one.
+            if name.startswith("__") and name != "__all__":
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            del module.__dict__["__getattr__"]
+            self._loader.exec_module(module)
+            return getattr(module, name)
+
+        module.__dict__["__getattr__"] = load

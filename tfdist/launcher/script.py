@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
     if job.ELASTIC in os.environ:
         elastic.listen()
-    environment.prefer_onednn()
+    environment.prepare_imports()
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -6,7 +6,9 @@ Repository, 1998 (its test set).
 
 from __future__ import annotations
 
+import importlib.util
 from os import PathLike
+from pathlib import Path
 
 import numpy as np
 
@@ -34,13 +36,16 @@ def load(data_dir: str | PathLike[str] | None = None) -> Source:
 
 
 def _read(split: str, count: int) -> Arrays:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
+    # Read without importing scikit-learn, which takes longer than a second.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None and package.submodule_search_locations
+    path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    pixels, labels = np.split(np.loadtxt(path, delimiter=","), [64], axis=1)
+    labels = labels[:, 0]
     # The stored order goes writer by writer; a fixed permutation gives each split all of them.
-    order = np.random.default_rng(0).permutation(len(digits.target))
+    order = np.random.default_rng(0).permutation(len(labels))
     train, validation = SPEC.examples["train"], SPEC.examples["validation"]
     first = {"train": 0, "validation": train, "test": train + validation}[split]
     chosen = order[first : first + count]
     # The pixels are 0 to 16.
-    return (digits.images[chosen, :, :, np.newaxis] / 16).astype(np.float32), digits.target[chosen]
+    return (pixels[chosen].reshape(-1, 8, 8, 1) / 16).astype(np.float32), labels[chosen].astype(np.int64)
