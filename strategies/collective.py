@@ -203,9 +203,8 @@ class CommunicatingStrategy(base.Strategy):
         return _lost(self.world, silent, self.timeout_seconds) if silent else None
 
 
-def added_up(
-    communicator: Communicator, parts: Sequence[tuple[Any, Any]], name: str
-) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def added_up(communicator: Communicator, parts: Sequence[tuple[Any, Any]], name: str) -> Iterator[None]:
     """The context in which Keras variables are read as the sums of their `parts` over the processes.
 
     Args:
@@ -215,7 +214,8 @@ def added_up(
     """
     reduce = reduction.packed(lambda sent: communicator.all_reduce(sent, name), reduction.Packing(None))
     sums = reduce([tf.convert_to_tensor(part) for _, part in parts])
-    return keras.StatelessScope([(variable, total) for (variable, _), total in zip(parts, sums, strict=True)])
+    with keras.StatelessScope([(variable, total) for (variable, _), total in zip(parts, sums, strict=True)]):
+        yield
 
 
 @functools.cache

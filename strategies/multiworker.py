@@ -1,7 +1,7 @@
 """`multiworker`: `tf.distribute.MultiWorkerMirroredStrategy`, a copy of every variable in each process of a job.
 
-Every process runs the same program on the same data and takes its part of each global batch. TensorFlow's collectives
-add what the processes must add; the rest of Keras' step is local.
+Every process runs the same program on the same data and takes its part of each global batch. Sockets, or TensorFlow's
+collectives, add what the processes must add; the rest of Keras' step is local.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfdist.world import World
 
 SOCKETS = "sockets"
 COMMUNICATIONS = {
-    SOCKETS: tf.distribute.experimental.CommunicationImplementation.AUTO,  # for what is not a replica's
+    SOCKETS: tf.distribute.experimental.CommunicationImplementation.AUTO,  # for the first values of variables
     "auto": tf.distribute.experimental.CommunicationImplementation.AUTO,
     "ring": tf.distribute.experimental.CommunicationImplementation.RING,
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
@@ -81,7 +81,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
     """
 
     name = "multiworker"
-    # Between calls the processes agree, and add up the metrics: half a dozen exchanges.
+    # Between calls the processes agree, and add up the metrics.
     seconds_per_call = 2.0
 
     def __init__(
@@ -213,19 +213,19 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         try:
             yield
         except (tf.errors.OpError, ClusterError) as error:
-            told = self._told(error)
+            failure = self.communicator.failure if self.communicator is not None else None
+            if isinstance(error, ClusterError) and error is not failure:
+                raise  # it is told already
+            told = self._told(str(error), failure)
             if told is None or told is error:
                 raise
             raise told from error
 
-    def _told(self, error: tf.errors.OpError | ClusterError) -> ClusterError | None:
-        """What an error says about the other processes; `None` if it is about none of them, or says it already."""
-        failure = self.communicator.failure if self.communicator is not None else None
-        if self.world.world_size == 1 or (isinstance(error, ClusterError) and error is not failure):
+    def _told(self, message: str, failure: ClusterError | None) -> ClusterError | None:
+        """What an error says about the other processes, by its message and by what sockets found; `None` if nothing."""
+        if self.world.world_size == 1:
             return None
-        shapes = re.search(
-            r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", str(error)
-        )
+        shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", message)
         if shapes is not None:
             return DisagreementError(
                 f"The processes of the job disagree on the model, or on the data: a tensor has the shape {shapes[1]} "
@@ -243,8 +243,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
 def _is_added_up(value: Any) -> bool:
     """Whether each replica has a part of it, as of the state of a metric."""
-    on_read = tf.VariableSynchronization.ON_READ
-    return value.synchronization is on_read and value.aggregation is tf.VariableAggregation.SUM
+    on_read, of_parts = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+    return value.synchronization == on_read and value.aggregation == of_parts
 
 
 def _summable(value: tf.Tensor) -> tf.Tensor:

@@ -9,6 +9,7 @@ import importlib.machinery
 import os
 import platform
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,10 @@ from tfdist.errors import UsageError
 # Packages of Keras that few programs use; they import scikit-learn, SciPy's statistics and Matplotlib, which is more
 # than a third of the time that Keras and TensorFlow take together. The last one is Keras' own, seen in 3.15.
 SELDOM_USED = {
-    *("keras.visualization", "keras._tf_keras.keras.visualization"),
-    *("keras.wrappers", "keras._tf_keras.keras.wrappers"),
+    "keras.visualization",
+    "keras._tf_keras.keras.visualization",
+    "keras.wrappers",
+    "keras._tf_keras.keras.wrappers",
     "keras.src.visualization",
 }
 
@@ -95,20 +98,39 @@ class _SeldomUsed(importlib.abc.MetaPathFinder):
 
 
 class _WhenUsed(importlib.abc.Loader):
-    """Runs the code of a module when something of it is used."""
+    """Runs the code of a module when something of it is used.
+
+    `importlib.util.LazyLoader` would run it at once: the import system and `inspect` look at names of every module.
+    """
 
     def __init__(self, loader: importlib.abc.Loader):
         self._loader = loader
+        self._lock = threading.RLock()
+        self._begun = False
 
     def exec_module(self, module: ModuleType) -> None:
         """Leaves the module empty until then."""
 
-        def load(name: str) -> Any:
-            # `inspect` looks at the names with underscores of every module; only `import *` asks for this one.
-            if name.startswith("__") and name != "__all__":
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            del module.__dict__["__getattr__"]
-            self._loader.exec_module(module)
-            return getattr(module, name)
+        def get(name: str) -> Any:
+            if not name.startswith("__") or name == "__all__":  # which `import *` asks for
+                self._load(module)
+            if name in module.__dict__:
+                return module.__dict__[name]
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
-        module.__dict__["__getattr__"] = load
+        def names() -> list[str]:
+            self._load(module)
+            return sorted(module.__dict__)
+
+        module.__dict__.update(__getattr__=get, __dir__=names)
+
+    def _load(self, module: ModuleType) -> None:
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+            try:
+                self._loader.exec_module(module)
+            except BaseException:
+                self._begun = False
+                raise

@@ -104,9 +104,6 @@ def fit(
             model.reset_metrics()
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(run_epoch(resume_batch or 0))
-        if not epoch_logs:  # resumed behind the last step of the epoch
-            with strategy.merged(model.metrics_variables, "metrics"):
-                epoch_logs = model.get_metrics_result()
         resume_batch = None
         if validation is not None and model._should_eval(epoch, validation_freq):
             results = _evaluate(strategy, model, Passes(validation, validation_steps), callbacks)
@@ -410,6 +407,9 @@ def _epoch_runner(
             wish, stopping = agreement.next_call(strategy, pacer.steps(done), bool(getattr(model, stopped)))
             setattr(model, stopped, stopping)
         passes.end_epoch(done - first, data_ended)
+        if first and done == first:  # resumed behind the last step of the epoch
+            with strategy.merged(model.metrics_variables, "metrics"):
+                logs = model.get_metrics_result()
         return logs | program.end_epoch()
 
     return run_epoch

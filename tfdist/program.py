@@ -115,12 +115,12 @@ class StepProgram(Program):
         del count
         batch = self._batches.fetch(state, first)
         if self._batches.counted:
-            _, logs = self._step(state, batch)
-            return tf.constant(1), tf.constant(True), self._results(logs)
+            finite, logs = self._step(state, batch)
+            return tf.constant(1), tf.constant(True), self._results(logs, after=finite)
         more = batch.has_value()
-        nothing = self._no_logs()
-        logs = tf.cond(more, lambda: self._step(state, batch.get_value())[1], lambda: nothing)
-        return tf.cast(more, tf.int32), more, self._results(logs)
+        nothing = tf.constant(True), self._no_logs()
+        finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: nothing)
+        return tf.cast(more, tf.int32), more, self._results(logs, after=finite)
 
     def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
         def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
@@ -138,7 +138,7 @@ class StepProgram(Program):
         start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
         parallel = self._strategy.parallel_steps
         done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
-        return done, more, self._results(logs)
+        return done, more, self._results(logs, after=done)
 
     def _no_logs(self) -> Logs:
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
@@ -183,19 +183,22 @@ class StepProgram(Program):
             return tf.function(step, jit_compile=True)
         return step
 
-    def _results(self, own_logs: Logs) -> Logs:
+    def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
         """The logs of a call: the metrics, or what the last step returned.
 
         What a step returned under the name of a metric that it updated was that metric's result on each replica; the
-        result over all of them takes its place.
+        result over all of them takes its place. Processes may pair what they exchange for it by its order, so that
+        nothing is exchanged before `after` is there, which the last step gives.
         """
-        if not own_logs:
-            return self._metrics()
+        with tf.control_dependencies([] if after is None else [after]):
+            return self._with_results(own_logs) if own_logs else self._metrics()
+
+    def _with_results(self, own_logs: Logs) -> Logs:
         merged: Logs = {}
         updated = [m for m in self._model.metrics if any(id(v) in self._metrics_updated for v in m.variables)]
         with self._strategy.merged([variable for metric in updated for variable in metric.variables], "metrics"):
             for metric in updated:
-                result = metric.result()
+                result = _values(metric.result())
                 merged |= result if isinstance(result, dict) else {metric.name: result}
         return own_logs | {name: value for name, value in merged.items() if name in own_logs}
 
@@ -207,7 +210,12 @@ class StepProgram(Program):
 
     def _metrics(self) -> Logs:
         with self._strategy.merged(self._model.metrics_variables, "metrics"):
-            return self._model.get_metrics_result()
+            return _values(self._model.get_metrics_result())
+
+
+def _values(results: Any) -> Any:
+    """What metrics returned, with the present values of variables in their place."""
+    return tf.nest.map_structure(lambda one: one.value if isinstance(one, keras.Variable) else one, results)
 
 
 class PredictProgram(Program):

@@ -284,6 +284,32 @@ class OwnMetrics(Subclassed):
         return results | {"mean_target": tf.reduce_mean(y)}
 
 
+class Seen(keras.metrics.Metric):
+    """Counts examples in whole numbers, and answers with the variable itself."""
+
+    def __init__(self):
+        super().__init__(name="seen")
+        self.examples = self.add_weight(shape=(), initializer="zeros", name="examples", dtype="int32")
+
+    def update_state(self, x):
+        self.examples.assign_add(tf.shape(x)[0])
+
+    def result(self):
+        return self.examples
+
+
+class CountsInTests(Subclassed):
+    """What training does not touch is not exchanged before the steps are."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Seen()
+
+    def test_step(self, data):
+        self.seen.update_state(data[0])
+        return super().test_step(data)
+
+
 class OwnPredictStep(Subclassed):
     def predict_step(self, data):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -316,6 +342,7 @@ MODELS = {
     "weighted metrics": whole(linear(weighted_metrics=["mae"])),
     "logs that are not metrics": whole(lambda: compiled(OwnLogs(), metrics=["mae"])),
     "own compute_metrics": whole(lambda: compiled(OwnMetrics(), metrics=["mae"])),
+    "metric of whole numbers in tests alone": whole(lambda: compiled(CountsInTests(), metrics=["mae"])),
     "own predict_step": whole(lambda: compiled(OwnPredictStep())),
     "without metrics": whole(linear()),
 }

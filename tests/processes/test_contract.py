@@ -51,13 +51,19 @@ def equality_cases(strategy, workers, names):
     return [f"{EQUALITY}::test_equals_stock_keras_on_one_device[{strategy}-{workers}-{name}]" for name in names]
 
 
+def model_cases(strategy, workers, names):
+    """The tests of these models."""
+    return [f"{CALL}::test_a_model_gives_what_it_gives_in_stock_keras[{strategy}-{workers}-{name}]" for name in names]
+
+
 def own_optimizers(strategy, workers):
     """The test of optimizers that `compile` does not know."""
     return f"{CALL}::test_a_model_that_is_never_called_trains_with_optimizers_of_its_own[{strategy}-{workers}-in turn]"
 
 
 def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
-    tests = [*equality_cases("multiworker", 2, QUICK), own_optimizers("multiworker", 2)]
+    models = model_cases("multiworker", 2, ["metric of whole numbers in tests alone"])
+    tests = [*equality_cases("multiworker", 2, QUICK), *models, own_optimizers("multiworker", 2)]
     assert f"{len(tests)} passed" in run_together("multiworker", 2, *tests, cwd=tmp_path)
 
 

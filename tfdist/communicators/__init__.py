@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 # Types that no engine carries travel as others of their size.
@@ -79,7 +80,7 @@ class Communicator:
         if self.size == 1:
             return [message]
         lengths = self._all_gather(tf.constant([len(message)]), "exchange.lengths").numpy()
-        joined = self._all_gather(tf.constant(list(message), tf.uint8, shape=[len(message)]), "exchange").numpy()
+        joined = self._all_gather(tf.constant(np.frombuffer(message, np.uint8)), "exchange").numpy()
         ends = lengths.cumsum()
         return [joined[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
 

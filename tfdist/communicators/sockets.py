@@ -31,8 +31,9 @@ from tfdist.world import World
 
 # What a process says first to the next one: a secret that this one has made for it.
 SECRET_BYTES = 16
-# Before each exchange: which one it is, of how many bytes.
-HEADER = struct.Struct("<QQ")
+# Before each exchange: which one it is, of which kind, of how many bytes.
+HEADER = struct.Struct("<QQQ")
+SUM, JOIN = 0, 1
 PIECE_BYTES = 1 << 20  # what was received is added while it is in the processor's cache
 # The same sums as those of numpy's bfloat16 itself, of which each takes up to twice as long.
 IN_FLOAT32 = {"dtype": np.float32, "casting": "unsafe"}
@@ -92,7 +93,7 @@ class SocketCommunicator(ArrayCommunicator):
         parts = [slice(cuts[index], cuts[index + 1]) for index in range(self.size)]
         received = np.empty(max(part.stop - part.start for part in parts), values.dtype)
         adding: dict[str, Any] = IN_FLOAT32 if values.dtype == tf.bfloat16.as_numpy_dtype else {}
-        self._begin(values.nbytes)
+        self._begin(SUM, values.nbytes)
         for turn in range(self.size - 1):
             sent, own = parts[(self.rank - turn) % self.size], parts[(self.rank - turn - 1) % self.size]
             target = received[: own.stop - own.start]
@@ -113,7 +114,7 @@ class SocketCommunicator(ArrayCommunicator):
         parts = [np.empty(0)] * self.size
         parts[self.rank] = values
         length, other = np.array([len(values)], np.int64), np.empty(1, np.int64)
-        self._begin(values.itemsize * math.prod(values.shape[1:]))
+        self._begin(JOIN, values.itemsize * math.prod(values.shape[1:]))
         for turn in range(self.size - 1):
             self._swap(length, other)
             owner = (self.rank - turn - 1) % self.size
@@ -122,21 +123,21 @@ class SocketCommunicator(ArrayCommunicator):
             length, other = other, length
         return np.concatenate(parts)
 
-    def _begin(self, size_bytes: int) -> None:
+    def _begin(self, kind: int, size_bytes: int) -> None:
         """Sees that the process before this one has come to the same exchange."""
         self._exchanges += 1
-        mine = HEADER.pack(self._exchanges, size_bytes)
+        mine = HEADER.pack(self._exchanges, kind, size_bytes)
         other = np.empty(HEADER.size, np.uint8)
         self._swap(np.frombuffer(mine, np.uint8), other)
         if other.tobytes() != mine:
-            number, bytes_there = HEADER.unpack(other.tobytes())
+            number, kind_there, bytes_there = HEADER.unpack(other.tobytes())
             here, there = self._world.named(self.rank), self._world.named((self.rank - 1) % self.size)
             self._fail(
                 DisagreementError(
                     "The processes of the job disagree on the model, or on the data: in exchange "
-                    f"{self._exchanges} {here} has a tensor of {size_bytes} bytes, and in exchange {number} {there} "
-                    f"one of {bytes_there} bytes",
-                    "build the same model, on the same data, in all processes",
+                    f"{self._exchanges} {here} has {_told(kind, size_bytes)}, and in exchange {number} {there} "
+                    f"has {_told(kind_there, bytes_there)}",
+                    "build the same model, on the same data, and give the same callbacks, in all processes",
                 )
             )
 
@@ -153,14 +154,14 @@ class SocketCommunicator(ArrayCommunicator):
                 now_sent = self._send(outgoing[sent:])
                 now_got = self._receive(incoming[got:])
             except OSError as error:
-                self._fail(self._lost(f" ({error.strerror or error})"))
+                self._fail(self._lost(True, True, f" ({error.strerror or error})"))
             sent, got = sent + now_sent, got + now_got
             if received is not None and got // into.itemsize > done:
                 received(done, got // into.itemsize)
                 done = got // into.itemsize
             moved = bool(now_sent or now_got) or self._look(sent < len(outgoing), got < len(incoming), patience)
             if patience.ends(moved):
-                self._fail(self._lost())
+                self._fail(self._lost(sent < len(outgoing), got < len(incoming)))
 
     def _send(self, data: memoryview) -> int:
         with contextlib.suppress(BlockingIOError):
@@ -181,15 +182,20 @@ class SocketCommunicator(ArrayCommunicator):
         readers, writers = [self._previous] if receiving else [], [self._next] if sending else []
         return any(select.select(readers, writers, [], patience.between_looks_seconds))
 
-    def _lost(self, reason: str = "") -> ClusterError:
-        neighbours = sorted({(self.rank - 1) % self.size, (self.rank + 1) % self.size})
+    def _lost(self, sending: bool, receiving: bool, reason: str = "") -> ClusterError:
+        waited_for = ((self.rank + 1) % self.size, sending), ((self.rank - 1) % self.size, receiving)
+        neighbours = sorted({rank for rank, waits in waited_for if waits})
         names = " or ".join(map(self._world.named, neighbours))
         return ClusterError.lost(f"Gone, or silent for {self._timeout_seconds:g} s: {names}{reason}")
 
     def _fail(self, error: ClusterError) -> NoReturn:
-        self.failure = error
+        self.failure = self.failure or error  # what came later follows from it
         self.close()  # the neighbours see it at once
         raise error
+
+
+def _told(kind: int, size_bytes: int) -> str:
+    return f"{'a tensor' if kind == SUM else 'rows'} of {size_bytes} bytes"
 
 
 def _bytes(values: np.ndarray) -> memoryview:
