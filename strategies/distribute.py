@@ -58,20 +58,24 @@ class DistributeStrategy(base.Strategy):
         optimizer = getattr(model, "optimizer", None)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         variables = [*model.variables, *(inner.variables if inner is not None else [])]
-        outside = [v for v in variables if not self._is_ours(v)]
+        outside = [v for v in variables if not self.is_ours(v)]
         if model.distribute_strategy is not self.tf_strategy or outside:
-            what = f"variable `{outside[0].path}`" if outside else f"model `{model.name}`"
-            raise UsageError(
-                f"The {what} was made outside the scope of the strategy `{self.name}`",
-                "make and compile the model, and make its optimizer, inside `with strategy.scope():`",
-            )
+            raise self.made_outside(f"variable `{outside[0].path}`" if outside else f"model `{model.name}`")
         if inner is not None and inner._distribution_strategy is not self.tf_strategy:
             raise UsageError(
                 f"The optimizer `{inner.name}` was made outside the scope of the strategy `{self.name}`",
                 "make the optimizer, or pass its name to `compile`, inside `with strategy.scope():`",
             )
 
-    def _is_ours(self, variable: Any) -> bool:
+    def made_outside(self, what: str) -> UsageError:
+        """The error for what was not made in the scope."""
+        return UsageError(
+            f"The {what} was made outside the scope of the strategy `{self.name}`",
+            "make and compile the model, and make its optimizer and metrics, inside `with strategy.scope():`",
+        )
+
+    def is_ours(self, variable: Any) -> bool:
+        """Whether a variable of Keras was made in the scope."""
         return self.tf_strategy.extended.variable_created_in_scope(variable.value)
 
 

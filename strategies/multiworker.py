@@ -183,6 +183,9 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     @contextlib.contextmanager
     def merged(self, variables: Sequence[Any], name: str) -> Iterator[None]:
+        outside = [one for one in variables if not self.is_ours(one)]
+        if outside:  # each process has its own, of which nobody knows that it is a part
+            raise self.made_outside(f"variable `{outside[0].path}` of a metric")
         with contextlib.ExitStack() as stack:
             stack.enter_context(super().merged(variables, name))
             if self.communicator is not None:

@@ -157,6 +157,23 @@ strategy.fit(model, x, y, batch_size=5, verbose=0)
     assert all(part in err for part in shown) and "hint:" in err and "Traceback" not in err
 
 
+def test_a_metric_made_outside_the_scope_is_refused(tmp_path):
+    script = """
+import numpy, keras, tfdist
+strategy = tfdist.strategy("multiworker")
+metric = keras.metrics.FalsePositives()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[metric])
+strategy.fit(model, numpy.ones((10, 4)), numpy.ones((10, 1)), batch_size=5, verbose=0)
+"""
+    (tmp_path / "script.py").write_text(script)
+    with RunningJob("--log-dir", "logs", "script.py", cwd=tmp_path) as job:
+        code, _, err = job.end()
+    assert code == 2, err
+    assert "of a metric was made outside the scope of the strategy `multiworker`" in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("config", "field"),
     [
