@@ -241,8 +241,8 @@ def _one_thread() -> None:
 
 
 def _as_launched() -> None:
-    """One thread to compute, for tfdist: with the kernels that its launcher chooses."""
-    environment.prefer_onednn()
+    """One thread to compute, for tfdist: with what its launcher prepares."""
+    environment.prepare_imports()
     _one_thread()
 
 

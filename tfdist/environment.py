@@ -16,8 +16,8 @@ from typing import Any
 
 from tfdist.errors import UsageError
 
-# Packages of Keras that few programs use; they import scikit-learn, SciPy's statistics and Matplotlib, which is more
-# than a third of the time that Keras and TensorFlow take together. The last one is Keras' own, seen in 3.15.
+# Packages of Keras that few programs use; they import scikit-learn, SciPy's statistics and Matplotlib, a quarter of
+# the time that importing Keras and TensorFlow took with them. The last one is Keras' own, seen in 3.15.
 SELDOM_USED = {
     "keras.visualization",
     "keras._tf_keras.keras.visualization",
@@ -50,12 +50,12 @@ def prepare_imports() -> None:
 
     For programs that import TensorFlow and Keras themselves; without effect on what they have imported before.
     """
-    prefer_onednn()
+    _prefer_onednn()
     if not any(isinstance(finder, _SeldomUsed) for finder in sys.meta_path):
         sys.meta_path.insert(0, _SeldomUsed())
 
 
-def prefer_onednn() -> None:
+def _prefer_onednn() -> None:
     """Lets TensorFlow compute with oneDNN's kernels on every x86 CPU, where it is not imported and told nothing yet.
 
     By itself it does so only where the CPU has instructions for neural networks. On others too steps of convolutions,

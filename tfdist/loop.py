@@ -28,7 +28,7 @@ from tfdist import agreement, keras_internals, pace
 from tfdist.data import feed as feeds
 from tfdist.errors import DataError, UsageError
 from tfdist.keras_internals import tree
-from tfdist.program import Logs, Outcome
+from tfdist.program import Logs, Outcome, merged_metrics
 from tfdist.strategies.base import Strategy
 
 # What only the chief does: where processes share a disk they would write the same files.
@@ -408,8 +408,7 @@ def _epoch_runner(
             setattr(model, stopped, stopping)
         passes.end_epoch(done - first, data_ended)
         if first and done == first:  # resumed behind the last step of the epoch
-            with strategy.merged(model.metrics_variables, "metrics"):
-                logs = model.get_metrics_result()
+            logs = merged_metrics(strategy, model)
         return logs | program.end_epoch()
 
     return run_epoch

@@ -191,7 +191,7 @@ class StepProgram(Program):
         nothing is exchanged before `after` is there, which the last step gives.
         """
         with tf.control_dependencies([] if after is None else [after]):
-            return self._with_results(own_logs) if own_logs else self._metrics()
+            return self._with_results(own_logs) if own_logs else merged_metrics(self._strategy, self._model)
 
     def _with_results(self, own_logs: Logs) -> Logs:
         merged: Logs = {}
@@ -208,9 +208,11 @@ class StepProgram(Program):
         with keras.StatelessScope(constants):
             return set(self._model.get_metrics_result())
 
-    def _metrics(self) -> Logs:
-        with self._strategy.merged(self._model.metrics_variables, "metrics"):
-            return _values(self._model.get_metrics_result())
+
+def merged_metrics(strategy: Strategy, model: Any) -> Logs:
+    """The results of the metrics of `model` over all replicas."""
+    with strategy.merged(model.metrics_variables, "metrics"):
+        return _values(model.get_metrics_result())
 
 
 def _values(results: Any) -> Any:

@@ -24,8 +24,8 @@ from tests.processes.test_contract import CALLBACKS, EQUALITY, ORDER, equality_c
 from tfdist.errors import UsageError
 
 # What is done otherwise to a variable in parts; with several servers, the contract's variables all are.
-SHARDED = ["adamw", "ema", "gradient accumulation", "sparse gradients, adam"]
-WHOLE = ["remainder 1", "mixed float16, inf on one replica"]
+SHARDED = ["adamw", "lamb", "ema", "gradient accumulation", "constraint", "sparse gradients, adam", "auc"]
+WHOLE = ["remainder 1", "mixed float16, inf on one replica", "own train_step"]
 
 SCRIPT = """
 import json, sys

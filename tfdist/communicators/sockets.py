@@ -191,7 +191,7 @@ class SocketCommunicator(ArrayCommunicator):
     def _fail(self, error: ClusterError) -> NoReturn:
         self.failure = self.failure or error  # what came later follows from it
         self.close()  # the neighbours see it at once
-        raise error
+        raise self.failure
 
 
 def _told(kind: int, size_bytes: int) -> str:
