@@ -29,6 +29,8 @@ from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_s
 STEPS_OF_A_CLOSURE = 10
 # So many that a worker which is done early finds another one.
 CLOSURES_OF_A_WORKER = 3
+# The steps of a whole closure are unrolled where one has fewer operations: it takes some 5 s to trace so many.
+OPERATIONS_OF_A_SMALL_STEP = 1000
 BYTES_OF_A_SMALL_STATE = 1 << 16
 SECONDS_BETWEEN_LOOKS = 0.1
 # TensorFlow takes so long to notice that a worker was dropped, and to give its steps to others.
@@ -44,6 +46,7 @@ class ClosureProgram(StepProgram):
         self._sender = _Sender(strategy, batches)
         self._trains = step_name == "train_step"
         self._late = _Late()
+        self._operations = math.inf  # of a step, not known before it is traced
         super().__init__(strategy, model, step_name, self._sender.batches, stop_at_nan)
 
     def begin_epoch(self) -> None:
@@ -81,14 +84,30 @@ class ClosureProgram(StepProgram):
         return max(1, min(STEPS_OF_A_CLOSURE, count // closures))
 
     def _send(self, work: Sequence[Closure]) -> list[Any]:
-        return run_all(self._strategy, self._many_steps, work)
+        scheduled = [self._strategy.schedule(self._function_of(closure), closure.arguments) for closure in work]
+        return results_of(self._strategy, scheduled)
+
+    def _function_of(self, closure: Closure) -> Any:
+        unrolled = closure.whole and self._operations <= OPERATIONS_OF_A_SMALL_STEP
+        return self._unrolled if unrolled else self._many_steps
 
     def _make_functions(self) -> Any:
-        function = tf.function(self._closure, autograph=False, reduce_retracing=True)
+        def looped(state: Any, count: tf.Tensor) -> tf.Tensor:
+            return self._closure(state, count, unrolled=False)
+
+        def unrolled(state: Any, count: tf.Tensor) -> tf.Tensor:
+            return self._closure(state, count, unrolled=True)
+
+        function = tf.function(looped, autograph=False, reduce_retracing=True)
+        # A loop that several processes run makes them send each other more than tensors: a third of a small step.
+        self._unrolled = tf.function(unrolled, autograph=False, reduce_retracing=True)
         return function, function
 
-    def _closure(self, state: Any, count: tf.Tensor) -> tf.Tensor:
-        """Up to `count` steps on a worker; all that the coordinator must know of them comes back in one vector."""
+    def _closure(self, state: Any, count: tf.Tensor, *, unrolled: bool) -> tf.Tensor:
+        """Up to `count` steps on a worker; all that the coordinator must know of them comes back in one vector.
+
+        Where they are `unrolled`, these are all steps of a whole closure, also after a loss that is not finite.
+        """
 
         def proceed(done: tf.Tensor, finite: tf.Tensor, *carried: Any) -> tf.Tensor:
             del carried
@@ -98,13 +117,19 @@ class ClosureProgram(StepProgram):
             del finite, own
             values, late, logs = self._worker_step(state, self._batches.fetch(state, done), values)
             own = logs if self._own_logs is not None else {}
+            if not unrolled:
+                self._operations = len(done.graph.get_operations())
             return done + 1, self._finite(values), total + late, tf.maximum(largest, late), values, own
 
         states = _small_states(self._model)
         begun = [tf.convert_to_tensor(variable._value) for variable in states]
         metrics = [tf.zeros(v.shape, v._value.dtype) for v in self._model.metrics_variables]
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), metrics + begun, self._no_logs()]
-        done, finite, total, largest, values, own = tf.while_loop(proceed, body, start)
+        if unrolled:
+            carried = functools.reduce(lambda before, _: body(*before), range(STEPS_OF_A_CLOSURE), start)
+        else:
+            carried = tf.while_loop(proceed, body, start)
+        done, finite, total, largest, values, own = carried
         for variable, before, after in zip(states, begun, values[len(metrics) :], strict=True):
             variable._value.assign_add(after - before)  # others may have added theirs
         numbers = tf.nest.flatten([done, finite, total, largest, values[: len(metrics)], own])
@@ -180,10 +205,9 @@ class ClosurePredictProgram(Program):
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
         work = list(self._sender.closures(state, first, count, 1))
-        outputs = [
-            keras_internals.tree.map_structure(_as_tensor, output)
-            for output in run_all(self._strategy, self._function, work)
-        ]
+        scheduled = [self._strategy.schedule(self._function, closure.arguments) for closure in work]
+        results = results_of(self._strategy, scheduled)
+        outputs = [keras_internals.tree.map_structure(_as_tensor, output) for output in results]
         return Outcome(len(work), len(work) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, count: tf.Tensor) -> Any:
@@ -199,10 +223,17 @@ class ClosurePredictProgram(Program):
 
 @dataclass(frozen=True)
 class Closure:
-    """Some steps, as the arguments of the function that a worker runs."""
+    """Some steps, as the arguments of the function that a worker runs.
+
+    Attributes:
+        arguments: the data, and how many steps.
+        steps: the same number.
+        whole: there are as many as a closure can have, and each has a full batch.
+    """
 
     arguments: tuple[Any, ...]
     steps: int
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -256,7 +287,8 @@ class _Sender:
         for begin in range(first, first + count, length):
             steps = min(length, first + count - begin)
             examples = tuple(of_each[begin * size : (begin + steps) * size] for of_each in positions)
-            yield Closure(((self._sent[1], examples), tf.constant(steps)), steps)
+            whole = len(examples[0]) == STEPS_OF_A_CLOSURE * size
+            yield Closure(((self._sent[1], examples), tf.constant(steps)), steps, whole)
 
 
 @tf.function(autograph=False)
@@ -264,14 +296,13 @@ def _received(arrays: Any) -> Any:
     return tf.nest.map_structure(tf.identity, arrays)
 
 
-def run_all(strategy: Any, function: Any, work: Sequence[Closure]) -> list[Any]:
-    """What `function` returns for each closure, as NumPy arrays; one whose worker is silent is given to another worker.
+def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
+    """What was scheduled returned, as NumPy arrays; what a silent worker has is given to another one.
 
     Raises:
         ClusterError: no worker finishes anything any more.
     """
-    values = [strategy.schedule(function, closure.arguments) for closure in work]
-    pending, last_news, patience = list(values), time.monotonic(), strategy.timeout_seconds
+    pending, last_news, patience = list(scheduled), time.monotonic(), strategy.timeout_seconds
     while pending:
         left = [value for value in pending if not tensorflow_internals.finished(value, 0)]
         if len(left) < len(pending):
@@ -288,7 +319,7 @@ def run_all(strategy: Any, function: Any, work: Sequence[Closure]) -> list[Any]:
         if silent:
             warnings.warn(f"Silent for {strategy.timeout_seconds:g} s: {', '.join(silent)}", stacklevel=2)
         patience += max(strategy.timeout_seconds, SECONDS_TO_GO_ON)
-    return [value.fetch() for value in values]
+    return [value.fetch() for value in scheduled]
 
 
 def _small_states(model: Any) -> list[Any]:

@@ -96,6 +96,42 @@ def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race
         assert max(history["staleness_max"]) <= staleness
 
 
+ALONE = """
+import keras, numpy as np, tfdist
+
+strategy = tfdist.strategy("parameter_server", seed=1)
+x = np.random.default_rng(0).random((1285, 4), "float32")
+options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+
+
+def build():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(1e-3), "mse", metrics=["mae"])
+    return model
+
+
+one = build()
+one.fit(x, x[:, :1], **options)
+with strategy.scope():
+    model = build()
+strategy.fit(model, x, x[:, :1], **options)
+programs = model._tfdist_programs[1].values()
+print("UNROLLED", *(program._unrolled.experimental_get_tracing_count() for program in programs))
+print("APART", max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(), one.get_weights(), strict=True)))
+"""
+
+
+def test_a_worker_alone_equals_one_device_where_its_steps_are_unrolled(tmp_path):
+    (tmp_path / "script.py").write_text(ALONE)
+    with RunningJob("--workers", "1", "--ps", "1", "script.py", cwd=tmp_path) as job:
+        code, out, err = job.end()
+    assert code == 0, err
+    said = dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
+    assert said["UNROLLED"] == "1"
+    assert float(said["APART"]) < 2e-6
+
+
 TABLE = """
 import collections, json, sys
 import keras, numpy as np, psutil, tensorflow as tf, tfdist
