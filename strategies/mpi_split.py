@@ -20,10 +20,10 @@ EPOCH = "epoch"
 class MpiSplitStrategy(collective.CommunicatingStrategy):
     """Trains on the processes that `mpirun` has started.
 
-    With `sync_every=1` and plain SGD the result is that of synchronous training on the batches that the processes'
-    batches make together. Otherwise weights of N processes drift apart for up to `sync_every` steps: for SGD of rate r
-    on gradients no larger than G, each by at most r * G * sync_every from where they were the same. The norm of the
-    difference from the mean, before averaging, is logged as `disagreement`.
+    With `sync_every=1` and SGD, with momentum or without, the result is that of synchronous training on the batches
+    that the processes' batches make together. Otherwise weights of N processes drift apart for up to `sync_every`
+    steps: for SGD of rate r on gradients no larger than G, each by at most r * G * sync_every from where they were the
+    same. The norm of the difference from the mean, before averaging, is logged as `disagreement`.
 
     Args:
         sync_every: "epoch", or the number of steps after which the weights are averaged.

@@ -2,13 +2,15 @@
 
     run(state, first, count)
         steps up to the next averaging         Keras' plain train_step, on this process' examples alone
-        weights = their mean over the processes, weighed by the examples that each has seen since the last one
+        weights = their mean over the processes, weighed by the examples that each has seen since the last one;
+            and what the optimizer keeps for each weight, so that all go on from the same place
         metrics = their sums over the processes
 
-With an averaging after each step and plain SGD that is synchronous training: the mean of the new weights is a step
-along the mean gradient. Else the weights drift apart in between; how far is measured before they are averaged.
+With an averaging after each step and SGD that is synchronous training: the mean of the new weights is a step along the
+mean gradient. Else the weights drift apart in between; how far is measured before they are averaged.
 
-Source: Stich, Local SGD converges fast and communicates little, ICLR 2019.
+Source: Stich, Local SGD converges fast and communicates little, ICLR 2019; of what the optimizer keeps, Wang et al.,
+SlowMo, ICLR 2020.
 """
 
 from __future__ import annotations
@@ -76,13 +78,15 @@ class AveragingProgram(StepProgram):
 
 
 class _Averages:
-    """Averages a model's weights over the processes, on one contiguous buffer."""
+    """Averages a model's weights and its optimizer's slots over the processes, on one contiguous buffer."""
 
     def __init__(self, communicator: Any, model: Any):
         self._communicator = communicator
         self._model = model
         # Seeds and counters are no weights.
-        self._variables = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
+        weights = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
+        self._variables = [*weights, *_slots(model)]
+        self._weights = len(weights)
         self._buffer = np.empty(sum(math.prod(v.shape) for v in self._variables), np.float32)
         self._examples = 0
         self.begin_epoch()
@@ -107,11 +111,11 @@ class _Averages:
         for part, values in zip(parts, local, strict=True):
             np.multiply(values.reshape(-1), np.float32(self._examples / share[0]), out=part)
         self._communicator.sum_in_place(self._buffer)
-        distance = np.zeros(1)
         for variable, part, values in zip(self._variables, parts, local, strict=True):
-            difference = values.reshape(-1) - part
-            distance += float(np.dot(difference, difference))
             variable._value.assign(part.reshape(values.shape).astype(values.dtype, copy=False))
+        weights = zip(parts[: self._weights], local[: self._weights], strict=True)
+        differences = [values.reshape(-1) - part for part, values in weights]
+        distance = np.array([sum(float(np.dot(difference, difference)) for difference in differences)])
         self._communicator.sum_in_place(distance)
         self._disagreements.append(math.sqrt(distance[0] / self._communicator.size))
         self._examples = 0
@@ -139,6 +143,12 @@ class _Averages:
 
     def _parts(self) -> Sequence[np.ndarray]:
         return np.split(self._buffer, np.cumsum([math.prod(v.shape) for v in self._variables])[:-1])
+
+
+def _slots(model: Any) -> list[Any]:
+    """What the optimizer keeps for each weight: what has a weight's shape, unlike a learning rate."""
+    shapes = {tuple(variable.shape) for variable in model.trainable_variables}
+    return [v for v in model.optimizer.variables if _is_float(v) and tuple(v.shape) in shapes - {()}]
 
 
 def _is_float(variable: Any) -> bool:

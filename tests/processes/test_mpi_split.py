@@ -5,9 +5,10 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from tests.processes.jobs import ROOT, clean_environment, epochs_done, record, require_mpi, train
+from tests.processes.jobs import ROOT, clean_environment, epochs_done, record, require_mpi, train, weights
 from tests.processes.test_horovod import run, said
 
 require_mpi()
@@ -28,7 +29,7 @@ def compiled():
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
     return model
 
 
@@ -53,6 +54,7 @@ said = {
     "EVALUATED": np.abs(np.subtract(strategy.evaluate(model, x, y, batch_size=12, verbose=0), alone)).max() < 1e-5,
     "PREDICTED": abs(strategy.predict(model, x, verbose=0) - model(x).numpy()).max() < 1e-5,
     "WEIGHTS": float(sum(abs(w).sum() for w in model.get_weights())),
+    "MOMENTUM": float(sum(abs(v.numpy()).sum() for v in model.optimizer.variables)),
 }
 # In one piece, since the others write there too.
 sys.stdout.write("".join(f"{word} {value}\\n" for word, value in said.items()))
@@ -77,7 +79,7 @@ def split(tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "examples"), [(2, 65), pytest.param(3, 100, marks=pytest.mark.thorough)])
-def test_averaging_each_step_with_plain_sgd_is_synchronous_training(split, workers, examples):
+def test_averaging_each_step_with_sgd_is_synchronous_training(split, workers, examples):
     out = split(1, examples, workers)
     assert [float(found) < 2e-6 for found in said(out, "DIFFERENCE")] == [True] * workers
     assert said(out, "EVALUATED") == said(out, "PREDICTED") == ["True"] * workers
@@ -88,7 +90,7 @@ def test_averaging_less_often_lets_ranks_disagree_and_says_how_much(split, sync_
     out = split(sync_every, 120)
     assert float(said(out, "DIFFERENCE")[0]) > 1e-4
     assert float(said(out, "DISAGREEMENT")[0]) > 1e-3
-    assert len(set(said(out, "WEIGHTS"))) == 1  # averaged, all are alike again
+    assert len(set(said(out, "WEIGHTS"))) == len(set(said(out, "MOMENTUM"))) == 1  # averaged, all are alike again
 
 
 def test_the_command_trains_on_two_processes_and_leaves_one_record(tmp_path):
@@ -99,6 +101,20 @@ def test_the_command_trains_on_two_processes_and_leaves_one_record(tmp_path):
     found = record(run_dir)
     assert found["strategy"]["options"]["sync_every"] == 5 and found["world"]["world_size"] == 2
     assert len(found["epochs"]) == 2 and "test accuracy" in out
+
+
+@pytest.mark.thorough
+def test_a_run_resumed_at_the_end_of_an_epoch_equals_an_unbroken_one(tmp_path):
+    for run_dir, options in [
+        ("unbroken", ["--epochs", "4"]),
+        ("resumed", ["--epochs", "2"]),
+        ("resumed", ["--epochs", "4", "--resume"]),
+    ]:
+        with train("--optimizer", "adam", *options, run_dir=tmp_path / run_dir, strategy="mpi_split") as job:
+            code, _, err = job.end()
+        assert code == 0, err
+    for found, wanted in zip(weights(tmp_path / "resumed"), weights(tmp_path / "unbroken"), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
