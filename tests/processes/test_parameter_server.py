@@ -65,10 +65,10 @@ print("DATASET", strategy.fit(model, data, epochs=1, verbose=0).history["total"]
 """
 
 
-def run_script(tmp_path, **options):
+def run_script(tmp_path, script, *arguments, workers, ps):
     """What the script said in the chief, by its first word."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with RunningJob("--workers", "2", "--ps", "2", "script.py", json.dumps(options), cwd=tmp_path) as job:
+    (tmp_path / "script.py").write_text(script)
+    with RunningJob("--workers", workers, "--ps", ps, "script.py", *arguments, cwd=tmp_path) as job:
         code, out, err = job.end()
     assert code == 0, err
     return dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
@@ -76,7 +76,7 @@ def run_script(tmp_path, **options):
 
 @pytest.mark.parametrize("staleness", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race(tmp_path, staleness):
-    said = run_script(tmp_path, staleness=staleness)
+    said = run_script(tmp_path, SCRIPT, json.dumps({"staleness": staleness}), workers=2, ps=2)
     history = json.loads(said["HISTORY"])
     every_number_once = sum(range(643))
     assert int(said["STEPS"]) == 3 * 81
@@ -123,11 +123,7 @@ print("APART", max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(
 
 
 def test_a_worker_alone_equals_one_device_where_its_steps_are_unrolled(tmp_path):
-    (tmp_path / "script.py").write_text(ALONE)
-    with RunningJob("--workers", "1", "--ps", "1", "script.py", cwd=tmp_path) as job:
-        code, out, err = job.end()
-    assert code == 0, err
-    said = dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
+    said = run_script(tmp_path, ALONE, workers=1, ps=1)
     assert said["UNROLLED"] == "1"
     assert float(said["APART"]) < 2e-6
 
@@ -192,11 +188,7 @@ print("PREDICT", float(np.abs(strategy.predict(model, x, verbose=0) - one.predic
 
 
 def test_the_rows_of_a_large_table_lie_on_all_servers_and_only_those_that_are_needed_travel(tmp_path):
-    (tmp_path / "script.py").write_text(TABLE)
-    with RunningJob("--workers", "1", "--ps", "2", "script.py", cwd=tmp_path) as job:
-        code, out, err = job.end()
-    assert code == 0, err
-    said = dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
+    said = run_script(tmp_path, TABLE, workers=1, ps=2)
     half = 500_000 * 32 * 4
     assert list(json.loads(said["HELD"]).values()) == [2 * half, 2 * half]  # the table, and what Adagrad accumulates
     assert int(said["SENT"]) < half / 4  # in ten steps, where one reading of the table is two halves
