@@ -216,6 +216,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         try:
             yield
         except (tf.errors.OpError, ClusterError) as error:
+            tensorflow_internals.close_pools(error)
             failure = self.communicator.failure if self.communicator is not None else None
             if isinstance(error, ClusterError) and error is not failure:
                 raise  # it is told already

@@ -1,12 +1,17 @@
 """Fails when TensorFlow changes what `tfdist.tensorflow_internals` reaches into."""
 
 import inspect
+import multiprocessing.pool
 import signal
+import threading
+import traceback
+import types
 
 import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
+    cross_device_ops,
     cross_device_utils,
     distribute_lib,
     one_device_strategy,
@@ -128,6 +133,25 @@ def test_a_graph_is_light_without_convolutions_pooling_and_large_products_also_i
         for function in (step, looped):
             graph = tf.function(function, autograph=False).get_concrete_function(tf.TensorSpec(shape)).graph
             assert tensorflow_internals.light(graph) is expected, name
+
+
+def test_the_thread_pool_of_a_collective_that_failed_is_closed():
+    def cut(*arguments):
+        raise tf.errors.UnavailableError(None, None, "the link is cut")
+
+    one_device = types.SimpleNamespace(_devices=["CPU:0"], _lock=threading.Lock(), _all_reduce=cut)
+    value = types.SimpleNamespace(values=[tf.constant(1.0)])
+    with pytest.raises(tf.errors.UnavailableError) as caught:
+        cross_device_ops.CollectiveAllReduce._all_reduce_per_replica_values(one_device, "SUM", [value], None)
+    (pool,) = {
+        local
+        for frame, _ in traceback.walk_tb(caught.value.__traceback__)
+        for local in frame.f_locals.values()
+        if isinstance(local, multiprocessing.pool.ThreadPool)
+    }
+    assert pool._state == multiprocessing.pool.RUN
+    tensorflow_internals.close_pools(caught.value)
+    assert pool._state == multiprocessing.pool.CLOSE
 
 
 def test_a_trace_that_is_being_taken_is_known(tmp_path):

@@ -9,8 +9,10 @@ import contextlib
 import ctypes
 import functools
 import math
+import multiprocessing.pool
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -260,6 +262,17 @@ def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: A
 def finished(remote_value: Any, seconds: float) -> bool:
     """Whether what was scheduled has ended, or does so within `seconds`."""
     return remote_value._status_available_event.wait(seconds)
+
+
+def close_pools(error: BaseException) -> None:
+    """Closes the thread pool that a collective of TensorFlow left open where it raised `error` between two graphs.
+
+    Python would say so, with a traceback, when the process ends.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for local in frame.f_locals.values():
+            if isinstance(local, multiprocessing.pool.ThreadPool):
+                local.close()
 
 
 def profiling() -> bool:
