@@ -114,7 +114,7 @@ class _Averages:
         for variable, part, values in zip(self._variables, parts, local, strict=True):
             variable._value.assign(part.reshape(values.shape).astype(values.dtype, copy=False))
         weights = zip(parts[: self._weights], local[: self._weights], strict=True)
-        differences = [values.reshape(-1) - part for part, values in weights]
+        differences = (values.reshape(-1) - part for part, values in weights)
         distance = np.array([sum(float(np.dot(difference, difference)) for difference in differences)])
         self._communicator.sum_in_place(distance)
         self._disagreements.append(math.sqrt(distance[0] / self._communicator.size))
@@ -146,9 +146,10 @@ class _Averages:
 
 
 def _slots(model: Any) -> list[Any]:
-    """What the optimizer keeps for each weight: what has a weight's shape, unlike a learning rate."""
-    shapes = {tuple(variable.shape) for variable in model.trainable_variables}
-    return [v for v in model.optimizer.variables if _is_float(v) and tuple(v.shape) in shapes - {()}]
+    """What the optimizer, if one is compiled, keeps for each weight: what has its shape, unlike a learning rate."""
+    shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
+    variables = model.optimizer.variables if model.optimizer is not None else []
+    return [v for v in variables if _is_float(v) and tuple(v.shape) in shapes]
 
 
 def _is_float(variable: Any) -> bool:

@@ -92,16 +92,15 @@ class ClosureProgram(StepProgram):
         return self._unrolled if unrolled else self._many_steps
 
     def _make_functions(self) -> Any:
-        def looped(state: Any, count: tf.Tensor) -> tf.Tensor:
-            return self._closure(state, count, unrolled=False)
+        def make(unrolled: bool) -> Any:
+            def closure(state: Any, count: tf.Tensor) -> tf.Tensor:
+                return self._closure(state, count, unrolled=unrolled)
 
-        def unrolled(state: Any, count: tf.Tensor) -> tf.Tensor:
-            return self._closure(state, count, unrolled=True)
+            return tf.function(closure, autograph=False, reduce_retracing=True)
 
-        function = tf.function(looped, autograph=False, reduce_retracing=True)
         # A loop that several processes run makes them send each other more than tensors: a third of a small step.
-        self._unrolled = tf.function(unrolled, autograph=False, reduce_retracing=True)
-        return function, function
+        self._unrolled, looped = make(unrolled=True), make(unrolled=False)
+        return looped, looped
 
     def _closure(self, state: Any, count: tf.Tensor, *, unrolled: bool) -> tf.Tensor:
         """Up to `count` steps on a worker; all that the coordinator must know of them comes back in one vector.

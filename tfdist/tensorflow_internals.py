@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.distribute import distribute_lib, one_device_strategy, sharded_variable, values
+from tensorflow.python.distribute import cross_device_ops, distribute_lib, one_device_strategy, sharded_variable, values
 from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
@@ -270,9 +270,9 @@ def close_pools(error: BaseException) -> None:
     Python would say so, with a traceback, when the process ends.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        for local in frame.f_locals.values():
-            if isinstance(local, multiprocessing.pool.ThreadPool):
-                local.close()
+        pool = frame.f_locals.get("pool")
+        if frame.f_globals is vars(cross_device_ops) and isinstance(pool, multiprocessing.pool.ThreadPool):
+            pool.close()
 
 
 def profiling() -> bool:

@@ -17,9 +17,20 @@ LONG = ("--epochs", "2000", "--timeout-seconds", "8")
 # Against one process that trains on the batches that those of all processes make together.
 SCRIPT = """
 import sys
-import keras, numpy as np, tfdist
+import keras, numpy as np, tensorflow as tf, tfdist
 
 strategy = tfdist.strategy("mpi_split", seed=1, sync_every=eval(sys.argv[1]))
+
+
+class OwnOptimizer(keras.Sequential):
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.own.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
 size, examples = strategy.world.world_size, int(sys.argv[2])
 x = np.random.default_rng(0).normal(size=(examples, 6)).astype("float32")
 y = (x.sum(1) > 0).astype("int32")
@@ -48,7 +59,13 @@ for _ in range(2):
         single.train_on_batch(x[batch], y[batch])
 found = [abs(a - b).max() for a, b in zip(model.get_weights(), single.get_weights())]
 alone = model.evaluate(x, y, batch_size=12, verbose=0)
+without = OwnOptimizer([keras.Input((6,)), keras.layers.Dense(1)])
+without.own = keras.optimizers.SGD(0.1)
+without.own.build(without.trainable_variables)
+without.compile(None, "mse")
+strategy.fit(without, x, y, batch_size=12, verbose=0)
 said = {
+    "WITHOUT": sum(float(abs(w).sum()) for w in without.get_weights()),
     "DIFFERENCE": max(found),
     "DISAGREEMENT": history["disagreement"][-1],
     "EVALUATED": np.abs(np.subtract(strategy.evaluate(model, x, y, batch_size=12, verbose=0), alone)).max() < 1e-5,
@@ -83,6 +100,7 @@ def test_averaging_each_step_with_sgd_is_synchronous_training(split, workers, ex
     out = split(1, examples, workers)
     assert [float(found) < 2e-6 for found in said(out, "DIFFERENCE")] == [True] * workers
     assert said(out, "EVALUATED") == said(out, "PREDICTED") == ["True"] * workers
+    assert len(set(said(out, "WITHOUT"))) == 1  # a model without a compiled optimizer is averaged too
 
 
 @pytest.mark.parametrize("sync_every", [3, pytest.param("epoch", marks=pytest.mark.thorough)])
