@@ -269,10 +269,8 @@ def _exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
 
 @functools.cache
 def _all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
-    @tf.function(reduce_retracing=True, autograph=False)
+    @tf.function(input_signature=[tf.TensorSpec([1], tf.int32), tf.TensorSpec([None], tf.int32)], autograph=False)
     def all_gather(length: tf.Tensor, values: tf.Tensor) -> Any:
-        values = tf.ensure_shape(values, [None])
-
         def on_replica() -> Any:
             replica = WorkerReplica(strategy.num_replicas_in_sync, reduction.Packing())
             return replica.all_gather((length, values))

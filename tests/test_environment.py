@@ -35,13 +35,17 @@ SELDOM = """
 import inspect, sys
 import tfdist
 tfdist.strategy("single")
-import keras
+import keras, tensorflow as tf
 inspect.getmodule(keras)
 print("sklearn" in sys.modules, "matplotlib" in sys.modules)
 from keras.wrappers import *
 print(SKLearnClassifier.__module__, "matplotlib" in sys.modules, keras.wrappers.SKLearnClassifier is SKLearnClassifier)
 from keras.visualization import plot_image_gallery
 print("matplotlib" in sys.modules, plot_image_gallery is keras._tf_keras.keras.visualization.plot_image_gallery)
+old, older = "tensorflow._api.v2.compat.v1.train", "tensorflow._api.v2.compat.v1.compat.v1"
+print(old in sys.modules, tf.compat.v1.train.AdamOptimizer.__name__, old in sys.modules, older in sys.modules)
+import tensorflow.compat.v1 as tf1
+print(tf1.Session is tf.compat.v1.Session is tf.compat.v1.compat.v1.Session, "Session" in dir(tf.compat.v1))
 """
 
 
@@ -50,6 +54,8 @@ def test_packages_that_few_programs_use_are_imported_when_they_are_used():
     assert done.stdout.splitlines() == [
         "False False",
         "keras.src.wrappers.sklearn_wrapper False True",
+        "True True",
+        "False AdamOptimizer True False",
         "True True",
     ]
 

@@ -16,14 +16,18 @@ from typing import Any
 
 from tfdist.errors import UsageError
 
-# Packages of Keras that few programs use; they import scikit-learn, SciPy's statistics and Matplotlib, a quarter of
-# the time that importing Keras and TensorFlow took with them. The last one is Keras' own, seen in 3.15.
+# Packages that few programs use, a third of the time that importing Keras and TensorFlow took with them. Those of Keras
+# import scikit-learn, SciPy's statistics and Matplotlib; `keras.src` is its own, seen in 3.15. Those of TensorFlow are
+# the interface of its first version and what repeats it, hundreds of modules of names, seen in 2.21.
 SELDOM_USED = {
     "keras.visualization",
     "keras._tf_keras.keras.visualization",
     "keras.wrappers",
     "keras._tf_keras.keras.wrappers",
     "keras.src.visualization",
+    "tensorflow._api.v2.compat.v1",
+    "tensorflow._api.v2.compat.v1.compat",
+    "tensorflow._api.v2.compat.v2.compat",
 }
 
 
@@ -46,7 +50,7 @@ def require_tensorflow_backend() -> None:
 
 
 def prepare_imports() -> None:
-    """Has TensorFlow compute with oneDNN, and Keras load what few programs use only when it is used.
+    """Has TensorFlow compute with oneDNN, and what few programs use of it and of Keras load only when it is used.
 
     For programs that import TensorFlow and Keras themselves; without effect on what they have imported before.
     """
