@@ -31,13 +31,7 @@ def require_images(model: str, spec: DataSpec, smallest: int = 1) -> None:
 
 
 def scaled(units: int, width: float) -> int:
-    """`units` times `width`, at least one.
-
-    Raises:
-        UsageError: the width is not above 0.
-    """
-    if not width > 0:
-        raise UsageError(f"The option `width` is `{width}`", "use a factor above 0, such as 0.25")
+    """`units` times `width`, at least one."""
     return max(1, round(units * width))
 
 

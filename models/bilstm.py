@@ -11,13 +11,14 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Count, Factor, Share
 
 TASKS = ("text_classification",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 
 
 def build(
-    spec: DataSpec, *, embedding: int = 128, units: int = 64, dropout: float = 0.5, width: float = 1.0
+    spec: DataSpec, *, embedding: Count = 128, units: Count = 64, dropout: Share = 0.5, width: Factor = 1.0
 ) -> keras.Model:
     """Embed, a bidirectional LSTM, dropout, dense on the last states of both directions.
 

@@ -6,11 +6,12 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Factor
 
 TASKS = ("classification",)
 
 
-def build(spec: DataSpec, *, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:
     """Conv 32 3x3 ReLU, pool 2, conv 64 3x3 ReLU, pool 2, dense 128 ReLU, dense.
 
     225,034 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; where the image is too small for

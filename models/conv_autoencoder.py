@@ -11,13 +11,14 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Count, Factor
 
 TASKS = ("autoencoding",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 FILTERS = (32, 64)
 
 
-def build(spec: DataSpec, *, code: int = 8, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, code: Count = 8, width: Factor = 1.0) -> keras.Model:
     """Conv 32 and 64 3x3 with stride 2, conv `code` 3x3, transposed conv 64 and 32 with stride 2, conv C 3x3, sigmoid.
 
     The code of an image is `[H/4, W/4, code]`: half as many numbers as 28x28x1 has, a sixth of 32x32x3. Strides

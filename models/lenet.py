@@ -10,11 +10,12 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Factor, Share
 
 TASKS = ("classification",)
 
 
-def build(spec: DataSpec, *, dropout: float = 0.5, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, dropout: Share = 0.5, width: Factor = 1.0) -> keras.Model:
     """Conv 10 5x5, pool 2, ReLU, conv 20 5x5, dropout, pool 2, ReLU, dense 50 ReLU, dropout, dense.
 
     21,840 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; where the image is too small for

@@ -6,11 +6,12 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Count, Factor, Share
 
 TASKS = ("classification",)
 
 
-def build(spec: DataSpec, *, units: int = 128, dropout: float = 0.2, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, units: Count = 128, dropout: Share = 0.2, width: Factor = 1.0) -> keras.Model:
     """Flatten, dense `units` with ReLU, dropout, dense; 101,770 parameters on 28x28x1 with 10 classes.
 
     Input `[B, *spec.input_shape]`, any shape. Output: logits `[B, spec.classes]`, always float32, so that a

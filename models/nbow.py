@@ -12,6 +12,7 @@ from keras import layers, ops
 
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.models import _fit
+from tfdist.options import Count, CountOrZero, Factor, Share
 
 TASKS = ("text_classification",)
 # The rare rows of a large table need Adagrad's large steps, and its update is as sparse as their gradient.
@@ -19,7 +20,7 @@ TRAINING = {"optimizer": "adagrad", "learning_rate": 0.5}
 
 
 def build(
-    spec: DataSpec, *, embedding: int = 300, rows: int = 0, dropout: float = 0.3, width: float = 1.0
+    spec: DataSpec, *, embedding: Count = 300, rows: CountOrZero = 0, dropout: Share = 0.3, width: Factor = 1.0
 ) -> keras.Model:
     """Embed, average over the words, dense.
 

@@ -10,12 +10,13 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit, _residual
+from tfdist.options import Factor
 
 TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
-def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
     """Conv 7x7 and pool, both of stride 2; four stages of two basic blocks with 64 to 512 filters; average; dense.
 
     11.7 million parameters on 224x224x3 with 1000 classes. Ways around a block that change shape are 1x1 convolutions

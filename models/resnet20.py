@@ -10,13 +10,14 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit, _residual
+from tfdist.options import Factor
 
 TASKS = ("classification",)
 # The paper's, but for its steps in the learning rate.
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
-def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
     """Conv 3x3, three stages of three basic blocks with 16, 32 and 64 filters, average, dense.
 
     0.27 million parameters on 32x32x3 with 10 classes. Ways around a block that change shape have no parameters, as

@@ -9,12 +9,13 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _applications, _fit
+from tfdist.options import Factor
 
 TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
-def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
     """Conv 7x7, pool, four stages of 3, 4, 6 and 3 bottleneck blocks, average, dense; new weights.
 
     25.6 million parameters on 224x224x3 with 1000 classes. Keras' convolutions have a bias, the paper's have none.

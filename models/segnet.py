@@ -13,6 +13,7 @@ from keras import layers, ops
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Factor
 
 TASKS = ("segmentation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
@@ -20,7 +21,7 @@ TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 GROUPS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
-def build(spec: DataSpec, *, synchronized: bool = False, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
     """Thirteen 3x3 convolutions with batch normalization and five pools, and the same backwards, unpooling.
 
     29.4 million parameters on 3 channels. Images whose sides are no multiples of 32 are padded with zeros, and the

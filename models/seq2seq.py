@@ -17,13 +17,14 @@ from keras import layers, ops
 
 from tfdist.data.spec import END, START, DataSpec
 from tfdist.models import _fit, _search
+from tfdist.options import Count, Factor, Share
 
 TASKS = ("translation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 
 
 def build(
-    spec: DataSpec, *, embedding: int = 256, units: int = 256, dropout: float = 0.3, width: float = 1.0
+    spec: DataSpec, *, embedding: Count = 256, units: Count = 256, dropout: Share = 0.3, width: Factor = 1.0
 ) -> keras.Model:
     """A bidirectional GRU, a GRU that begins with its last state, dot-product attention, dense tanh, dense.
 

@@ -14,6 +14,7 @@ from keras import ops
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Count, Factor, Share
 
 TASKS = ("characters",)
 TRAINING = {"optimizer": "adam", "learning_rate": 2e-3}
@@ -22,12 +23,12 @@ TRAINING = {"optimizer": "adam", "learning_rate": 2e-3}
 def build(
     spec: DataSpec,
     *,
-    streams: int = 32,
-    embedding: int = 64,
-    units: int = 256,
-    layers: int = 2,
-    dropout: float = 0.0,
-    width: float = 1.0,
+    streams: Count = 32,
+    embedding: Count = 64,
+    units: Count = 256,
+    layers: Count = 2,
+    dropout: Share = 0.0,
+    width: Factor = 1.0,
 ) -> keras.Model:
     """Embed, `layers` LSTMs with a state for each stream, dense.
 

@@ -10,6 +10,7 @@ from keras import layers, ops
 
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.models import _fit
+from tfdist.options import Count, Factor, Share
 
 TASKS = ("text_classification",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
@@ -17,7 +18,7 @@ WINDOWS = (3, 4, 5)
 
 
 def build(
-    spec: DataSpec, *, embedding: int = 300, filters: int = 100, dropout: float = 0.5, width: float = 1.0
+    spec: DataSpec, *, embedding: Count = 300, filters: Count = 100, dropout: Share = 0.5, width: Factor = 1.0
 ) -> keras.Model:
     """Embed; for windows of 3, 4 and 5 words 100 filters with ReLU and the maximum over the sentence; dropout; dense.
 

@@ -14,13 +14,20 @@ from keras import ops
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.errors import UsageError
 from tfdist.models import _fit
+from tfdist.options import Count, Factor, Share
 
 TASKS = ("text_classification", "characters")
 TRAINING = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01}
 
 
 def build(
-    spec: DataSpec, *, layers: int = 4, units: int = 128, heads: int = 4, dropout: float = 0.1, width: float = 1.0
+    spec: DataSpec,
+    *,
+    layers: Count = 4,
+    units: Count = 128,
+    heads: Count = 4,
+    dropout: Share = 0.1,
+    width: Factor = 1.0,
 ) -> keras.Model:
     """Embed tokens and positions; `layers` blocks of attention and two dense layers; normalize; dense.
 

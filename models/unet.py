@@ -12,13 +12,14 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Count, Factor, Share
 
 TASKS = ("segmentation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 LEVELS = 4
 
 
-def build(spec: DataSpec, *, filters: int = 64, dropout: float = 0.5, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, filters: Count = 64, dropout: Share = 0.5, width: Factor = 1.0) -> keras.Model:
     """Four levels of two 3x3 convolutions and a pool, a bottom, four levels of an up-convolution and two convolutions.
 
     31.0 million parameters with 64 filters. The paper's convolutions are unpadded, and its masks smaller than its

@@ -11,13 +11,14 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
+from tfdist.options import Factor, Share
 
 TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 GROUPS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
 
-def build(spec: DataSpec, *, dropout: float = 0.5, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, dropout: Share = 0.5, width: Factor = 1.0) -> keras.Model:
     """Five groups of 1, 1, 2, 2 and 2 convolutions with 64 to 512 filters, each with a pool; dense 4096 twice; dense.
 
     132.9 million parameters on 224x224x3 with 1000 classes; 28.1 million on 32x32x3 with 10.

@@ -10,12 +10,13 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _applications, _fit
+from tfdist.options import Factor
 
 TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 
 
-def build(spec: DataSpec, *, width: float = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:
     """Five groups of 2, 2, 3, 3 and 3 convolutions with 64 to 512 filters, each with a pool; dense 4096 twice; dense.
 
     138.4 million parameters on 224x224x3 with 1000 classes; 33.6 million on 32x32x3 with 10. As Keras has it, without

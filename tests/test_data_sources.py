@@ -318,5 +318,7 @@ def test_synthetic_targets_can_be_learned():
 def test_what_synthetic_cannot_make_is_refused():
     with pytest.raises(UnknownNameError, match="Unknown task `poetry`"):
         tfdist.data.load("synthetic", task="poetry")
+    with pytest.raises(UsageError, match=r"`shape` is `\(16,\)`, and `segmentation` needs pictures"):
+        tfdist.data.load("synthetic", task="segmentation", shape=(16,))
     with pytest.raises(UsageError, match="`words` is 4, too few for `translation`"):
         tfdist.data.load("synthetic", task="translation", words=4)

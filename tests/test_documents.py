@@ -17,6 +17,7 @@ WITH_SYNOPSIS = [
     "tfdist.errors",
     "tfdist.launcher.emit",
     "tfdist.models",
+    "tfdist.options",
     "tfdist.plugins",
     "tfdist.record",
     "tfdist.strategies",

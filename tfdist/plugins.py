@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.options import checked
 
 # How a command passes options to a function of each kind.
 OPTIONS_OF = {"dataset": "data-option", "model": "model-option"}
@@ -88,7 +89,8 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     """Calls `function(*arguments, **options)`, after a check that it takes these options.
 
     Raises:
-        UsageError: an option that the function does not take, which lists those it takes; or one that it needs.
+        UsageError: an option that the function does not take, which lists those it takes; one that it needs; or a
+            value that its annotations do not allow.
     """
     parameters = list(inspect.signature(function).parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -111,7 +113,7 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
         raise UsageError(
             f"The {kind} `{name}` needs the option {needs}", f"set it with `--{OPTIONS_OF[kind]} {missing[0]}=VALUE`"
         )
-    return function(*arguments, **options)
+    return function(*arguments, **checked(function, options, kind=kind, name=name))
 
 
 def parse_options(settings: Sequence[str], option: str) -> dict[str, Any]:

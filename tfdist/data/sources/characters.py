@@ -9,14 +9,15 @@ import numpy as np
 from tfdist.data import plain
 from tfdist.data.source import Arrays, Source
 from tfdist.errors import DataError
+from tfdist.options import Count, Share
 
 
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
     file: str = "input.txt",
-    steps: int = 64,
-    validation: float = 0.1,
+    steps: Count = 64,
+    validation: Share = 0.1,
     encoding: str = "utf-8",
 ) -> Source:
     """x `[N, steps]`: pieces of the text that follow each other, y `[N, steps]` the same pieces one character later.

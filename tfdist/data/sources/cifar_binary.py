@@ -14,6 +14,7 @@ from tfdist.data import plain
 from tfdist.data.bad import BadExamples
 from tfdist.data.source import Arrays, Source
 from tfdist.errors import UsageError
+from tfdist.options import Count, Share
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
@@ -24,8 +25,8 @@ def load(
     *,
     train: str | None = None,
     test: str = "test*.bin*",
-    classes: int = 10,
-    validation: float = 0.1,
+    classes: Count = 10,
+    validation: Share = 0.1,
     on_bad_example: str = "fail",
 ) -> Source:
     """x `[N, 32, 32, 3]` in [0, 1] of the files in a folder, plain, `.gz` or `.xz`.

@@ -5,12 +5,12 @@ TFDS' own examples have boxes and no outlines, so the archives that it fetches a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
 
 from tfdist.data import coco, prepare
 from tfdist.data.pictures import PictureSource
 from tfdist.data.sources.coco_folder import of_parts
+from tfdist.options import Share, Size
 
 _ADDRESS = "http://images.cocodataset.org/"
 ARCHIVES = {
@@ -23,8 +23,8 @@ ARCHIVES = {
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
-    size: Sequence[int] = (256, 256),
-    validation: float = 0.05,
+    size: Size = (256, 256),
+    validation: Share = 0.05,
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:

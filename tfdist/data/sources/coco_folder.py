@@ -15,14 +15,15 @@ from tfdist.data import coco, plain
 from tfdist.data.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
+from tfdist.options import Count, Share, Size
 
 
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
-    year: int = 2017,
-    size: Sequence[int] = (256, 256),
-    validation: float = 0.1,
+    year: Count = 2017,
+    size: Size = (256, 256),
+    validation: Share = 0.1,
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:

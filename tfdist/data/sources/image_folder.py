@@ -6,9 +6,9 @@ random, is for validation and another one for the test.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from tfdist.data import plain
 from tfdist.data.pictures import Pictures, PictureSource, size_of
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
+from tfdist.options import Size
 
 _FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
@@ -23,8 +24,8 @@ _FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
-    size: Sequence[int] | None = None,
-    channels: int = 3,
+    size: Size | None = None,
+    channels: Literal[1, 3] = 3,
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:

@@ -5,13 +5,13 @@ Its licence wants you to fetch the files yourself, at https://image-net.org/down
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
 from tfdist.data import tfds_records
 from tfdist.data.pictures import PictureSource
 from tfdist.errors import DataError
+from tfdist.options import Size
 
 ARCHIVES = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
 MANUAL = Path("downloads", "manual")
@@ -20,7 +20,7 @@ MANUAL = Path("downloads", "manual")
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
-    size: Sequence[int] = (224, 224),
+    size: Size = (224, 224),
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:

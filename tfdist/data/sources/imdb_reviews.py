@@ -7,13 +7,14 @@ from os import PathLike
 from tfdist.data import labelled_text, text, tfds_records
 from tfdist.data.bad import FAIL, BadExamples
 from tfdist.data.source import Source
+from tfdist.options import Count
 
 
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
-    length: int = 256,
-    words: int = 20_000,
+    length: Count = 256,
+    words: Count = 20_000,
     buckets: bool = False,
     vocabulary: str | None = None,
 ) -> Source:

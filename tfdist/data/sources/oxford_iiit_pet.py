@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
 
 from tfdist.data import tfds_records
 from tfdist.data.pictures import PictureSource
+from tfdist.options import Size
 
 
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
-    size: Sequence[int] = (128, 128),
+    size: Size = (128, 128),
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:

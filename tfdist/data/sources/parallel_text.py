@@ -13,6 +13,7 @@ from tfdist.data.bad import BadExamples
 from tfdist.data.source import Source
 from tfdist.data.translations import Pairs, source_of
 from tfdist.errors import DataError, UsageError
+from tfdist.options import Count
 
 
 def load(
@@ -22,8 +23,8 @@ def load(
     validation: str | None = None,
     test: str | None = None,
     encoding: str = "utf-8",
-    length: int = 40,
-    words: int = 10_000,
+    length: Count = 40,
+    words: Count = 10_000,
     buckets: bool = False,
     vocabulary: str | None = None,
     target_vocabulary: str | None = None,

@@ -11,7 +11,6 @@ in the layout of V. Badrinarayanan, A. Kendall and R. Cipolla, "SegNet", 2015.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tfdist.data import plain
 from tfdist.data.pictures import Pictures, PictureSource, size_of
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
+from tfdist.options import Count, Size
 
 
 def load(
@@ -27,10 +27,10 @@ def load(
     train: str = "train.txt",
     validation: str | None = "val.txt",
     test: str | None = "test.txt",
-    classes: int = 12,
+    classes: Count = 12,
     ignored_class: int | None = 11,
     class_names: str | None = None,
-    size: Sequence[int] | None = None,
+    size: Size | None = None,
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:

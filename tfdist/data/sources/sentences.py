@@ -24,6 +24,7 @@ from tfdist.data.bad import BadExamples
 from tfdist.data.labelled_text import Sentences, source_of
 from tfdist.data.source import Source
 from tfdist.errors import UsageError
+from tfdist.options import Count, CountOrZero
 
 
 def load(
@@ -32,12 +33,12 @@ def load(
     train: str,
     validation: str | None = None,
     test: str | None = None,
-    classes: int = 2,
+    classes: Count = 2,
     encoding: str = "utf-8",
-    folds: int = 0,
-    fold: int = 0,
-    length: int = 64,
-    words: int = 20_000,
+    folds: CountOrZero = 0,
+    fold: CountOrZero = 0,
+    length: Count = 64,
+    words: Count = 20_000,
     buckets: bool = False,
     vocabulary: str | None = None,
     on_bad_example: str = "fail",

@@ -23,6 +23,7 @@ from tfdist.data import padding
 from tfdist.data.source import Arrays, Source
 from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSpec
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.options import Count, CountOrZero
 
 # Examples made at once: small beside the dataset, large beside NumPy's overhead.
 _CHUNK = 1024
@@ -34,15 +35,15 @@ def load(
     data_dir: str | PathLike[str] | None = None,
     *,
     task: str = "classification",
-    shape: Sequence[int] | None = None,
-    classes: int = 10,
-    words: int = 1000,
-    length: int = 32,
+    shape: Sequence[Count] | None = None,
+    classes: Count = 10,
+    words: Count = 1000,
+    length: Count = 32,
     buckets: bool = False,
-    train: int = 6000,
-    validation: int = 1000,
-    test: int = 1000,
-    seed: int = 0,
+    train: CountOrZero = 6000,
+    validation: CountOrZero = 1000,
+    test: CountOrZero = 1000,
+    seed: CountOrZero = 0,
 ) -> Source:
     """The examples of a task, as `tfdist.data.spec` describes them; the same numbers for the same options.
 
@@ -61,7 +62,7 @@ def load(
 
     Raises:
         UnknownNameError: no such task.
-        UsageError: fewer words than a vocabulary needs.
+        UsageError: fewer words than a vocabulary needs, or masks for what has no height and width.
     """
     del data_dir
     if task not in TASKS:
@@ -69,6 +70,8 @@ def load(
     needed = {"text_classification": 2 * classes, "translation": END + 2}.get(task, 0)
     if words < needed:
         raise UsageError(f"`words` is {words}, too few for `{task}` with {classes} classes", f"use {needed} or more")
+    if task == "segmentation" and shape is not None and len(shape) != 3:
+        raise UsageError(f"`shape` is `{tuple(shape)}`, and `segmentation` needs pictures", "use for example `32,32,3`")
     examples = {"train": train, "validation": validation, "test": test}
     spec = _spec(task, tuple(shape) if shape is not None else None, classes, words, length, examples)
     make = _MAKERS[task]

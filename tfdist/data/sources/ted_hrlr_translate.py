@@ -12,14 +12,15 @@ from tfdist.data import tfds_records, translations
 from tfdist.data.bad import FAIL, BadExamples
 from tfdist.data.source import Source
 from tfdist.errors import UnknownNameError
+from tfdist.options import Count
 
 
 def load(
     data_dir: str | PathLike[str] | None = None,
     *,
     pair: str = "pt_to_en",
-    length: int = 40,
-    words: int = 10_000,
+    length: Count = 40,
+    words: Count = 10_000,
     buckets: bool = False,
     vocabulary: str | None = None,
     target_vocabulary: str | None = None,

@@ -1,0 +1,69 @@
+"""What an option is given is checked before anything is made of it: a mistake is one sentence."""
+
+import importlib
+import inspect
+
+import pytest
+
+import tfdist.data
+import tfdist.models
+from tests import zoo
+from tfdist import options, plugins
+from tfdist.errors import UsageError
+
+MODELS = [("tfdist.models", name, "build") for name in tfdist.models.names()]
+DATASETS = [("tfdist.data.sources", name, "load") for name in tfdist.data.names()]
+
+
+@pytest.mark.parametrize(("package", "name", "function"), MODELS + DATASETS)
+def test_every_option_of_a_model_or_a_dataset_says_what_it_may_be(package, name, function):
+    function = getattr(importlib.import_module(f"{package}.{name}"), function)
+    given = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
+    assert set(given) <= set(options._annotations(function))
+    assert options.checked(function, given, kind="model", name=name) == given
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"units": "many"}, "`many` as `units`: input should be a valid integer"),
+        ({"units": 1.5}, "`1.5` as `units`: input should be a valid integer"),
+        ({"units": 0}, "`0` as `units`: input should be greater than or equal to 1"),
+        ({"dropout": 1}, "`1` as `dropout`: input should be less than 1"),
+        ({"width": -1.0}, "`-1.0` as `width`: input should be greater than 0"),
+        ({"width": None}, "`None` as `width`: input should be a valid number"),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_is_refused(given, said):
+    with pytest.raises(UsageError, match=f"The model `mlp` cannot have {said}.*\n\nhint: correct it, or leave it out"):
+        tfdist.models.build("mlp", zoo.images(4, 4, 1), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"shape": "32,32,3"}, "`32,32,3` as `shape`: .*not allowed as a Sequence"),
+        ({"shape": 32}, "`32` as `shape`: input should be an instance of Sequence"),
+        ({"shape": (32, 0, 3)}, r"`\(32, 0, 3\)` as `shape`: input should be greater than or equal to 1"),
+        ({"train": -1}, "`-1` as `train`: input should be greater than or equal to 0"),
+    ],
+)
+def test_data_that_cannot_be_made_are_refused(given, said):
+    with pytest.raises(UsageError, match=f"The dataset `synthetic` cannot have {said}"):
+        tfdist.data.load("synthetic", **given)
+
+
+def test_a_number_may_be_written_as_a_text_and_a_text_as_a_number():
+    def build(spec, *, units: options.Count = 1, folder: str = "", anything=None):
+        return {"units": units, "folder": folder, "anything": anything}
+
+    given = {"units": "64", "folder": 2024, "anything": "as it is"}
+    expected = {"units": 64, "folder": "2024", "anything": "as it is"}
+    assert plugins.call(build, None, kind="model", name="mine", options=given) == expected
+
+
+def test_annotations_of_the_users_own_may_name_what_is_not_there():
+    def build(spec, *, units: "NotImported" = 1):  # noqa: F821
+        return units
+
+    assert plugins.call(build, None, kind="model", name="mine", options={"units": "any"}) == "any"

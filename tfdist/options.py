@@ -1,0 +1,71 @@
+"""What options of models and datasets may be; their functions say it in their annotations.
+
+Synopsis:
+
+    >>> def build(spec, *, units: Count = 128, dropout: Share = 0.2): ...
+    >>> checked(build, {"units": "64"}, kind="model", name="mlp")
+    {'units': 64}
+    >>> checked(build, {"dropout": 2}, kind="model", name="mlp")
+    Traceback (most recent call last):
+      ...
+    tfdist.errors.UsageError: The model `mlp` cannot have `2` as `dropout`: input should be less than 1
+    <BLANKLINE>
+    hint: correct it, or leave it out
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from tfdist.errors import UsageError
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Factor = Annotated[float, Field(gt=0)]
+# Height and width in pixels.
+Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2)]
+
+
+def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: str, name: str) -> dict[str, Any]:
+    """The options as `function`'s annotations have them: a number that is written as a text is a number.
+
+    An option without an annotation stays as it is.
+
+    Args:
+        function: what takes the options.
+        options: values by name.
+        kind: what the function gives, such as "model".
+        name: its own.
+
+    Raises:
+        UsageError: a value that its annotation does not allow.
+    """
+    known = _annotations(function)
+    return {
+        option: _value(known[option], value, option, f"The {kind} `{name}`") if option in known else value
+        for option, value in options.items()
+    }
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    except Exception:  # a user's annotations may say anything, or name what is not imported
+        return {}
+
+
+def _value(annotation: Any, value: Any, option: str, owner: str) -> Any:
+    config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)  # a folder may be called 2024
+    try:
+        return TypeAdapter(annotation, config=config).validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise UsageError(
+            f"{owner} cannot have `{value}` as `{option}`: {message[0].lower()}{message[1:]}",
+            "correct it, or leave it out",
+        ) from None
