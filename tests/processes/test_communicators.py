@@ -94,7 +94,7 @@ print("yields:", value.value)
 """
 
 
-@pytest.mark.parametrize("engine", ["MPI", "mpi4py"])
+@pytest.mark.parametrize("engine", ["MPI", pytest.param("mpi4py", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("said", "found"),
     [({}, True), pytest.param({"OMPI_MCA_mpi_yield_when_idle": "0"}, False, marks=pytest.mark.thorough)],

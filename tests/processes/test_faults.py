@@ -133,7 +133,7 @@ def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, o
 @pytest.mark.parametrize(
     ("what", "shown"),
     [
-        ("model", ["disagree on the model", "[4,3]", "[4,4]"]),
+        pytest.param("model", ["disagree on the model", "[4,3]", "[4,4]"], marks=pytest.mark.thorough),
         pytest.param("activation", ["disagree on `the layers`", "worker 0", "worker 1"], marks=pytest.mark.thorough),
         ("data", ["disagree on", "10", "11", "worker 1"]),
     ],

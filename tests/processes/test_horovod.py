@@ -176,7 +176,7 @@ sys.stdout.write(f"DIFFERENCE {found}\\n")
 """
 
 
-@pytest.mark.parametrize(("strategy", "engine"), [("horovod", GLOO), ("mpi_split", MPI)])
+@pytest.mark.parametrize(("strategy", "engine"), [("horovod", GLOO), pytest.param("mpi_split", MPI, marks=THOROUGH)])
 def test_resumed_behind_the_last_step_of_an_epoch_it_logs_the_metrics_of_all(tmp_path, strategy, engine):
     (tmp_path / "resumed.py").write_text(RESUMED)
     command = (sys.executable, "-m", "tfdist.launch", "--workers", "2", *engine, "resumed.py", strategy)

@@ -59,7 +59,7 @@ def over(tmp_path_factory):
     return results
 
 
-@pytest.fixture(params=OVER)
+@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.thorough)])
 def job(request, over):
     return over(request.param, *OVER[request.param])
 
@@ -82,6 +82,7 @@ def test_all_processes_have_the_same_weights(over, name):
     assert chief[name]["between"] == 0
 
 
+@pytest.mark.thorough  # the contract of `horovod` is shown over MPI
 def test_over_mpi_the_weights_are_those_of_one_process_too(over):
     (chief, _), _, _ = over("mpi", *OVER["mpi"])
     check_equal_to_one_process(chief, ["sgd", "sparse_gradients", "loss_scaling_outside"])

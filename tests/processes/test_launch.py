@@ -112,7 +112,7 @@ def started(job, tmp_path):
     job.everyone()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_signal_ends_all_within_ten_seconds_even_those_that_ignore_it(tmp_path, script, number):
     with launch(tmp_path, script(STUBBORN)) as job:
         started(job, tmp_path)
