@@ -105,21 +105,18 @@ def _crop_flip(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[
     columns = left[:, tf.newaxis] - right + tf.range(width)
     columns = tf.where(draws[:, 2:3] < 0.5, columns, columns[:, ::-1])
 
+    first_rows = tf.range(tf.shape(x)[0])[:, tf.newaxis] * height
+    lines = (first_rows + _reflected(rows, height))[:, :, tf.newaxis]
+    pixels = lines * width + _reflected(columns, width)[:, tf.newaxis, :]
+
     def moved(pictures: tf.Tensor) -> tf.Tensor:
-        # Whole rows are copied faster than single pixels, so columns are turned into rows.
-        turned = _turned(tf.gather(pictures, _reflected(rows, height), axis=1, batch_dims=1))
-        return _turned(tf.gather(turned, _reflected(columns, width), axis=1, batch_dims=1))
+        # On CPUs twice as fast as `gather`, and faster than rows and columns one after the other.
+        return tf.gather_nd(tf.reshape(pictures, [-1, *pictures.shape[3:]]), pixels[..., tf.newaxis])
 
     if mask is not None:
         return moved(x), moved(mask)
     there = _within(rows, height)[:, :, tf.newaxis] & _within(columns, width)[:, tf.newaxis, :]
     return moved(x) * tf.cast(there[..., tf.newaxis], x.dtype), None
-
-
-def _turned(pictures: tf.Tensor) -> tf.Tensor:
-    import tensorflow as tf
-
-    return tf.transpose(pictures, [0, 2, 1, *range(3, len(pictures.shape))])
 
 
 def _within(places: tf.Tensor, size: int) -> tf.Tensor:

@@ -43,8 +43,8 @@ class Decoder:
         self._augmentation = None if self._crops else augmentation
         self._masks = spec.task == "segmentation"
         self._cache = cache
-        # Traced once for all epochs.
-        self.in_graph = tf.function(self.__call__, autograph=False)
+        # What `pipeline` has traced, kept for all epochs.
+        self.traced: dict[Any, Any] = {}
         if isinstance(files, Pictures):
             with tf.init_scope(), tf.device("CPU:0"):
                 self._pictures = tf.constant(list(files.pictures))
