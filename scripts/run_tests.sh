@@ -13,6 +13,6 @@ run() {
 
 # One process a core, since a TensorFlow test keeps about one core busy.
 run --numprocesses "${TEST_PROCESSES:-$(nproc)}" --dist worksteal -m "not processes and ($marks)" "$@"
-# These start several processes each, and some have seconds to end.
+# These start several processes each, which wait for each other more than half of the time; some have seconds to end.
 cores=$(nproc)
-run --numprocesses "$(((cores + 1) / 2))" --dist loadfile -m "processes and ($marks)" "$@"
+run --numprocesses "$((cores < 4 ? 2 : (cores + 1) / 2))" --dist loadfile -m "processes and ($marks)" "$@"
