@@ -15,7 +15,11 @@ CONTESTANTS = {
     "raw_horovod": "benchmarks.mpi_contestants:raw_horovod",
     "torch_ddp": "benchmarks.cluster_contestants:torch_ddp",
 }
-SPLIT = {"single_core": CONTESTANTS["single_core"], "mpi_split": "benchmarks.mpi_contestants:mpi_split"}
+SPLIT = {
+    "single_core": CONTESTANTS["single_core"],
+    "mpi_split": "benchmarks.mpi_contestants:mpi_split",
+    "apart": "benchmarks.mpi_contestants:apart",
+}
 GOALS = {
     "cnn": [
         Goal("single_core", "horovod", 1.5),
@@ -27,7 +31,7 @@ GOALS = {
         Goal("raw_horovod", "horovod", 1.5),
         Goal("torch_ddp", "horovod", 1.0),
     ],
-    "mlp": [Goal("single_core", "mpi_split", 1.9)],
+    "mlp": [Goal("single_core", "mpi_split", 1.9), Goal("single_core", "apart"), Goal("mpi_split", "apart")],
 }
 EXAMPLES = {"cnn": 12_800, WIDE: 6_400, "mlp": 48_000}
 BATCH_SIZE = {"cnn": 128, WIDE: 128, "mlp": 32}  # of all processes; of each in `mpi_split`

@@ -41,6 +41,43 @@ def mpi_split(job: Job, turns: Turns) -> None:
     _together(mpi_split, job, turns, train)
 
 
+def apart(job: Job, turns: Turns) -> None:
+    """Two trainings with tfdist `single` at once, each of half of the examples, without a word to each other.
+
+    What this machine allows: two cores share its memory and its clock.
+    """
+    half = dataclasses.replace(job, examples=job.examples // PROCESSES)
+    _together(apart, job, turns, lambda own: contestants._tfdist(half, _InStep(own), "single", threads=1))
+
+
+class _InStep:
+    """Turns that the processes begin and end together where nothing else makes them."""
+
+    def __init__(self, own: Turns | NoTurns):
+        from tfdist.communicators.mpi import MpiCommunicator
+
+        self._own = own
+        self._barrier = MpiCommunicator().barrier
+
+    def callback(self) -> Any:
+        """A Keras callback whose epochs are the turns."""
+        import keras
+
+        own, barrier = self._own, self._barrier
+
+        class Turn(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                own.begin(PROCESSES * self.model.optimizer.iterations.numpy())
+                barrier()
+
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                loss = float(logs["loss"])
+                barrier()
+                own.end(loss, PROCESSES * self.model.optimizer.iterations.numpy())
+
+        return Turn()
+
+
 def _tfdist(job: Job, turns: Turns | NoTurns, name: str) -> None:
     _as_launched()
     contestants._tfdist(job, turns, name, timeout_seconds=3600.0)
