@@ -13,6 +13,7 @@ run() {
 
 # One process a core, since a TensorFlow test keeps about one core busy.
 run --numprocesses "${TEST_PROCESSES:-$(nproc)}" --dist worksteal -m "not processes and ($marks)" "$@"
-# These start several processes each, which wait for each other more than half of the time; some have seconds to end.
+# These start several processes each, which wait for each other a good part of the time; some have seconds to end. In
+# the order of their names the files with few long tests do not come last, when the other process has nothing to do.
 cores=$(nproc)
-run --numprocesses "$((cores < 4 ? 2 : (cores + 1) / 2))" --dist loadfile -m "processes and ($marks)" "$@"
+run --numprocesses "$((cores < 4 ? 2 : (cores + 1) / 2))" --dist loadfile --no-loadscope-reorder -m "processes and ($marks)" "$@"
