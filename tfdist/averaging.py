@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +77,7 @@ class AveragingProgram(StepProgram):
 
 
 class _Averages:
-    """Averages a model's weights and its optimizer's slots over the processes, on one contiguous buffer."""
+    """Averages a model's weights and its optimizer's slots over the processes, in one contiguous array."""
 
     def __init__(self, communicator: Any, model: Any):
         self._communicator = communicator
@@ -86,8 +85,10 @@ class _Averages:
         # Seeds and counters are no weights.
         weights = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
         self._variables = [*weights, *_slots(model)]
-        self._weights = len(weights)
-        self._buffer = np.empty(sum(math.prod(v.shape) for v in self._variables), np.float32)
+        self._weights = sum(math.prod(v.shape) for v in weights)
+        # One copy each way, not one a variable.
+        self._packed = tf.function(self._pack, autograph=False)
+        self._unpack_into = tf.function(self._unpack, autograph=False)
         self._examples = 0
         self.begin_epoch()
 
@@ -106,16 +107,12 @@ class _Averages:
         self._communicator.sum_in_place(share)
         if share[0] == 0:
             return
-        local = [variable._value.numpy() for variable in self._variables]
-        parts = self._parts()
-        for part, values in zip(parts, local, strict=True):
-            np.multiply(values.reshape(-1), np.float32(self._examples / share[0]), out=part)
-        self._communicator.sum_in_place(self._buffer)
-        for variable, part, values in zip(self._variables, parts, local, strict=True):
-            variable._value.assign(part.reshape(values.shape).astype(values.dtype, copy=False))
-        weights = zip(parts[: self._weights], local[: self._weights], strict=True)
-        differences = (values.reshape(-1) - part for part, values in weights)
-        distance = np.array([sum(float(np.dot(difference, difference)) for difference in differences)])
+        local = self._packed().numpy()
+        mean = local * np.float32(self._examples / share[0])
+        self._communicator.sum_in_place(mean)
+        self._unpack_into(tf.constant(mean))
+        difference = local[: self._weights] - mean[: self._weights]
+        distance = np.array([np.dot(difference, difference)], np.float64)
         self._communicator.sum_in_place(distance)
         self._disagreements.append(math.sqrt(distance[0] / self._communicator.size))
         self._examples = 0
@@ -141,8 +138,14 @@ class _Averages:
         with keras.StatelessScope(merged):
             return self._model.get_metrics_result()
 
-    def _parts(self) -> Sequence[np.ndarray]:
-        return np.split(self._buffer, np.cumsum([math.prod(v.shape) for v in self._variables])[:-1])
+    def _pack(self) -> tf.Tensor:
+        flat = [tf.reshape(tf.cast(variable._value, tf.float32), [-1]) for variable in self._variables]
+        return tf.concat([tf.zeros(0), *flat], 0)
+
+    def _unpack(self, flat: tf.Tensor) -> None:
+        parts = tf.split(flat, [math.prod(variable.shape) for variable in self._variables])
+        for variable, part in zip(self._variables, parts, strict=True):
+            variable._value.assign(tf.cast(tf.reshape(part, variable.shape), variable._value.dtype))
 
 
 def _slots(model: Any) -> list[Any]:
