@@ -32,10 +32,7 @@ def mpi_split(job: Job, turns: Turns) -> None:
     of_all = dataclasses.replace(job, batch_size=job.batch_size * PROCESSES)
 
     def train(own: Any) -> None:
-        # The processes' steps together are those of one process.
-        begin, end = own.begin, own.end
-        own.begin = lambda iterations=0: begin(int(iterations) * PROCESSES)
-        own.end = lambda loss, iterations: end(loss, int(iterations) * PROCESSES)
+        _count_steps_of_all(own)
         _tfdist(of_all, own, "mpi_split")
 
     _together(mpi_split, job, turns, train)
@@ -47,35 +44,29 @@ def apart(job: Job, turns: Turns) -> None:
     What this machine allows: two cores share its memory and its clock.
     """
     half = dataclasses.replace(job, examples=job.examples // PROCESSES)
-    _together(apart, job, turns, lambda own: contestants._tfdist(half, _InStep(own), "single", threads=1))
 
-
-class _InStep:
-    """Turns that the processes begin and end together where nothing else makes them."""
-
-    def __init__(self, own: Turns | NoTurns):
+    def train(own: Any) -> None:
         from tfdist.communicators.mpi import MpiCommunicator
 
-        self._own = own
-        self._barrier = MpiCommunicator().barrier
+        _count_steps_of_all(own, wait_for_all=MpiCommunicator().barrier)
+        contestants._tfdist(half, own, "single", threads=1)
 
-    def callback(self) -> Any:
-        """A Keras callback whose epochs are the turns."""
-        import keras
+    _together(apart, job, turns, train)
 
-        own, barrier = self._own, self._barrier
 
-        class Turn(keras.callbacks.Callback):
-            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-                own.begin(PROCESSES * self.model.optimizer.iterations.numpy())
-                barrier()
+def _count_steps_of_all(own: Any, wait_for_all: Callable[[], None] = lambda: None) -> None:
+    """The processes' steps together are those of one process; `wait_for_all` where nothing else makes them wait."""
+    begin, end = own.begin, own.end
 
-            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-                loss = float(logs["loss"])
-                barrier()
-                own.end(loss, PROCESSES * self.model.optimizer.iterations.numpy())
+    def begin_with_all(iterations: Any = 0) -> None:
+        begin(int(iterations) * PROCESSES)
+        wait_for_all()
 
-        return Turn()
+    def end_with_all(loss: Any, iterations: Any) -> None:
+        wait_for_all()
+        end(loss, int(iterations) * PROCESSES)
+
+    own.begin, own.end = begin_with_all, end_with_all
 
 
 def _tfdist(job: Job, turns: Turns | NoTurns, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from dataclasses import dataclass
 
 import pytest
 
@@ -62,8 +63,16 @@ def test_a_number_may_be_written_as_a_text_and_a_text_as_a_number():
     assert plugins.call(build, None, kind="model", name="mine", options=given) == expected
 
 
-def test_annotations_of_the_users_own_may_name_what_is_not_there():
-    def build(spec, *, units: "NotImported" = 1):  # noqa: F821
-        return units
+@dataclass
+class Layout:
+    depth: int
 
-    assert plugins.call(build, None, kind="model", name="mine", options={"units": "any"}) == "any"
+
+@pytest.mark.parametrize("annotation", ["NotImported", Layout, "1 +"])
+def test_annotations_of_the_users_own_that_nothing_can_be_checked_by_are_let_be(annotation):
+    def build(spec, *, own=None):
+        return own
+
+    build.__annotations__["own"] = annotation
+    layout = Layout(3)
+    assert plugins.call(build, None, kind="model", name="mine", options={"own": layout}) is layout

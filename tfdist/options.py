@@ -1,4 +1,4 @@
-"""What options of models and datasets may be; their functions say it in their annotations.
+"""What the options of models, datasets and strategies may be; their functions say it in their annotations.
 
 Synopsis:
 
@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from tfdist.errors import UsageError
 
@@ -34,7 +34,7 @@ Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2)]
 def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: str, name: str) -> dict[str, Any]:
     """The options as `function`'s annotations have them: a number that is written as a text is a number.
 
-    An option without an annotation stays as it is.
+    An option stays as it is without an annotation, or with one that nothing can be checked by, such as a dataclass.
 
     Args:
         function: what takes the options.
@@ -63,6 +63,8 @@ def _value(annotation: Any, value: Any, option: str, owner: str) -> Any:
     config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)  # a folder may be called 2024
     try:
         return TypeAdapter(annotation, config=config).validate_python(value)
+    except PydanticUserError:
+        return value
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise UsageError(

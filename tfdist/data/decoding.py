@@ -1,4 +1,4 @@
-"""One example from its files: read, decode, check, fit to size. In a graph, and in Python to say what is wrong."""
+"""Examples from their files: read, decode, check, fit to size. In a graph, and in Python to say what is wrong."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Decoder:
         self._augmentation = None if self._crops else augmentation
         self._masks = spec.task == "segmentation"
         self._cache = cache
-        # What `pipeline` has traced, kept for all epochs.
-        self.traced: dict[Any, Any] = {}
+        self._datasets: dict[Any, Callable[..., tf.data.Dataset]] = {}
         if isinstance(files, Pictures):
             with tf.init_scope(), tf.device("CPU:0"):
                 self._pictures = tf.constant(list(files.pictures))
@@ -70,6 +69,33 @@ class Decoder:
         data = (x[tf.newaxis], y[tf.newaxis])
         x, y = self._augmentation(self._spec, data, draws[tf.newaxis])
         return x[0], y[0]
+
+    def datasets(self, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        """A graph, kept for all epochs: `datasets(indices, table, batches)` is a run of batches of `length` examples.
+
+        It takes the numbers of the examples, int32 `[n]`, their random numbers, float32 `[n, draws]`, and how many
+        batches that is.
+        """
+        asked = (length, draws, deterministic)
+        if asked not in self._datasets:
+            self._datasets[asked] = self._make_datasets(*asked)
+        return self._datasets[asked]
+
+    def _make_datasets(self, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        run = [tf.TensorSpec([None], tf.int32), tf.TensorSpec([None, draws], tf.float32), tf.TensorSpec([], tf.int64)]
+
+        @tf.function(input_signature=run, autograph=False)
+        def dataset(indices: tf.Tensor, table: tf.Tensor, batches: tf.Tensor) -> tf.data.Dataset:
+            examples = tf.data.Dataset.from_tensor_slices((indices, table))
+            decode = tf.autograph.experimental.do_not_convert(self.__call__)
+            decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+            if length:
+                return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+            # A rank may have no part of a batch: that is a batch without examples.
+            nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+            return tf.data.Dataset.from_tensors(nothing).repeat(batches)
+
+        return dataset
 
     def fitted(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Example number `index`, checked and brought to size; a stage of its own to be timed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -93,26 +92,5 @@ def _runs(batches: list[np.ndarray]) -> list[list[np.ndarray]]:
 def _of_run(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool) -> tf.data.Dataset:
     indices = np.concatenate(batches) if batches else np.zeros(0, np.int32)
     length = len(batches[0]) if batches else 1
-    asked = (length, table.shape[1], deterministic)
-    if asked not in decoder.traced:
-        decoder.traced[asked] = _make_of_run(decoder, *asked)
     with tf.init_scope(), tf.device("CPU:0"):
-        return decoder.traced[asked](indices, table[indices], len(batches))
-
-
-def _make_of_run(decoder: Decoder, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
-    """A graph: the run of so many batches of `length` examples that `indices` `[n]`, `table` `[n, draws]` name."""
-    run = [tf.TensorSpec([None], tf.int32), tf.TensorSpec([None, draws], tf.float32), tf.TensorSpec([], tf.int64)]
-
-    @tf.function(input_signature=run, autograph=False)
-    def dataset(indices: tf.Tensor, table: tf.Tensor, batches: tf.Tensor) -> tf.data.Dataset:
-        examples = tf.data.Dataset.from_tensor_slices((indices, table))
-        decode = tf.autograph.experimental.do_not_convert(decoder.__call__)
-        decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-        if length:
-            return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-        # A rank may have no part of a batch: that is a batch without examples.
-        nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
-        return tf.data.Dataset.from_tensors(nothing).repeat(batches)
-
-    return dataset
+        return decoder.datasets(length, table.shape[1], deterministic)(indices, table[indices], len(batches))
