@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist import keras_internals, reduction
+from tfdist import collectives, keras_internals, reduction
 from tfdist.errors import UsageError
 from tfdist.strategies import devices as device_choice
 from tfdist.world import World
@@ -36,24 +36,61 @@ class Replica:
     Attributes:
         index: its number in the step, 0 to `count - 1`.
         count: the number of replicas in the step.
-        share: float64 scalar, the part of the global batch's examples that this replica has; set by the loop.
-        weighed: the optimizers whose loss was multiplied by the share, so that the gradients they get need not be.
+        share: the part of the global batch's examples that this replica has; a float64 scalar where it varies.
+        examples: how many examples its part has, `None` where that varies.
+        part: its part of the global batch.
+        data: the tensors of that.
+        graph: the graph in which its step is traced; `None` where there is none.
+        updates: catches what its step assigns, see `tfdist.updates`.
+        draws: how many random operations its step has made that are alike on all replicas.
+        alike: tensors that its step has found to be the same on all replicas.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
+        metrics_in_parts: each replica has a part of a metric's state, which readers add up.
     """
 
     alone: ClassVar[bool] = True
+    metrics_in_parts: ClassVar[bool] = True
     packing: reduction.Packing = reduction.Packing()
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index = index
         self.count = count
         self.share: tf.Tensor | float = 1.0
-        self.weighed: set[Any] = set()
+        self.examples: int | None = None
+        self.part: Any = None
+        self.data: list[Any] = []
+        self.graph: Any = None
+        self.updates: Any = None
+        self.draws = 0
+        self.alike: list[tf.Tensor] = []
+        self._reduced: list[Any] = []
 
-    def gradient_share(self, weighed: bool) -> tf.Tensor:
-        """What gradients are still to be multiplied by if their loss was `weighed`, or not; always 0 of no examples."""
-        share = tf.convert_to_tensor(self.share, tf.float64)
-        return tf.cast(share > 0, tf.float64) if weighed else share
+    def begin(self, data: Any, share: tf.Tensor | float) -> None:
+        """Has the step run on the part `data` of a global batch."""
+        self.part, self.share = data, share
+        self.data = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if tensor is not None]
+        sized = [tensor for tensor in self.data if tensor.shape.rank]
+        self.examples = sized[0].shape[0] if sized else None
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    @property
+    def real(self) -> bool | tf.Tensor:
+        """Whether it has examples of the global batch; if not, it computes on one that must not count."""
+        return self.share > 0
+
+    def only_real(self, tensor: Any) -> Any:
+        """`tensor`; exactly zero on a replica without examples, whatever it computed there."""
+        if self.real is True:
+            return tensor
+        if isinstance(tensor, tf.IndexedSlices):
+            return tf.IndexedSlices(self.only_real(tensor.values), tensor.indices, tensor.dense_shape)
+        return tf.where(self.real, tensor, tf.zeros_like(tensor))
+
+    def real_rows(self, tensor: Any) -> Any:
+        """The rows of `tensor` that belong to examples of the global batch: all, or none."""
+        if self.real is True:
+            return tensor
+        return tensor[: tf.where(self.real, tf.int32.max, 0)]
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         """The sums of `tensors` over the replicas, on every replica."""
@@ -63,10 +100,22 @@ class Replica:
         """The examples of `structure` of all replicas of the job, in their order, on every replica."""
         return structure
 
-    def apply(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
-        """Reduces `gradients`, weighed by the shares; `optimizer`'s `apply(reduced)` updates each copy once."""
-        share = self.gradient_share(optimizer in self.weighed)
-        self.once_a_copy(apply, reduction.reduce_gradients(gradients, share, self.all_reduce, self.packing))
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """The sums of `gradients` over the replicas, sent in few buffers; `None` stays `None`, sparse stays sparse."""
+        return reduction.without_none(reduction.packed(self.all_reduce, self.packing))(list(gradients))
+
+    def know(self, reduced: list[Any]) -> list[Any]:
+        """Notes that these gradients are those of the global batch already; returns them."""
+        self._reduced += reduced
+        return reduced
+
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
+        """Has `apply(gradients)` update each copy of the variables once with the gradients of the global batch."""
+        del optimizer
+        known = {id(gradient) for gradient in self._reduced}
+        local = [None if id(gradient) in known else gradient for gradient in gradients]
+        summed = self.reduce(reduction.weigh(local, self.share))
+        self.once_per_copy(apply, [g if new is None else new for g, new in zip(gradients, summed, strict=True)])
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Assigns to Keras variables values that are the same on every replica."""
@@ -76,9 +125,21 @@ class Replica:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
 
-        self.once_a_copy(assign, [value for _, value in updates])
+        with collectives.on_replica(None):
+            self.once_per_copy(assign, [value for _, value in updates])
 
-    def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def read_metric(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        """The values that variables of a metric have over all replicas."""
+        values = [tf.convert_to_tensor(variable._value) for variable in variables]
+        return self.all_reduce(values) if self.metrics_in_parts else values
+
+    def write_metric(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
+        """Gives variables of a metric values that are the same on every replica: one has them, the others nothing."""
+        if self.metrics_in_parts and self.index > 0:
+            updates = [(variable, tf.zeros_like(value)) for variable, value in updates]
+        self.write(updates)
+
+    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         """Calls `function(values)` once for each copy of the variables; `values` are the same on every replica."""
         function(values)
 
@@ -169,6 +230,10 @@ class Strategy:
         """What each process of the job says, by rank; all processes must call it."""
         return [message]
 
+    def reset_metrics(self, model: Any) -> None:
+        """Has the metrics of `model` begin anew."""
+        model.reset_metrics()
+
     def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
         """The inner loop of `kind`: "train", "test" or "predict"; see `tfdist.program`."""
         from tfdist import program
@@ -227,6 +292,11 @@ def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
     flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
     flat = [values if len(values) == count else values * count for values in flat]  # one tensor for all of them
     return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
+
+
+def joined_parts(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
+    """The examples of all replicas of this process in one tensor, for each of `parts`; for a merge call."""
+    return [keras_internals.join(list(strategy.experimental_local_results(part))) for part in parts]
 
 
 def current_index() -> int:

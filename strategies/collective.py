@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import agreement, console, reduction, tensorflow_internals
+from tfdist import agreement, console, keras_internals, reduction, tensorflow_internals
 from tfdist.communicators import Communicator
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.lookout import Lookout
@@ -171,6 +171,16 @@ class CommunicatingStrategy(base.Strategy):
             return
         with added_up(self.communicator, [(variable, variable._value) for variable in variables], name):
             yield
+
+    def reset_metrics(self, model: Any) -> None:
+        super().reset_metrics(model)
+        if self.world.is_chief:
+            return
+        # A metric that is no sum may begin with something else than nothing, and that once in the job.
+        for metric in keras_internals.metrics_of(model):
+            if not keras_internals.is_additive(metric):
+                for variable in metric.variables:
+                    variable._value.assign(tf.zeros_like(variable._value))
 
     def exchange(self, message: bytes) -> list[bytes]:
         return self.communicator.exchange(message)

@@ -22,6 +22,7 @@ class Tower(base.Replica):
     """A replica that shares the variables with the others and meets them to add and to update."""
 
     alone = False
+    metrics_in_parts = False
 
     def __init__(self, index: int, count: int, home: str):
         super().__init__(index, count)
@@ -34,7 +35,15 @@ class Tower(base.Replica):
 
         return _meet(add, tensors) if tensors else []
 
-    def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def all_gather(self, structure: Any) -> Any:
+        def join(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
+            with tf.device(self._home):
+                return base.joined_parts(strategy, *parts)
+
+        flat = tf.nest.flatten(structure)
+        return tf.nest.pack_sequence_as(structure, _meet(join, flat) if flat else [])
+
+    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         def update(strategy: tf.distribute.Strategy, *parts: Any) -> None:
             first = [strategy.experimental_local_results(part)[0] for part in parts]
             with without_strategy(), tf.device(self._home):

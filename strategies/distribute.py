@@ -35,7 +35,12 @@ class MirroredReplica(base.Replica):
             return []
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
-    def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def all_gather(self, structure: Any) -> Any:
+        flat = tf.nest.flatten(structure)
+        joined = tf.distribute.get_replica_context().merge_call(base.joined_parts, args=tuple(flat)) if flat else []
+        return tf.nest.pack_sequence_as(structure, joined)
+
+    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         with replica_local_updates(tf.distribute.get_strategy()):
             function(values)
 

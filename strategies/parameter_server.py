@@ -39,12 +39,12 @@ class ServedReplica(base.Replica):
         super().__init__()
         self._home: str | None = None  # the server that counts the steps
 
-    def apply(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any]) -> None:
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
         # What an update needs beside the gradients comes from the servers, and need not travel to the worker and back.
         with tf.device(self._home), sharding.by_part(optimizer):
-            self.once_a_copy(apply, list(gradients))
+            self.once_per_copy(apply, list(gradients))
 
-    def once_a_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         with tensorflow_internals.without_strategy():
             function(values)
 

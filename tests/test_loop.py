@@ -46,17 +46,6 @@ def test_an_uncompiled_model_is_refused(name, method):
         getattr(strategy, method)(model, X, Y)
 
 
-@pytest.mark.parametrize("name", ["mirrored", "custom"])
-def test_a_training_batch_smaller_than_the_replicas_is_refused(name):
-    strategy = strategy_of(name)
-    model = model_of(strategy)
-    with refuses(UsageError, "A batch of 1 ", "2 replicas"):
-        strategy.fit(model, X, Y, batch_size=1)
-    # A single example is a remainder, not a choice; and nothing is trained by an evaluation.
-    strategy.fit(model, X[:1], Y[:1], batch_size=1, verbose=0)
-    strategy.evaluate(model, X, Y, batch_size=1, verbose=0)
-
-
 def empty_datasets():
     examples = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
     return {

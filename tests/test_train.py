@@ -215,9 +215,13 @@ def test_an_unknown_device_is_named_with_the_known_ones(tmp_path, options):
     assert "`CPU:0`" in refuse(tmp_path, "--strategy", "custom", *QUICK, "--run-dir", "r", *options)
 
 
-def test_a_batch_smaller_than_the_replicas_is_refused(tmp_path):
-    message = refuse(tmp_path, "--strategy", "mirrored", *QUICK, "--batch-size", 1, "--devices", 2)
-    assert "A batch of 1 does not give each of the 2 replicas an example" in message
+@pytest.mark.parametrize("strategy", ["custom", "mirrored"])
+def test_a_remainder_and_batches_smaller_than_the_replicas_train(tmp_path, strategy):
+    options = ["--model", "cnn", "--dataset", "digits", "--devices", 2, "--epochs", 1]
+    for size, limit in ((8, 65), (1, 3)):
+        more = ["--batch-size", size, "--limit", limit, "--run-dir", f"r{size}"]
+        done = run("--strategy", strategy, *options, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
 
 
 def test_another_backend_is_refused(tmp_path):

@@ -10,6 +10,8 @@ Synopsis:
         model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     strategy.prepare(model)             # model.fit, evaluate and predict are now the strategy's own
     model.fit(x, y, batch_size=128, epochs=3)
+
+In a step, a loss or a metric of your own, `tfdist.gather` and `tfdist.all_reduce` reach what other replicas have.
 """
 
 from __future__ import annotations
@@ -33,3 +35,17 @@ def strategy(name: str, **options: Any) -> Strategy:
 
     environment.require_tensorflow_backend()
     return strategies.create(name, **options)
+
+
+def gather(tensor: Any) -> Any:
+    """The examples of `tensor` of all replicas, in a step; see `tfdist.collectives.gather`."""
+    from tfdist import collectives
+
+    return collectives.gather(tensor)
+
+
+def all_reduce(tensor: Any) -> Any:
+    """The sum of `tensor` over the replicas, in a step; see `tfdist.collectives.all_reduce`."""
+    from tfdist import collectives
+
+    return collectives.all_reduce(tensor)

@@ -15,6 +15,7 @@ SlowMo, ICLR 2020.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import whole_batch
 from tfdist.data.feed import ArrayBatches, Batches
 from tfdist.program import Logs, Outcome, StepProgram
 from tfdist.strategies import base
@@ -74,6 +76,16 @@ class AveragingProgram(StepProgram):
     def end_epoch(self) -> dict[str, float]:
         """Averages, and returns what the epoch's averagings were like."""
         return self._averages.end_epoch()
+
+    def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
+        has_examples = self._own.has_examples(state, batch)
+        if has_examples is True:
+            return super()._step(state, batch)
+        step = super()._step
+        return tf.cond(has_examples, lambda: step(state, batch), lambda: (tf.constant(True), self._no_logs()))
+
+    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
+        return whole_batch.refused(self._model, self._strategy.name)
 
 
 class _Averages:
@@ -211,6 +223,11 @@ class OwnBatches(Batches):
         del index, count
         return self.whole.part(state[0], batch, 0, 1)
 
+    def has_examples(self, state: Any, batch: tuple[tf.Tensor, ...]) -> bool | tf.Tensor:
+        """Whether this process has an example of the step's global batch."""
+        del state
+        return True if self._even else tf.shape(batch[0])[0] > 0
+
     @property
     def _even(self) -> bool:
         return self.whole.even and self.whole.batch_size % self.size == 0
@@ -244,6 +261,10 @@ class _PartBatches(Batches):
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         return self.whole.fetch(state, step)
+
+    def has_examples(self, state: Any, batch: Any) -> bool | tf.Tensor:
+        """Whether this process has an example of the step's global batch."""
+        return self.whole.part(state, batch, self.rank, self.size)[1] > 0
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         del index, count

@@ -10,6 +10,7 @@ A closure that was begun twice, because its worker was gone or silent, counts on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -21,10 +22,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import keras_internals, reduction, tensorflow_internals
+from tfdist import keras_internals, reduction, tensorflow_internals, updates, whole_batch
 from tfdist.data.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
-from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
+from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, in_step, joined
 
 STEPS_OF_A_CLOSURE = 10
 # So many that a worker which is done early finds another one.
@@ -154,21 +155,21 @@ class ClosureProgram(StepProgram):
         carried = self._model.metrics_variables + _small_states(self._model)
 
         def on_replica(replica: Any) -> Any:
-            data, _ = self._batches.part(state, batch, replica.index, replica.count)
-            updates = keras_internals.Carried(carried, values)
+            replica.begin(*self._batches.part(state, batch, replica.index, replica.count))
+            replica.updates = updates.Carried(replica, carried, values)
             with replica.timed(self._model.optimizer if self._trains else None) as late:
-                with keras_internals.on_replica(replica):
-                    with updates:
-                        logs = self._step_function(replica)(data)
-                    updates.merge(replica, replica.write)
-                self._metrics_updated |= updates.metrics_updated
-                return updates.values, late(), tf.nest.map_structure(_as_float, logs)
+                logs = in_step(replica, self._step_function(replica))
+                self._metrics_updated |= replica.updates.metrics_updated
+                return replica.updates.values, late(), tf.nest.map_structure(_as_float, logs)
 
-        with reduction.fused(self._model.optimizer, self._strategy.fused, locking=True):
+        with reduction.fused(self._model.optimizer, self._strategy.fused, locking=True), self._own_metrics():
             ((values, late, logs),) = self._strategy.run(on_replica)
         if self._own_logs is None and set(logs) != self._metric_names():
             raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         return values, late, logs
+
+    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
+        return whole_batch.refused(self._model, self._strategy.name)
 
     def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         if not self._stop_at_nan:

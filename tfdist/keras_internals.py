@@ -17,7 +17,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -27,20 +27,26 @@ from keras.src.backend import config
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.backend.tensorflow import numpy as tensorflow_numpy
+from keras.src.backend.tensorflow import random as tensorflow_random
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.initializers.random_initializers import RandomInitializer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers import data_adapters
 from keras.src.trainers import trainer as trainer_module
+from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils import python_utils
 
-from tfdist import tensorflow_internals
+from tfdist import collectives, randomness, tensorflow_internals
 from tfdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Replica
 
 SEEN_IN = "3.15.1"
 
@@ -60,65 +66,38 @@ train_validation_split = array_slicing.train_validation_split
 unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 
 
-class Replica(Protocol):
-    """What Keras' code must know while it traces the step of one replica among several."""
-
-    share: tf.Tensor  # float64 scalar: examples of this replica / examples of the global batch
-    weighed: set[Any]  # the optimizers whose loss was multiplied by the share, until they are applied
-
-    def gradient_share(self, weighed: bool) -> tf.Tensor:
-        """What is left to multiply gradients by: the share, or 1 where their loss was weighed; 0 of no examples."""
-        ...
-
-    def all_reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums of `tensors` over the replicas."""
-        ...
-
-    def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: Sequence[Any]) -> None:
-        """Reduces this replica's `gradients`, then lets `apply(gradients)` of `optimizer` update the variables."""
-        ...
-
-
-class _Current(threading.local):
-    replica: Replica | None = None
+class _Thread(threading.local):
     applies_reduced_gradients = False
+    per_example = False  # a loss that is not one value per example is refused
 
 
-_current = _Current()
-
-
-@contextlib.contextmanager
-def on_replica(replica: Replica | None) -> Iterator[None]:
-    """Code in this context, in this thread, runs on `replica`; with `None`, Keras is as it always was."""
-    install()
-    before = _current.replica
-    _current.replica = replica
-    try:
-        yield
-    finally:
-        _current.replica = before
+_thread = _Thread()
 
 
 @functools.cache
 def install() -> None:
-    """Puts the patches in place, once; outside of `on_replica` each of them calls the original."""
+    """Puts the patches in place, once; outside of a replica's step each of them calls the original."""
     for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
         _patch_around_apply(kind)
     _patch_supports_xla()
+    _patch(keras.losses.Loss, "__call__", _loss_call)
+    _patch(loss_module, "reduce_weighted_values", _reduce_weighted_values)
     _patch(loss_module, "reduce_values", _reduce_values)
     _patch(loss_module, "apply_mask", _apply_mask)
-    _patch(loss_module, "scale_loss_for_distribution", _as_it_is)
-    _patch(loss_module, "unscale_loss_for_distribution", _as_it_is)
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        setattr(loss_module, name, _as_it_is(getattr(loss_module, name)))
     _patch(keras.metrics.Mean, "update_state", _mean_update_state)
     _patch(tensorflow_nn, "_compute_moments_sync", _compute_moments_sync)
     _patch(BaseOptimizer, "apply", _optimizer_apply)
     _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
-    _patch(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
+    _patch(tensorflow_random, "draw_seed", _draw_seed)
+    for name, shape_of in _DRAWN.items():
+        _patch(tensorflow_random, name, functools.partial(_draw, shape_of))
     all_reduce = TFOptimizer._all_reduce_sum_gradients
 
     @functools.wraps(all_reduce)
     def once(optimizer: Any, grads_and_vars: Any) -> Any:
-        return grads_and_vars if _current.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
+        return grads_and_vars if _thread.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
 
     TFOptimizer._all_reduce_sum_gradients = once
 
@@ -214,7 +193,7 @@ def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        replica = _current.replica
+        replica = collectives.current()
         if replica is None:
             return original(*args, **kwargs)
         return replacement(replica, original, *args, **kwargs)
@@ -222,10 +201,14 @@ def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     setattr(owner, name, patched)
 
 
-def _as_it_is(replica: Replica, original: Any, value: Any) -> Any:
-    """Keras scales the loss by 1/replicas here; the share does that, exactly, when gradients are reduced."""
-    del replica, original
-    return value
+def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras scales losses by the number of replicas here; the share does that, exactly, see `tfdist.gradients`."""
+
+    @functools.wraps(original)
+    def scale(value: Any) -> Any:
+        return value if collectives.in_step() else original(value)
+
+    return scale
 
 
 def _reduce_values(
@@ -238,8 +221,6 @@ def _reduce_values(
     """The local value L with share * L = local sum / global divisor."""
     if tuple(values.shape) in ((), (0,)):
         return original(values, sample_weight, reduction)
-    if reduction in (None, "none"):  # a vector, whose gradient is that of its sum
-        return tf.math.divide_no_nan(values, tf.cast(replica.share, values.dtype))
     if reduction == "sum":
         return tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(replica.share, values.dtype))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -249,8 +230,164 @@ def _reduce_values(
 
 
 def _over_global(replica: Replica, total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    (divisor,) = replica.all_reduce([tf.stop_gradient(divisor)])
+    (divisor,) = replica.all_reduce([replica.only_real(tf.stop_gradient(divisor))])
     return tf.math.divide_no_nan(total, divisor * tf.cast(replica.share, total.dtype))
+
+
+# What these compute of a batch is no mean over its examples.
+_OF_WHOLE_BATCH = {
+    keras.losses.Dice,
+    keras.losses.Tversky,
+    keras.losses.Circle,
+    keras.losses.dice,
+    keras.losses.tversky,
+    keras.losses.circle,
+}
+
+
+class _OfWholeBatch(Exception):  # noqa: N818 - not an error
+    """Raised in a loss of the user's own that is not one value per example."""
+
+
+def _loss_call(
+    replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """A loss that is not one value per example may be anything of its batch: it is computed on the global one."""
+    kind = getattr(loss, "fn", type(loss))
+    if kind not in _OF_WHOLE_BATCH:
+        if _is_of_keras(kind):
+            return original(loss, y_true, y_pred, sample_weight)
+        before, _thread.per_example = _thread.per_example, True
+        try:
+            with collectives.asks() as asked:
+                return original(loss, y_true, y_pred, sample_weight)
+        except _OfWholeBatch as found:
+            if asked():  # it has seen to the other replicas itself
+                _thread.per_example = False
+                return original(loss, y_true, y_pred, sample_weight)
+            del found
+        finally:
+            _thread.per_example = before
+    y_true, y_pred, sample_weight = gathered((y_true, y_pred, sample_weight))
+    with collectives.on_replica(None):
+        return original(loss, y_true, y_pred, sample_weight)
+
+
+def _reduce_weighted_values(
+    replica: Replica, original: Callable[..., Any], values: Any, *args: Any, **named: Any
+) -> Any:
+    if _thread.per_example and not is_per_example(replica, values):
+        raise _OfWholeBatch
+    return original(values, *args, **named)
+
+
+def is_per_example(replica: Replica | None, values: Any) -> bool:
+    """Whether the first axis of `values` is that of the replica's examples, or of their parts."""
+    shape = values.shape
+    if shape.rank is None or shape.rank == 0 or replica is None:
+        return shape.rank != 0
+    if shape[0] is None or replica.examples is None:
+        return shape[0] is None
+    return shape[0] % replica.examples == 0
+
+
+def _is_of_keras(kind: Any) -> bool:
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] == "keras"
+
+
+def gathered(structure: Any) -> Any:
+    """The examples of all replicas of each tensor in `structure`, with their masks; what has none stays as it is."""
+
+    def gather_one(value: Any) -> Any:
+        if value is None or not tf.is_tensor(value) or value.shape.rank == 0:
+            return value
+        found = collectives.gather(value)
+        mask = backend.get_keras_mask(value)
+        if mask is not None:
+            backend.set_keras_mask(found, collectives.gather(mask))
+        return found
+
+    return tree.map_structure(gather_one, structure)
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """The metrics of `model`, those that it was compiled with one by one."""
+    found: list[Any] = []
+    for metric in model.metrics:
+        found += metric.metrics if isinstance(metric, CompileMetrics) else [metric]
+    return found
+
+
+def is_additive(metric: Any) -> bool:
+    """Whether a metric's state is a sum over the examples: as it says by `additive`, or as Keras' own are."""
+    function = metric._fn if isinstance(metric, keras.metrics.MeanMetricWrapper) else None
+    declared = getattr(function, "additive", getattr(metric, "additive", None))
+    if declared is not None:
+        return bool(declared)
+    of_keras = _is_of_keras(type(metric))
+    return of_keras and (function is None or (_is_of_keras(function) and function not in _OF_WHOLE_BATCH))
+
+
+def values_per_example(replica: Replica | None, metric: Any, *arguments: Any, **named: Any) -> bool:
+    """Whether `metric` is the mean of a function that gives a value per example."""
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return False
+    names = dict(zip(("y_true", "y_pred"), arguments, strict=False)) | named
+    values = metric._fn(names["y_true"], names["y_pred"], **metric._fn_kwargs)
+    return tf.is_tensor(values) and is_per_example(replica, values)
+
+
+def _shape_argument(*args: Any, **named: Any) -> Any:
+    return named["shape"] if "shape" in named else args[0]
+
+
+def _noise_shape(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+    del rate, seed
+    return tf.shape(inputs) if noise_shape is None or noise_shape[0] is None else noise_shape
+
+
+def _shape_of_logits(logits: Any, *args: Any, **named: Any) -> Any:
+    del args, named
+    return tf.shape(logits)
+
+
+# The functions that draw, and the shape of what they draw.
+_DRAWN: dict[str, Callable[..., Any]] = {
+    "normal": _shape_argument,
+    "uniform": _shape_argument,
+    "truncated_normal": _shape_argument,
+    "randint": _shape_argument,
+    "gamma": _shape_argument,
+    "beta": _shape_argument,
+    "binomial": _shape_argument,
+    "categorical": _shape_of_logits,
+    "dropout": _noise_shape,
+}
+
+
+def _draw(
+    shape_of: Callable[..., Any], replica: Replica, original: Callable[..., Any], *args: Any, **named: Any
+) -> Any:
+    del replica
+    with randomness.drawing(shape_of(*args, **named)):
+        return original(*args, **named)
+
+
+def _draw_seed(replica: Replica, original: Callable[..., Any], seed: Any) -> Any:
+    drawn = original(seed) if seed is not None or _global_seed is None else _global_seed.next(ordered=False)
+    return randomness.of_keras(replica, drawn)
+
+
+_global_seed: Any = None
+
+
+def make_global_seed() -> None:
+    """Makes the state behind random functions without a seed, which cannot be made inside a graph.
+
+    Keras has one per thread, and replicas are traced in threads of their own.
+    """
+    global _global_seed
+    _global_seed = global_seed_generator()
 
 
 def _apply_mask(
@@ -272,9 +409,8 @@ def _mean_update_state(
 ) -> Any:
     """A scalar given to a `Mean` is a mean over the local batch: it counts with the replica's share."""
     values = backend.convert_to_tensor(values)
-    if len(values.shape) == 0:
-        values = tf.where(replica.share > 0, values, tf.zeros_like(values))  # a mean over no examples may be NaN
-        sample_weight = replica.share if sample_weight is None else sample_weight
+    if len(values.shape) == 0 and sample_weight is None:
+        sample_weight = replica.share
     return original(metric, values, sample_weight)
 
 
@@ -283,33 +419,12 @@ def _compute_moments_sync(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance over the global batch, in one reduction."""
     del original
-    count = tf.reduce_sum(tf.ones_like(x), axes, keepdims=True)
-    total, squares, count = _global_sums(
-        replica, [tf.reduce_sum(x, axes, keepdims=True), tf.reduce_sum(tf.square(x), axes, keepdims=True), count]
-    )
+    local = [x, tf.square(x), tf.ones_like(x)]
+    local = [replica.only_real(tf.reduce_sum(one, axes, keepdims=True)) for one in local]
+    total, squares, count = collectives.differentiable_sums(replica, local)
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
     return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
-
-
-def _global_sums(replica: Replica, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums over the replicas, in the middle of a step.
-
-    What flows back must be the gradient of the sum of share * loss over all replicas. Where a replica's gradients are
-    multiplied by its own share later, that share is taken out here.
-    """
-
-    @tf.custom_gradient
-    def sums(*local: tf.Tensor) -> Any:
-        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            share = replica.gradient_share(bool(replica.weighed))
-            weighed = [tf.math.multiply_no_nan(u, tf.cast(share, u.dtype)) for u in upstream]
-            reduced = replica.all_reduce(weighed)
-            return [tf.math.divide_no_nan(r, tf.cast(share, r.dtype)) for r in reduced]
-
-        return replica.all_reduce(list(local)), backward
-
-    return sums(*tensors)
 
 
 class Unbuilt(Exception):  # noqa: N818 - not an error
@@ -320,16 +435,6 @@ class Unbuilt(Exception):  # noqa: N818 - not an error
         self.optimizer, self.variables = optimizer, list(variables)
 
 
-def _scale_loss(replica: Replica, original: Callable[..., Any], optimizer: Any, loss: Any) -> Any:
-    """As Keras', of the share's part of the loss.
-
-    Gradients of the whole local loss would be as many times larger than one device's as there are replicas, and so be
-    out of float16's range, and the step left out, where one device takes it.
-    """
-    replica.weighed.add(optimizer)
-    return original(optimizer, tf.math.multiply_no_nan(loss, tf.cast(replica.share, loss.dtype)))
-
-
 def _optimizer_apply(
     replica: Replica,
     original: Callable[..., Any],
@@ -338,7 +443,7 @@ def _optimizer_apply(
     trainable_variables: Any = None,
 ) -> Any:
     def apply(gradients: Sequence[Any]) -> None:
-        with on_replica(None), _outside_of_stateless_scope(), _applying_reduced_gradients():
+        with collectives.on_replica(None), _outside_of_stateless_scope(), _applying_reduced_gradients():
             original(optimizer, gradients, trainable_variables)
 
     if around_apply(optimizer) is not None:
@@ -348,17 +453,18 @@ def _optimizer_apply(
         )
     if not optimizer.built and tf.inside_function():
         raise Unbuilt(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-    replica.apply(optimizer, apply, list(grads))
-    replica.weighed.discard(optimizer)
+    collectives.require_meeting(replica, f"An update of the optimizer `{optimizer.name}`")
+    replica.updates.write()  # the optimizer finds what the step has assigned
+    replica.apply(apply, list(grads), optimizer)
 
 
 @contextlib.contextmanager
 def _applying_reduced_gradients() -> Iterator[None]:
-    _current.applies_reduced_gradients = True
+    _thread.applies_reduced_gradients = True
     try:
         yield
     finally:
-        _current.applies_reduced_gradients = False
+        _thread.applies_reduced_gradients = False
 
 
 # `around(optimizer, gradients, variables, update)` reduces the gradients and calls `update(reduced)`.
@@ -384,7 +490,7 @@ def _patch_around_apply(kind: Any) -> None:
 
     @functools.wraps(original)
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        around = None if _current.applies_reduced_gradients else around_apply(optimizer)
+        around = None if _thread.applies_reduced_gradients else around_apply(optimizer)
         if around is None:
             return original(optimizer, grads, trainable_variables)
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
@@ -418,84 +524,6 @@ def _outside_of_stateless_scope() -> Iterator[None]:
         yield
     finally:
         global_state.set_global_attribute("stateless_scope", scope)
-
-
-class VariableUpdates(keras.StatelessScope):
-    """Catches what a replica's step assigns to Keras variables other than metrics and trainable weights.
-
-    Moving averages, seeds and states would otherwise drift apart between the replicas, or be written once a replica
-    where there is one copy. `merge` writes each of them once, the same value everywhere: floating-point values as the
-    mean of the replicas weighed by their shares, so that a replica without examples has no say; where the variable's
-    aggregation is "sum", as it was with the changes of all replicas added; others, which count alike on all replicas,
-    as the first replica has them.
-    """
-
-    def __init__(self, metrics_variables: Sequence[Any]):
-        super().__init__(collect_losses=True)
-        self._metrics = {id(variable) for variable in metrics_variables}
-        self.metrics_updated: set[int] = set()
-        self._updated: dict[int, Any] = {}
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        if id(variable) in self._metrics:
-            self.metrics_updated.add(id(variable))
-            variable._value.assign(tf.cast(value, variable._value.dtype))
-            return
-        self._updated[id(variable)] = variable
-        super().add_update((variable, value))
-
-    def get_current_value(self, variable: Any) -> Any:
-        value = super().get_current_value(variable)
-        return variable._value if value is None else value
-
-    def merge(self, replica: Replica, write: Callable[[list[tuple[Any, tf.Tensor]]], None]) -> None:
-        """Agrees with the other replicas on the new values, and lets `write` assign them."""
-        updates = [(variable, self.state_mapping[key]) for key, variable in self._updated.items()]
-        floats = [(v, value) for v, value in updates if v._value.dtype.is_floating]
-        others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
-        if floats:
-            sums = replica.all_reduce([_part(replica, v, tf.cast(value, v._value.dtype)) for v, value in floats])
-            floats = [
-                (v, v._value + total if v.aggregation == "sum" else total)
-                for (v, _), total in zip(floats, sums, strict=True)
-            ]
-        if updates:
-            write(floats + others)
-
-
-def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
-    """What a replica adds to the value of `variable` that all agree on."""
-    if variable.aggregation == "sum":
-        return value - variable._value
-    return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
-
-
-class Carried(VariableUpdates):
-    """The same, where some variables are not written either: `values` has what the step made of theirs.
-
-    Args:
-        variables: those, metrics among them.
-        values: what the step finds in them.
-    """
-
-    def __init__(self, variables: Sequence[Any], values: Sequence[tf.Tensor]):
-        super().__init__(())
-        self._carried = {id(variable): variable for variable in variables}
-        self.state_mapping.update({id(v): value for v, value in zip(variables, values, strict=True)})
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        if id(variable) in self._carried:
-            self.metrics_updated.add(id(variable))
-            self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
-        else:
-            super().add_update(update)
-
-    @property
-    def values(self) -> list[tf.Tensor]:
-        """The carried variables after the step."""
-        return [self.state_mapping[key] for key in self._carried]
 
 
 @contextlib.contextmanager
@@ -575,6 +603,13 @@ def number_of_examples(arrays: Any) -> int:
     """The length of the first array of a structure that `sliceable` made."""
     first = next(array for array in tree.flatten(arrays) if array is not None)
     return int(first.shape[0])
+
+
+def fixed_batch_size(model: Any) -> int | None:
+    """The number of examples that a model of Keras' own insists on, `None` where any number will do."""
+    inputs = tree.flatten(getattr(model, "inputs", None) or [])
+    sizes = [one.shape[0] for one in inputs if len(one.shape) > 0]
+    return next((size for size in sizes if size is not None), None)
 
 
 def traces_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:

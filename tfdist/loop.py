@@ -67,8 +67,7 @@ def fit(
     that batch, with the metrics as they are.
 
     Raises:
-        UsageError: the model is not compiled, or not made for this strategy, or the batch has fewer examples than the
-            strategy has replicas.
+        UsageError: the model is not compiled, or not made for this strategy.
         DataError: there are no batches.
     """
     _check(strategy, model, "fit")
@@ -79,7 +78,6 @@ def fit(
         )
     steps = _limited(steps_per_epoch)
     feed = feeds.make(feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle), strategy.seed)
-    _check_batch_size(strategy, feed)
     validation = None
     if validation_data is not None:
         val_x, val_y, val_weight = keras_internals.unpack_x_y_sample_weight(validation_data)
@@ -101,7 +99,7 @@ def fit(
     epoch_logs: Logs | None = None
     for epoch in range(initial_epoch, epochs):
         if not resume_batch:
-            model.reset_metrics()
+            strategy.reset_metrics(model)
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(run_epoch(resume_batch or 0))
         resume_batch = None
@@ -151,6 +149,7 @@ def predict(
 ) -> Any:
     """The outputs of `model`, one for each example, in the order of the input; see `keras.Model.predict`."""
     strategy.check(model)
+    _check_divisible(strategy, model)
     steps = _limited(steps)
     feed = feeds.make(feeds.Request(x, batch_size=batch_size, steps=steps), strategy.seed)
     _build(strategy, model, feed, for_prediction=True)
@@ -174,7 +173,7 @@ def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) ->
     run_epoch = _epoch_runner(strategy, model, "test", passes, callbacks)
     model.stop_evaluating = False
     callbacks.on_test_begin()
-    model.reset_metrics()
+    strategy.reset_metrics(model)
     logs = keras_internals.pythonify_logs(run_epoch(0))
     passes.close()
     callbacks.on_test_end(logs)
@@ -188,14 +187,16 @@ def _check(strategy: Strategy, model: Any, method: str) -> None:
             "call `model.compile(optimizer=..., loss=...)` first",
         )
     strategy.check(model)
+    _check_divisible(strategy, model)
 
 
-def _check_batch_size(strategy: Strategy, feed: feeds.Feed) -> None:
-    size = feed.batch_size
-    if size is not None and size < strategy.num_replicas and (feed.num_batches or 2) > 1:
+def _check_divisible(strategy: Strategy, model: Any) -> None:
+    size = keras_internals.fixed_batch_size(model)
+    if size is not None and strategy.num_replicas > 1:
         raise UsageError(
-            f"A batch of {size} does not give each of the {strategy.num_replicas} replicas an example",
-            f"use a batch size of {strategy.num_replicas} or more, or fewer devices",
+            f"The model `{model.name}` has a fixed batch size of {size}, and each of {strategy.num_replicas} replicas "
+            "gets a part of the batch",
+            "leave the batch size out of the model's inputs (`shape`, not `batch_shape`), or train on one device",
         )
 
 
@@ -207,6 +208,7 @@ def _limited(steps: int | None) -> int | None:
 
 def _build(strategy: Strategy, model: Any, feed: feeds.Feed, *, for_prediction: bool = False) -> None:
     with strategy.scope():
+        keras_internals.make_global_seed()
         keras_internals.build(model, feed.spec, for_prediction=for_prediction)
 
 

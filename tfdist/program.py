@@ -18,7 +18,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import keras_internals, reduction, tensorflow_internals
+from tfdist import (
+    collectives,
+    gradients,
+    keras_internals,
+    randomness,
+    reduction,
+    tensorflow_internals,
+    updates,
+    whole_batch,
+)
 from tfdist.data.feed import Batches
 from tfdist.strategies.base import Replica, Strategy
 
@@ -158,12 +167,12 @@ class StepProgram(Program):
         """One step on all replicas: whether the loss is still finite, and the step's own logs."""
 
         def on_replica(replica: Replica) -> Logs:
-            data, replica.share = self._batches.part(state, batch, replica.index, replica.count)
-            logs, updated = _exactly(replica, self._model, self._step_function(replica), data)
+            replica.begin(*self._batches.part(state, batch, replica.index, replica.count))
+            logs, updated = exactly(replica, self._model, self._step_function(replica))
             self._metrics_updated |= updated
             return _mean(logs, replica) if self._own_logs is not None else logs
 
-        with reduction.fused(self._model.optimizer, self._strategy.fused):
+        with reduction.fused(self._model.optimizer, self._strategy.fused), self._own_metrics():
             results = self._strategy.run(on_replica)
         logs: Logs = {}
         if self._own_logs is not None:
@@ -175,6 +184,9 @@ class StepProgram(Program):
             with self._strategy.merged([self._model._loss_tracker.total], "finite"):
                 finite = tf.math.is_finite(tf.convert_to_tensor(self._model._loss_tracker.total))
         return finite, logs
+
+    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
+        return whole_batch.gathered(self._model)
 
     def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
         step = getattr(self._model, self._step_name)
@@ -199,7 +211,7 @@ class StepProgram(Program):
         with self._strategy.merged([variable for metric in updated for variable in metric.variables], "metrics"):
             for metric in updated:
                 result = _values(metric.result())
-                merged |= result if isinstance(result, dict) else {metric.name: result}
+                merged |= {metric.name: result} | (result if isinstance(result, dict) else {})
         return own_logs | {name: value for name, value in merged.items() if name in own_logs}
 
     def _metric_names(self) -> set[str]:
@@ -237,9 +249,9 @@ class PredictProgram(Program):
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
-            data, replica.share = self._batches.part(state, batch, replica.index, replica.count)
-            outputs, _ = _exactly(replica, self._model, self._model.predict_step, data)
-            return outputs
+            replica.begin(*self._batches.part(state, batch, replica.index, replica.count))
+            outputs, _ = exactly(replica, self._model, self._model.predict_step)
+            return keras_internals.tree.map_structure(replica.real_rows, outputs)
 
         return self._strategy.run_joined(on_replica, joined)
 
@@ -285,19 +297,36 @@ class _Graph:
         return tf.function(functools.partial(self._function), autograph=False, reduce_retracing=True)
 
 
-def _exactly(replica: Replica, model: Any, step: Callable[[Any], Any], data: Any) -> tuple[Any, set[int]]:
+def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[Any, set[int]]:
     """`step(data)` on one replica, such that all replicas together do what one would do on the global batch.
 
-    Also returns which metrics' variables hold only this replica's part since, by their `id`.
+    Also returns which metrics' variables the step has updated, by their `id`.
     """
     if replica.alone:
-        return step(data), set()
-    updates = keras_internals.VariableUpdates(model.metrics_variables)
-    with keras_internals.on_replica(replica):
-        with updates:
-            logs = step(data)
-        updates.merge(replica, replica.write)
-    return logs, updates.metrics_updated
+        return step(replica.part), set()
+    replica.updates = updates.Updates(replica, model.metrics_variables)
+    return in_step(replica, step), replica.updates.metrics_updated
+
+
+def in_step(replica: Replica, step: Callable[[Any], Any]) -> Any:
+    """What `step` returns on a replica whose `updates` catch what it assigns."""
+    _teach()
+    with collectives.on_replica(replica):
+        with replica.updates:
+            logs = step(replica.part)
+        replica.updates.write()
+    return logs
+
+
+@functools.cache
+def _teach() -> None:
+    """Has Keras and TensorFlow ask, from here on, whether code runs in the step of one replica among several."""
+    keras_internals.install()
+    tensorflow_internals.around_gradients(gradients.of_global_batch)
+    tensorflow_internals.around_assignments(updates.of_tf_variable)
+    tensorflow_internals.around_draws(randomness.drawing, randomness.of_operation)
+    # Replicas that meet in a function inside their graph would wait for each other's trace.
+    tensorflow_internals.around_functions(lambda: collectives.current() is not None)
 
 
 def _mean(logs: Logs, replica: Replica) -> Logs:

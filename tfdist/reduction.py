@@ -1,13 +1,12 @@
 """Gradients: weighed, packed into few buffers, reduced; and the optimizer's step in one kernel a variable.
 
-The reduced gradient is the sum over the replicas of share * local gradient, where a replica's share is its part of the
-examples of the global batch (docs/contract.md). It is computed before the optimizer sees anything, so that clipping,
-accumulation, loss scaling and moving averages act on the gradient of the global batch, as they do on one device.
+When gradients are reduced, and what each replica's count, `tfdist.gradients` says.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +43,6 @@ def weigh(gradients: Sequence[Any], share: tf.Tensor) -> list[Any]:
         return tf.math.multiply_no_nan(gradient, tf.cast(share, gradient.dtype))
 
     return [None if gradient is None else weigh_one(gradient) for gradient in gradients]
-
-
-def reduce_gradients(
-    gradients: Sequence[Any], share: tf.Tensor, all_reduce: AllReduce, packing: Packing = Packing()
-) -> list[Any]:
-    """The gradients of the global batch, on every replica; `None` stays `None`, sparse stays sparse."""
-    return without_none(packed(all_reduce, packing))(weigh(gradients, share))
 
 
 def without_none(all_reduce: AllReduce) -> AllReduce:
@@ -157,10 +149,18 @@ def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterat
         return
     # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
     object.__setattr__(inner, "update_step", _update_step(inner, kernel, of_rows, locking))
+    object.__setattr__(inner, "_backend_update_step", functools.partial(_update_all, inner, inner._backend_update_step))
     try:
         yield
     finally:
+        object.__delattr__(inner, "_backend_update_step")
         object.__delattr__(inner, "update_step")
+
+
+def _update_all(optimizer: Any, update_all: Callable[..., None], *arguments: Any) -> None:
+    """One update of all variables; the next one has a count, and may have a learning rate, of its own."""
+    optimizer.update_step.scalars.clear()
+    update_all(*arguments)
 
 
 class _Scalars:
@@ -205,6 +205,7 @@ def _update_step(
         index = optimizer._get_variable_index(variable)
         chosen(optimizer, memo[key], variable.handle, index, tf.cast(gradient, dtype))
 
+    update_step.scalars = memo  # type: ignore[attr-defined]
     return update_step
 
 

@@ -18,9 +18,12 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute import cross_device_ops, distribute_lib, one_device_strategy, sharded_variable, values
-from tensorflow.python.eager import context
-from tensorflow.python.ops import collective_ops, resource_variable_ops
+from tensorflow.python.eager import context, record
+from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
 from tfdist.world import World
@@ -36,6 +39,7 @@ COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_re
 
 class _Thread(threading.local):
     updates_locally = False
+    differentiates = False
 
 
 _thread = _Thread()
@@ -96,6 +100,149 @@ def without_strategy() -> Iterator[None]:
                 creators.__exit__(None, None, None)
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def around_gradients(around: Callable[[Callable[[Any], Any], Any, Any, Any], Any]) -> None:
+    """Has `tf.GradientTape.gradient` return `around(gradient, target, sources, output_gradients)` from now on.
+
+    `gradient(output_gradients)` is the original. What is computed inside another gradient stays as it is: what a
+    backward pass computes once more, and the rows of a jacobian, which are vectorized.
+    """
+    original = tf.GradientTape.gradient
+
+    @functools.wraps(original)
+    def gradient(
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        def compute(output_gradients: Any) -> Any:
+            with _differentiating():
+                return original(tape, target, sources, output_gradients, unconnected_gradients)
+
+        if _thread.differentiates:
+            return compute(output_gradients)
+        return around(compute, target, sources, output_gradients)
+
+    tf.GradientTape.gradient = gradient
+    for name in ("jacobian", "batch_jacobian"):
+        setattr(tf.GradientTape, name, _while_differentiating(getattr(tf.GradientTape, name)))
+
+
+def _while_differentiating(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with _differentiating():
+            return function(*arguments, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def _differentiating() -> Iterator[None]:
+    before, _thread.differentiates = _thread.differentiates, True
+    try:
+        yield
+    finally:
+        _thread.differentiates = before
+
+
+def tape_is_open() -> bool:
+    """Whether a `tf.GradientTape` records what happens now, to differentiate it later."""
+    return record.could_possibly_record()
+
+
+def around_functions(inlined: Callable[[], bool]) -> None:
+    """From now on a call of a `tf.function` is a call of its Python function wherever `inlined()` is true.
+
+    Its control flow is converted as it would have been.
+    """
+    kind = polymorphic_function.Function
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def call(function: Any, *arguments: Any, **named: Any) -> Any:
+        if not inlined():
+            return original(function, *arguments, **named)
+        if not function._autograph:
+            return function._python_function(*arguments, **named)
+        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED):
+            inner = autograph_util.py_func_from_autograph(
+                function._python_function, function._experimental_autograph_options
+            )
+            return inner(*arguments, **named)
+
+    kind.__call__ = call
+
+
+def around_assignments(around: Callable[[Callable[[Any], Any], Any, str, Any], Any]) -> None:
+    """Has each assignment to a `tf.Variable` made as `around(assign, variable, name, value)` from now on.
+
+    `name` is "assign", "assign_add" or "assign_sub"; `assign(value)` is the original.
+    """
+    kinds = (
+        resource_variable_ops.BaseResourceVariable,
+        resource_variable_ops.ResourceVariable,
+        values.DistributedVariable,
+    )
+    for kind in kinds:
+        for name in {"assign", "assign_add", "assign_sub"} & set(vars(kind)):
+            setattr(kind, name, _assigning_around(vars(kind)[name], name, around))
+
+
+def _assigning_around(original: Callable[..., Any], name: str, around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(variable: Any, value: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(variable, values.SyncOnReadVariable):  # each replica has its part, and readers add them up
+            return original(variable, value, *arguments, **named)
+        return around(lambda value: original(variable, value, *arguments, **named), variable, name, value)
+
+    return assign
+
+
+def around_draws(
+    drawing: Callable[[Any], contextlib.AbstractContextManager[None]],
+    seeds_of: Callable[[tuple[int | None, int | None], int | None], tuple[int | None, int | None]],
+) -> None:
+    """Has the stateful random operations of TensorFlow made otherwise from now on.
+
+    Args:
+        drawing: `drawing(shape)` is the context in which numbers of this shape are drawn.
+        seeds_of: `seeds_of(seeds, given)` returns the seeds of the graph and of the operation, from what TensorFlow
+            would take and from what it was given.
+    """
+    for name, public in _DRAWS.items():
+        around = _drawing_around(getattr(random_ops, name), drawing)
+        setattr(random_ops, name, around)
+        setattr(tf.random, public, around)
+    original = random_seed.get_seed
+
+    @functools.wraps(original)
+    def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
+        return seeds_of(original(op_seed), op_seed)
+
+    random_seed.get_seed = get_seed
+
+
+# The functions that draw numbers of a shape, by their names inside TensorFlow, and in `tf.random`.
+_DRAWS = {
+    "random_normal": "normal",
+    "random_uniform": "uniform",
+    "truncated_normal": "truncated_normal",
+    "random_gamma": "gamma",
+    "random_poisson_v2": "poisson",
+}
+
+
+def _drawing_around(original: Callable[..., Any], drawing: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(shape: Any, *arguments: Any, **named: Any) -> Any:
+        with drawing(shape):
+            return original(shape, *arguments, **named)
+
+    return draw
 
 
 def serial_calls() -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,7 +120,11 @@ class Batches:
         raise NotImplementedError
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
-        """Part `index` of `count` of a global batch, and its share: float64 scalar."""
+        """Part `index` of `count` of a global batch, and its share, a float or a float64 scalar.
+
+        Where there are fewer examples than parts, an empty part holds an example of another one, so that no model sees
+        a batch without examples; its share is 0.
+        """
         raise NotImplementedError
 
     def take(self, state: Any, first: int, count: int) -> Iterator[Any]:
@@ -201,8 +205,7 @@ class ArrayFeed(Feed):
             @tf.autograph.experimental.do_not_convert
             def gather(step: tf.Tensor) -> Any:
                 state = self._arrays, positions
-                data, _ = self.batches.part(state, self.batches.fetch(state, step), index, count)
-                return data
+                return self.batches.examples(state, self.batches.fetch(state, step), index, count)
 
             steps = tf.data.Dataset.range(first_batch, self.num_batches, output_type=tf.int32)
             batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
@@ -231,12 +234,18 @@ class ArrayBatches(Batches):
         return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
+        begin, end, share = _bounds(_length(batch[0]), index, count)
+        return self._gathered(state, [of_each[begin:end] for of_each in batch] if count > 1 else batch), share
+
+    def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> Any:
+        """The examples of part `index` of `count` of a global batch, of which there may be none."""
+        begin, end = order.part(_length(batch[0]), index, count)
+        return self._gathered(state, [of_each[begin:end] for of_each in batch])
+
+    def _gathered(self, state: Any, positions: Sequence[tf.Tensor]) -> Any:
         arrays, _ = state
-        (indices, share), *extras = [_cut(of_each, index, count) for of_each in batch]
-        data = keras_internals.gather(arrays, indices)
-        if self.transform is not None:
-            data = self.transform(data, *[extra for extra, _ in extras])
-        return data, share
+        data = keras_internals.gather(arrays, positions[0])
+        return data if self.transform is None else self.transform(data, *positions[1:])
 
 
 class DatasetFeed(Feed):
@@ -268,6 +277,15 @@ class DatasetFeed(Feed):
     def finish(self) -> None:
         self._adapter.on_epoch_end()
 
+    @contextlib.contextmanager
+    def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.InvalidArgumentError as error:
+            if UNEQUAL_LENGTHS not in str(error):
+                raise
+            raise DataError(*_unequal_lengths("several")) from error
+
 
 @dataclass(frozen=True)
 class DatasetBatches(Batches):
@@ -285,9 +303,10 @@ class DatasetBatches(Batches):
         if count == 1:
             return batch, 1.0
         with tf.device("CPU:0"):  # a replica's device then gets its part only
-            parts = [None if tensor is None else _cut(tensor, index, count) for tensor in tree.flatten(batch)]
-        share = next(part[1] for part in parts if part is not None)
-        return tree.pack_sequence_as(batch, [None if part is None else part[0] for part in parts]), share
+            flat = tree.flatten(batch)
+            begin, end, share = _bounds(_common_length(flat), index, count)
+            parts = [_slice(tensor, begin, end) if _has_examples(tensor) else tensor for tensor in flat]
+        return tree.pack_sequence_as(batch, parts), share
 
 
 class FileFeed(Feed):
@@ -357,7 +376,7 @@ class RankBatches(DatasetBatches):
         mine, size = batch
         of_rank, _ = order.part(size, self.rank, self.world_size)
         begin, end = order.part(size, index, count)
-        part = tree.map_structure(lambda tensor: tensor[begin - of_rank : end - of_rank], mine)
+        part = tree.map_structure(lambda tensor: _or_zeros(tensor[begin - of_rank : end - of_rank]), mine)
         return part, (end - begin) / size
 
 
@@ -377,25 +396,76 @@ def _none_if_empty(value: Any) -> Any:
     return None if isinstance(value, tf.experimental.Optional) else value
 
 
-def _cut(tensor: Any, index: int, count: int) -> tuple[Any, Any]:
-    """Part `index` of `count` of `tensor` along its first axis, and its share."""
+def _or_zeros(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor`, or an example of zeros where it has none: those of other ranks are not here."""
+    if tensor.shape[0]:
+        return tensor
+    missing = tf.maximum(0, 1 - tf.shape(tensor)[0])
+    return tf.concat([tensor, tf.zeros([missing, *tensor.shape[1:]], tensor.dtype)], 0)
+
+
+def _has_examples(value: Any) -> bool:
+    """Whether a part of a batch has an axis of examples; a number beside them belongs to each replica."""
+    return value is not None and value.shape.rank != 0
+
+
+def _common_length(values: Sequence[Any]) -> Any:
+    """How many examples a batch has: an integer, or an int32 scalar.
+
+    Raises:
+        DataError: its tensors differ in their first axes. In a graph that is only found when it runs.
+    """
+    lengths = [_length(value) for value in values if _has_examples(value)]
+    if not lengths:
+        raise DataError(
+            "The batches hold nothing but scalars, which cannot be divided among replicas", "batch the data"
+        )
+    known = [length for length in lengths if isinstance(length, int)]
+    if len(set(known)) > 1:
+        raise DataError(*_unequal_lengths(", ".join(map(str, known))))
+    checks = [
+        tf.debugging.assert_equal(length, lengths[0], _unequal_lengths("several")[0], summarize=1)
+        for length in lengths[1:]
+        if not isinstance(length, int) or not known
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return known[0] if known else tf.identity(lengths[0])
+
+
+def _unequal_lengths(found: str) -> tuple[str, str]:
+    return (
+        f"{UNEQUAL_LENGTHS}: found {found} in one batch",
+        "give each tensor of a batch one row per example, or train on one device",
+    )
+
+
+UNEQUAL_LENGTHS = "The tensors of a batch have different lengths, so that it cannot be divided among replicas"
+
+
+def _bounds(examples: Any, index: int, count: int) -> tuple[Any, Any, Any]:
+    """Where part `index` of `count` of so many examples begins and ends, and its share.
+
+    A part without examples has the share 0, and is where another one is.
+    """
     if count == 1:
-        return tensor, 1.0
-    examples = tensor.shape[0]
-    if examples is None or isinstance(tensor, tf.SparseTensor):
-        examples = tf.cast(_length(tensor), tf.int32)
+        return 0, examples, 1.0
     begin, end = order.part(examples, index, count)
     if isinstance(examples, int):
-        share: Any = tf.constant((end - begin) / examples, tf.float64)
-    else:
-        share = tf.math.divide_no_nan(tf.cast(end - begin, tf.float64), tf.cast(examples, tf.float64))
-    return _slice(tensor, begin, end), share
+        share = (end - begin) / examples if examples else 0.0
+        first = min(begin, max(examples - 1, 0))
+        return first, max(end, first + 1), share
+    share = tf.math.divide_no_nan(tf.cast(end - begin, tf.float64), tf.cast(examples, tf.float64))
+    first = tf.minimum(begin, tf.maximum(examples - 1, 0))
+    return first, tf.maximum(end, first + 1), share
 
 
-def _length(tensor: Any) -> tf.Tensor:
+def _length(tensor: Any) -> Any:
+    """How many examples `tensor` has: an integer, or an int32 scalar."""
     if isinstance(tensor, tf.SparseTensor):
-        return tensor.dense_shape[0]
-    return tensor.nrows() if isinstance(tensor, tf.RaggedTensor) else tf.shape(tensor)[0]
+        return tf.cast(tensor.dense_shape[0], tf.int32)
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int32)
+    return tf.shape(tensor)[0] if tensor.shape[0] is None else tensor.shape[0]
 
 
 def _slice(tensor: Any, begin: Any, end: Any) -> Any:

@@ -1,0 +1,134 @@
+"""Gradients of the global batch, on every replica, as soon as a `tf.GradientTape` has computed them.
+
+A replica's loss is a mean over its own part of the global batch, so the loss of the global batch is the sum over the
+replicas of share * local loss (docs/contract.md). A tape's gradient with respect to variables is therefore computed of
+share * loss, and added up over the replicas before anything sees it. Whatever a step then does with it (clips it by its
+norm, perturbs the weights along it, gives it to an optimizer that normalizes) it does with what one device computes.
+
+What is added up besides, as one device would:
+
+- A target that has a value per example stands for its sum, as a tape has it: its share is 1.
+- Rows of a table that were looked up by position, not by what an example says, are one dense tensor per replica. Their
+  gradients are added by position, and not listed once per replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import collectives, origins, tensorflow_internals
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Replica
+
+
+def of_global_batch(gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
+    """What `tf.GradientTape.gradient` returns inside a step.
+
+    Args:
+        gradient: `gradient(output_gradients)` computes this replica's own.
+        target: what is differentiated.
+        sources: with respect to what; of a tensor, which is this replica's alone, the gradient is too.
+        output_gradients: as of `tf.GradientTape.gradient`.
+    """
+    replica = collectives.current()
+    flat = tf.nest.flatten(sources)
+    if replica is None or not any(map(_is_variable, flat)):
+        return gradient(output_gradients)
+    collectives.require_meeting(replica, "A gradient with respect to variables")
+    found = tf.nest.flatten(gradient(_weights(replica, target, output_gradients)))
+    variables = [index for index, source in enumerate(flat) if _is_variable(source)]
+    reduced = _reduced(replica, [found[index] for index in variables])
+    for index, one in zip(variables, reduced, strict=True):
+        found[index] = one
+    return tf.nest.pack_sequence_as(sources, found)
+
+
+def _is_variable(source: Any) -> bool:
+    return isinstance(source, keras.Variable | tf.Variable)
+
+
+def _weights(replica: Replica, target: Any, given: Any) -> Any:
+    """The gradients to begin with: a scalar is a mean over the examples, and has the share as its weight."""
+    if isinstance(replica.share, float) and replica.share == 1.0:
+        return given
+    targets = tf.nest.flatten(target)
+    if not any(map(_is_scalar, targets)):
+        return given
+    begun = map(tf.ones_like, targets) if given is None else tf.nest.flatten(given)
+    return [
+        tf.cast(replica.share, one.dtype) * begin if _is_scalar(one) and begin is not None else begin
+        for one, begin in zip(targets, begun, strict=True)
+    ]
+
+
+def _is_scalar(target: Any) -> bool:
+    return isinstance(target, tf.Tensor) and target.shape.rank == 0
+
+
+def _reduced(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
+    """The sums of `gradients` over the replicas, of those that have examples."""
+    if tensorflow_internals.tape_is_open() and not any(isinstance(one, tf.IndexedSlices) for one in gradients):
+        # Another tape may differentiate them in turn.
+        dense = [replica.only_real(one) for one in gradients if one is not None]
+        sums = iter(collectives.differentiable_sums(replica, dense))
+        return replica.know([None if one is None else next(sums) for one in gradients])
+    pieces = [_pieces(replica, one) for one in gradients]
+    sent = [_sent(replica, *piece) for each in pieces for piece in each]
+    summed = iter(replica.reduce(sent))
+    return replica.know([_joined([_received(next(summed), *piece) for piece in each]) for each in pieces])
+
+
+# A gradient, or a part of the slices that are one, and whether all replicas have looked up the same rows.
+_Piece = tuple[Any, bool]
+
+
+def _pieces(replica: Replica, gradient: Any) -> list[_Piece]:
+    """The lookups that a sparse gradient comes from; else the gradient."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return [(gradient, False)]
+    return [(slices, _is_by_position(replica, slices.indices)) for slices in _lookups(gradient)]
+
+
+def _lookups(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+    """The slices of each lookup, of which TensorFlow has joined those of several."""
+    if tf.executing_eagerly():
+        return [slices]
+    values, indices = slices.values.op, slices.indices.op
+    if not (values.type == indices.type == "ConcatV2" and len(values.inputs) == len(indices.inputs)):
+        return [slices]
+    parts = zip(values.inputs[:-1], indices.inputs[:-1], strict=True)
+    return [one for v, i in parts for one in _lookups(tf.IndexedSlices(v, i, slices.dense_shape))]
+
+
+def _is_by_position(replica: Replica, indices: tf.Tensor) -> bool:
+    """Whether all replicas have the same `indices`: they follow from constants, and from other axes than the first."""
+    if not tf.executing_eagerly():
+        return not origins.depends_on(indices, replica.data)
+    # There is no graph to read; examples do not say 0, 1, 2, … in all parts of a batch alike.
+    joined = tf.reshape(replica.all_gather(indices), [replica.count, -1]) if _alike(replica, indices) else None
+    return joined is not None and bool(tf.reduce_all(joined == tf.range(tf.size(indices), dtype=indices.dtype)))
+
+
+def _alike(replica: Replica, indices: tf.Tensor) -> bool:
+    sizes = replica.all_gather(tf.reshape(tf.size(indices), [1]))
+    return bool(tf.reduce_all(sizes == sizes[0]))
+
+
+def _sent(replica: Replica, gradient: Any, by_position: bool) -> Any:
+    return None if gradient is None else replica.only_real(gradient.values if by_position else gradient)
+
+
+def _received(summed: Any, gradient: Any, by_position: bool) -> Any:
+    return tf.IndexedSlices(summed, gradient.indices, gradient.dense_shape) if by_position else summed
+
+
+def _joined(pieces: list[Any]) -> Any:
+    if len(pieces) == 1:
+        return pieces[0]
+    values, indices = tf.concat([p.values for p in pieces], 0), tf.concat([p.indices for p in pieces], 0)
+    return tf.IndexedSlices(values, indices, pieces[0].dense_shape)

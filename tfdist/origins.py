@@ -1,0 +1,57 @@
+"""What a tensor of a step is computed from, as its graph tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+# These hold no numbers drawn at random, though TensorFlow calls some of them stateful.
+_OF_VARIABLES = ("VarHandleOp", "ReadVariableOp", "Placeholder", "Const")
+
+
+def depends_on(tensor: tf.Tensor, examples: Sequence[tf.Tensor], alike: Sequence[tf.Tensor] = ()) -> bool:
+    """Whether `examples`, their number, or random numbers enter into `tensor`.
+
+    The lengths of other axes than the first do not count: all replicas have the same. Only in a graph.
+
+    Args:
+        tensor: of a graph.
+        examples: the tensors of a replica's part of the global batch.
+        alike: tensors that are the same on all replicas, whatever they were computed from.
+    """
+    ends = {_key(one) for one in examples}
+    seen = {_key(one) for one in alike}
+    waiting = [tensor]
+    while waiting:
+        one = waiting.pop()
+        if _key(one) in ends:
+            return True
+        if _key(one) in seen:
+            continue
+        seen.add(_key(one))
+        if one.op.op_def.is_stateful and one.op.type not in _OF_VARIABLES:
+            return True
+        if not _is_length_of_other_axis(one):
+            waiting += [*one.op.inputs, *_outside(one)]
+    return False
+
+
+def _key(tensor: tf.Tensor) -> tuple[int, str]:
+    return id(tensor.graph), tensor.name
+
+
+def _is_length_of_other_axis(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is `tf.shape(...)[axis]`, or a slice of it, without the first axis."""
+    if tensor.op.type != "StridedSlice" or tensor.op.inputs[0].op.type != "Shape":
+        return False
+    begin = tf.get_static_value(tensor.op.inputs[1])
+    return begin is not None and len(begin) == 1 and begin[0] > 0
+
+
+def _outside(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """What an argument of an inner graph is outside of it."""
+    if tensor.op.type == "Placeholder":
+        for outside, inside in getattr(tensor.graph, "captures", ()):
+            if inside is tensor and tf.is_symbolic_tensor(outside):
+                yield outside
