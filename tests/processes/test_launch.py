@@ -74,6 +74,47 @@ for part in ("some", " words", "\\n", "=" * 300_000, "\\n", "the end"):
     assert sorted(out.splitlines()) == sorted(said + [f"[worker 1] {line}" for line in said])
 
 
+TALK = """
+import json, os
+from pathlib import Path
+for number in range(20_000):
+    print("line", number, flush=True)
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+Path(f"done-{task['index']}").touch()
+"""
+
+
+def test_a_log_that_cannot_be_kept_is_told_once_and_the_job_goes_on(tmp_path, script):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-1.log").symlink_to("/dev/full")  # stands for a full disk
+    with launch(tmp_path, "--log-dir", "logs", script(TALK)) as job:
+        code, out, err = job.end(60)
+    assert (code, len(out.splitlines())) == (0, 20_000)
+    assert err.count("Not all output of worker 1 can be kept in logs/worker-1.log: No space left on device") == 1
+    assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [("| head -1", "Broken pipe"), ("> /dev/full", "No space left on device"), (">&-", "it is closed")],
+)
+def test_a_job_whose_output_nobody_takes_ends_as_it_would_have(tmp_path, script, where, reason):
+    command = f"set -o pipefail; {sys.executable} -m tfdist.launch --verbose {script(TALK)} {where}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"Not all output of the processes can be shown ({reason}); it is kept in logs/") == 1
+    assert "Traceback" not in done.stderr
+    assert {len(text.splitlines()) for text in outputs(tmp_path).values()} == {20_000}
+
+
 def test_the_first_to_fail_is_shown_and_gives_the_exit_code_and_the_others_end(tmp_path, script):
     text = WAIT.replace(
         "time.sleep", "import sys, os\nif 'index\": 1' in os.environ['TF_CONFIG']: sys.exit(7)\ntime.sleep"

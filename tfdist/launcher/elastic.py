@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.launcher import job
 from tfdist.launcher import run as launcher
 from tfdist.launcher.job import Job
+from tfdist.launcher.output import Screen
 from tfdist.world import means_itself
 
 ENDS = (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
@@ -109,16 +108,21 @@ def by_script(path: Path) -> Callable[[], Hosts]:
     return ask
 
 
-def run(wanted: Job, members: Members, console: Console | None = None) -> int:
+def run(wanted: Job, members: Members) -> int:
     """Runs a job on the hosts of `members`, again whenever they change or a worker is lost; returns its exit code.
 
     Raises:
         ClusterError: there are too few hosts.
         UsageError: the logs cannot be written.
     """
-    console = console or Console(stderr=True, soft_wrap=True)
     # Its hosts may be elsewhere tomorrow, and its list too, so that it gets no network of its own.
     wanted = replace(wanted, expose=True)
+    with Screen(wanted.log_dir) as screen:
+        return _run(wanted, members, screen)
+
+
+def _run(wanted: Job, members: Members, screen: Screen) -> int:
+    console = screen.console
     for start in itertools.count():
         hosts = members.wait(wanted.start_seconds)
         counted = ", ".join(f"{host}:{count}" for host, count in Counter(hosts).items())
@@ -130,7 +134,7 @@ def run(wanted: Job, members: Members, console: Console | None = None) -> int:
             found = members.now()
             return len(found) >= members.least and Counter(found) != Counter(hosts)
 
-        part = launcher.OneStart(shaped, start, console, closed=False, leave=have_changed)
+        part = launcher.OneStart(shaped, start, screen, closed=False, leave=have_changed)
         try:
             code = asyncio.run(part.to_its_end())
         except ClusterError as error:

@@ -11,12 +11,10 @@ import shlex
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -24,6 +22,7 @@ from tfdist import elastic, ports
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.launcher import doors, job, keeper
 from tfdist.launcher.job import Job
+from tfdist.launcher.output import Output, Screen
 
 # After a signal from the user, before the processes are ended.
 SECONDS_AFTER_SIGNAL = 4.0
@@ -31,7 +30,7 @@ SECONDS_AFTER_SIGNAL = 4.0
 SECONDS_FOR_THE_CAUSE = 5.0
 # With parameter servers a job goes on without a worker, which comes back so often.
 STARTS_OF_A_WORKER = 4
-LAST_LINES = 20
+LAST_LINES, LAST_BYTES = 20, 1 << 16
 SECONDS_BETWEEN_LOOKS = 1.0
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,11 +43,12 @@ class Process:
     role: str
     index: int
     host: str | None
-    log: Path
+    log: Output
     keeper: asyncio.subprocess.Process
     terminal: int | None  # what the keeper has as its terminal, seen from here
     port: int = 0
     starts: int = 1
+    last: bytes = b""  # of what it has said
 
     @property
     def name(self) -> str:
@@ -72,6 +72,16 @@ class Process:
         with contextlib.suppress(ConnectionError, RuntimeError):
             self.keeper.stdin.close()
 
+    async def keep(self, said: bytes) -> None:
+        """Keeps what the process says, in its log too."""
+        self.last = (self.last + said)[-LAST_BYTES:]
+        await self.log.write(said)
+
+    def last_lines(self) -> str:
+        """The end of what the process has said."""
+        lines = self.last.decode(errors="replace").splitlines()
+        return "\n".join([line.rstrip() for line in lines if line.strip()][-LAST_LINES:]) or "(it said nothing)"
+
     def how_it_ended(self) -> str:
         """How the process ended, as the end of a sentence."""
         code = self.keeper.returncode or 0
@@ -80,7 +90,7 @@ class Process:
         return f"ended with exit code {code}"
 
 
-def run(wanted: Job, console: Console | None = None) -> int:
+def run(wanted: Job) -> int:
     """Runs a job, again after a failure if it says so, and returns its exit code.
 
     0 if all processes end with 0; else the exit code of the one that failed first, 128 and a signal's number if a
@@ -90,15 +100,15 @@ def run(wanted: Job, console: Console | None = None) -> int:
         ClusterError: a process did not start.
         UsageError: the logs cannot be written.
     """
-    console = console or Console(stderr=True, soft_wrap=True)
     closed = not wanted.hosts and not wanted.expose and doors.close()
     wanted.argv()  # whatever is missing is said before anything starts
-    for restart in range(wanted.restarts + 1):
-        code = asyncio.run(OneStart(wanted, restart, console, closed).to_its_end())
-        if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
-            break
-        if restart < wanted.restarts:
-            console.print(f"Starting the job again, {restart + 1} of {wanted.restarts}.")
+    with Screen(wanted.log_dir) as screen:
+        for restart in range(wanted.restarts + 1):
+            code = asyncio.run(OneStart(wanted, restart, screen, closed).to_its_end())
+            if code in (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
+                break
+            if restart < wanted.restarts:
+                screen.console.print(f"Starting the job again, {restart + 1} of {wanted.restarts}.")
     return code
 
 
@@ -108,7 +118,7 @@ class OneStart:
     Args:
         wanted: the job.
         restart: how often it was started before.
-        console: what is said about the job goes there.
+        screen: what the processes say, and what is said about them, goes there.
         closed: it has a network of its own.
         leave: asked now and then whether the processes shall leave at their next checkpoint, in an elastic job.
 
@@ -117,17 +127,19 @@ class OneStart:
     """
 
     def __init__(
-        self, wanted: Job, restart: int, console: Console, closed: bool, leave: Callable[[], bool] | None = None
+        self, wanted: Job, restart: int, screen: Screen, closed: bool, leave: Callable[[], bool] | None = None
     ):
         self.job = wanted
         self.restart = restart
-        self.console = console
+        self.screen = screen
+        self.console = screen.console
         self.closed = closed
         self.leave = leave
         self.culprits: list[int] = []
         self.processes: list[Process] = []
         self.signals: asyncio.Queue[int] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
+        self._logs: list[Output] = []
 
     async def to_its_end(self) -> int:
         """Starts all, waits, and ends whatever is left."""
@@ -186,9 +198,9 @@ class OneStart:
         if host is not None:
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
             command = ["ssh", *self.job.ssh_arguments(), host, remote]
-        log = self.job.log_dir / f"{role}-{index}.log"
+        log = self._open_log(f"{role} {index}", again=bool(self.restart or port))
         terminal, theirs = None, PIPE
-        if rank == 0 and sys.stdout.isatty():
+        if rank == 0 and sys.stdout is not None and sys.stdout.isatty():
             terminal, theirs = pty.openpty()  # a progress bar moves on a terminal alone
         started = await asyncio.create_subprocess_exec(
             *command,
@@ -201,6 +213,20 @@ class OneStart:
             os.close(theirs)
         return Process(role, index, host, log, started, terminal)
 
+    def _open_log(self, name: str, again: bool) -> Output:
+        path = self.job.log_dir / f"{name.replace(' ', '-')}.log"
+
+        def tell(reason: str) -> None:
+            self.console.print(f"Not all output of {name} can be kept in {path}: {reason}.", highlight=False)
+
+        try:
+            self._logs.append(Output.to_file(path, "ab" if again else "wb", tell))
+        except OSError as error:
+            raise UsageError(
+                f"The output of {name} cannot be written to `{path}`: {error.strerror}", "choose another `--log-dir`"
+            ) from error
+        return self._logs[-1]
+
     async def _read_port(self, process: Process, deadline: float) -> None:
         loop = asyncio.get_running_loop()
         if process.terminal is not None:
@@ -210,7 +236,6 @@ class OneStart:
         else:
             assert process.keeper.stdout is not None
             reader = process.keeper.stdout
-        file = process.log.open("ab" if self.restart or process.starts > 1 else "wb")
         said, in_time = b"", False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -219,14 +244,14 @@ class OneStart:
                     process.port = _port_in(line)
                     said += b"" if process.port else line
                 in_time = True
-        file.write(said)
+        await process.keep(said)
         if not process.port:
             self.culprits = [self.processes.index(process)]
             raise self._did_not_start(process, said + await _rest(process.keeper.stderr), in_time)
         is_first = process is self.processes[0]
-        self._pump(reader, file, sys.stdout.buffer if is_first else None, process)
+        self._pump(reader, self.screen.out if is_first else None, process)
         if process.keeper.stderr is not None:
-            self._pump(process.keeper.stderr, file, sys.stderr.buffer, process)
+            self._pump(process.keeper.stderr, self.screen.err, process)
 
     def _did_not_start(self, process: Process, said: bytes, in_time: bool) -> ClusterError:
         where = f" on the host `{process.host}`" if process.host else ""
@@ -239,12 +264,12 @@ class OneStart:
             else "see that this machine can start processes",
         )
 
-    def _pump(self, reader: asyncio.StreamReader, file: BinaryIO, shown: BinaryIO | None, process: Process) -> None:
+    def _pump(self, reader: asyncio.StreamReader, shown: Output | None, process: Process) -> None:
         prefix = b"" if shown else f"[{process.name}] ".encode()
-        out = shown or (sys.stdout.buffer if self.job.verbose else None)
+        out = shown or (self.screen.out if self.job.verbose else None)
         # What several say is not to be mixed within a line; a progress bar is shown as it moves.
         by_line = self.job.verbose and process.terminal is None
-        self._pumps.append(asyncio.create_task(_copy(reader, file, out, prefix, by_line)))
+        self._pumps.append(asyncio.create_task(_copy(reader, process, out, prefix, by_line)))
 
     def _order(self, process: Process) -> dict[str, Any]:
         cluster = self.job.cluster([other.address for other in self.processes])
@@ -332,7 +357,7 @@ class OneStart:
         await asyncio.wait(self._pumps, timeout=0.5)
         title = f"{first.name} {first.how_it_ended()}; its last lines"
         # What a program prints is text: it must not be taken for markup.
-        self.console.print(Panel(Text(_last_lines(first.log)), title=title, title_align="left"), soft_wrap=False)
+        self.console.print(Panel(Text(first.last_lines()), title=title, title_align="left"), soft_wrap=False)
         self.console.print(f"All output: {self.job.log_dir}", highlight=False)
         code = first.keeper.returncode
         assert code
@@ -354,6 +379,8 @@ class OneStart:
                     process.keeper.kill()  # which also kills what it keeps
         if self._pumps:
             await asyncio.wait(self._pumps, timeout=1.0)
+        for log in self._logs:
+            log.end()
 
 
 def _port_in(line: bytes) -> int:
@@ -375,26 +402,19 @@ async def _rest(errors: asyncio.StreamReader | None) -> bytes:
 
 
 async def _copy(
-    reader: asyncio.StreamReader, file: BinaryIO, out: BinaryIO | None, prefix: bytes, by_line: bool
+    reader: asyncio.StreamReader, process: Process, out: Output | None, prefix: bytes, by_line: bool
 ) -> None:
-    """Writes what is read to `file`, and shows it on `out`, if there is one: as it comes, or by prefixed lines."""
+    """Keeps what is read, and shows it on `out`, if there is one: as it comes, or by prefixed lines."""
     begun = b""
     while part := await _read_some(reader):
-        file.write(part)
-        file.flush()
+        await process.keep(part)
         if by_line:
             *lines, begun = (begun + part).split(b"\n")
             part = b"".join(prefix + line + b"\n" for line in lines)
-        _show(out, part)
-    if begun:
-        _show(out, prefix + begun + b"\n")
-
-
-def _show(out: BinaryIO | None, text: bytes) -> None:
-    if out is not None:
-        with contextlib.suppress(BrokenPipeError):
-            out.write(text)
-            out.flush()
+        if out is not None:
+            await out.write(part)
+    if begun and out is not None:
+        await out.write(prefix + begun + b"\n")
 
 
 async def _read_some(reader: asyncio.StreamReader) -> bytes:
@@ -402,8 +422,3 @@ async def _read_some(reader: asyncio.StreamReader) -> bytes:
         return await reader.read(1 << 16)
     except OSError:  # a terminal whose last user has gone
         return b""
-
-
-def _last_lines(log: Path) -> str:
-    lines: Iterable[str] = log.read_text(errors="replace").splitlines()
-    return "\n".join([line.rstrip() for line in lines if line.strip()][-LAST_LINES:]) or "(it said nothing)"
