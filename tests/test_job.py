@@ -3,7 +3,22 @@
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.launcher.job import Job, parse_hosts, read_hostfile
+from tfdist.launcher.job import Job, new_name, parse_hosts, read_hostfile
+from tfdist.world import World
+
+
+def test_jobs_of_one_second_have_names_of_their_own():
+    assert len({new_name() for _ in range(1000)}) == 1000
+
+
+def mark(rank, environment):
+    return new_name(World(rank, 2, rank, 2, "mpirun of Open MPI"), environment).rpartition("-")[2]
+
+
+@pytest.mark.parametrize("variable", ["PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT"])
+def test_processes_that_mpirun_starts_give_their_job_the_same_name_and_another_job_another(variable):
+    one, other = {variable: "1485570049"}, {variable: "1485570050"}
+    assert mark(0, one) == mark(1, one) != mark(0, other)
 
 
 def test_hosts_are_named_as_often_as_they_get_processes():

@@ -170,7 +170,7 @@ def run(config: TrainConfig, world: World) -> int:
     """
     from tfdist.record import RunFolder
 
-    run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job.JOB))
+    run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job.JOB) or job.new_name(world))
     if os.environ.get(job.RESTART, "0") != "0" and run_dir.exists():
         config = dataclasses.replace(config, run_dir=run_dir, resume=True)
     if not world.is_chief:
@@ -339,13 +339,9 @@ def _summary(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
     return [*rows, ("files", str(folder.path))]
 
 
-def _new_run_dir(config: TrainConfig, job_name: str | None) -> Path:
+def _new_run_dir(config: TrainConfig, job_name: str) -> Path:
     names = [name.replace(":", ".") for name in (config.model, config.dataset, config.strategy)]
-    base = Path("runs") / "-".join([*names, job_name or job.new_name()])
-    path, number = base, 1
-    while path.exists() and job_name is None:
-        path, number = base.with_name(f"{base.name}-{number}"), number + 1
-    return path
+    return Path("runs") / "-".join([*names, job_name])
 
 
 def _arguments() -> list[str]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tfdist.errors import UsageError
+from tfdist.world import World
 
 # The variables by which a started process knows of its job, beside TF_CONFIG.
 JOB = "TFDIST_JOB"  # the job's name: the same in all processes, and after a restart
@@ -26,11 +29,23 @@ START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other
 TAKEN_ALONG = (JOB, SHARE_CORES, RESTART, START_SECONDS, "PYTHONUNBUFFERED")
 # An ssh connection whose host has not answered for so long, so often, is given up.
 SECONDS_BETWEEN_ANSWERS, ANSWERS_MISSED = 5, 4
+# What `mpirun` and `horovodrun` set alike in the processes of one job, and otherwise in those of another.
+ALIKE_IN_A_JOB = ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
-def new_name() -> str:
-    """A name for a job that starts now."""
-    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+def new_name(
+    world: World = World(),  # noqa: B008 - frozen
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """A name for a job that starts now, which no other job has that starts in the same second.
+
+    Args:
+        world: of a process that `mpirun` or the like has started: those of one job get one name in the same second.
+        environment: of this process.
+    """
+    shared = [str(world.cluster()), *(environment.get(name, "") for name in ALIKE_IN_A_JOB)]
+    mark = secrets.token_bytes(16) if world.world_size == 1 else "\n".join(shared).encode()
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{hashlib.sha256(mark).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
