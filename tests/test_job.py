@@ -24,9 +24,17 @@ def test_processes_that_mpirun_starts_give_their_job_the_same_name_and_another_j
 def test_hosts_are_named_as_often_as_they_get_processes():
     assert parse_hosts("a:2, b,c:1,") == ("a", "a", "b", "c")
     assert parse_hosts("") == ()
+    assert parse_hosts("[fd00::1]:2,10.0.0.2,node-7.example.org:1") == (
+        "[fd00::1]",
+        "[fd00::1]",
+        "10.0.0.2",
+        "node-7.example.org",
+    )
 
 
-@pytest.mark.parametrize("text", ["a:", "a:0", "a:two", "a b", ":2"])
+@pytest.mark.parametrize(
+    "text", ["a:", "a:0", "a:two", "a b", ":2", "-V", "-oProxyCommand=x:2", "a;b", "me@a", "fd00::1", "[a]", "[]"]
+)
 def test_a_host_that_cannot_be_understood_is_shown(text):
     with pytest.raises(UsageError, match="is not a host with its number of processes"):
         parse_hosts(text)
@@ -36,6 +44,13 @@ def test_a_host_file_is_read_as_mpirun_reads_it(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two machines\ngpu1 slots=2\n\ngpu2   slots=1  # the small one\ngpu3\n")
     assert read_hostfile(file) == ("gpu1", "gpu1", "gpu2", "gpu3")
+
+
+def test_a_host_file_names_no_option(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("-V slots=2\n")
+    with pytest.raises(UsageError, match="`-V slots=2` is not a host"):
+        read_hostfile(file)
 
 
 def test_a_host_file_that_is_not_there_is_named(tmp_path):

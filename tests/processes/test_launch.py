@@ -282,6 +282,8 @@ SSH = """#!/bin/sh
 # Stands for ssh where no server can run: the same arguments, the same streams, this machine.
 echo "$@" >> "$SSH_CALLS"
 while [ "$1" = "-o" ]; do shift 2; done
+[ "$1" = "--" ] || exit 99
+shift
 case "$1" in unreachable) echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255;; esac
 shift
 exec sh -c "$*"
@@ -322,6 +324,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path, script, ssh):
     [
         (["--workers", "0", "x.py"], "`--workers` is 0"),
         (["--restarts", "-1", "x.py"], "`--restarts` is -1"),
+        (["--hosts", "-V,-V", "x.py"], "`-V` is not a host"),
         (["--start-seconds", "0", "x.py"], "`--start-seconds` is 0"),
         ([], "There is no program to start"),
         (["--emit", "lsf", "x.py"], "`--emit` is `lsf`"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -29,6 +31,8 @@ START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other
 TAKEN_ALONG = (JOB, SHARE_CORES, RESTART, START_SECONDS, "PYTHONUNBUFFERED")
 # An ssh connection whose host has not answered for so long, so often, is given up.
 SECONDS_BETWEEN_ANSWERS, ANSWERS_MISSED = 5, 4
+# A name or an IPv4 address; an IPv6 address in brackets. It goes on command lines, where no option may be taken for it.
+HOST = r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]"
 # What `mpirun` and `horovodrun` set alike in the processes of one job, and otherwise in those of another.
 ALIKE_IN_A_JOB = ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
@@ -170,10 +174,10 @@ def _require_open_mpi() -> None:
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of `a:2,b`, each as often as it gets a process: a, a, b.
+    """The hosts of `a:2,b,[fd00::1]:2`, each as often as it gets a process: a, a, b, [fd00::1], [fd00::1].
 
     Raises:
-        UsageError: a count that is no number from 1.
+        UsageError: what no host can be called, or a count that is no number from 1.
     """
     return tuple(host for item in text.split(",") if item.strip() for host in _counted(item.strip(), ":"))
 
@@ -192,9 +196,20 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
 
 
 def _counted(text: str, separator: str) -> list[str]:
-    host, found, count = text.partition(separator)
-    if " " in host or not host or (found and not (count.isdigit() and int(count) > 0)):
+    found = re.fullmatch(f"({HOST})(?:{separator}([0-9]{{1,6}}))?", text)
+    if found is None or (found[2] and int(found[2]) < 1) or not _is_host(found[1]):
         raise UsageError(
-            f"`{text}` is not a host with its number of processes", f"write it as `name{separator}2`, or `name` for one"
+            f"`{text}` is not a host with its number of processes",
+            f"write it as `name{separator}2`, or `name` for one, and an IPv6 address as `[fd00::1]{separator}2`; "
+            "who logs in there is for `--ssh-options`",
         )
-    return [host] * (int(count) if found else 1)
+    return [found[1]] * int(found[2] or 1)
+
+
+def _is_host(text: str) -> bool:
+    if not text.startswith("["):
+        return True
+    try:
+        return bool(ipaddress.IPv6Address(text.strip("[]")))
+    except ValueError:
+        return False

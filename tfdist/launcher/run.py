@@ -197,7 +197,7 @@ class OneStart:
         command = [sys.executable, "-m", keeper.__name__, str(port)]
         if host is not None:
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-            command = ["ssh", *self.job.ssh_arguments(), host, remote]
+            command = ["ssh", *self.job.ssh_arguments(), "--", host.strip("[]"), remote]
         log = self._open_log(f"{role} {index}", again=bool(self.restart or port))
         terminal, theirs = None, PIPE
         if rank == 0 and sys.stdout is not None and sys.stdout.isatty():
