@@ -21,6 +21,7 @@ from tfdist import agreement, console, keras_internals, reduction, tensorflow_in
 from tfdist.communicators import Communicator
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.lookout import Lookout
+from tfdist.options import checked_seconds
 from tfdist.strategies import base, distribute
 from tfdist.world import World
 
@@ -115,7 +116,7 @@ class CommunicatingStrategy(base.Strategy):
         card: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
         super().__init__(**options)

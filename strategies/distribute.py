@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist import rendezvous
 from tfdist.errors import UsageError
 from tfdist.launcher import job
+from tfdist.options import checked_seconds
 from tfdist.strategies import base
 from tfdist.tensorflow_internals import replica_local_updates, runtime_started
 from tfdist.world import World
@@ -94,11 +95,17 @@ def require_addresses(world: World, strategy: str) -> None:
 
 
 def start_timeout_seconds(wanted: float | None) -> float:
-    """How long the start waits for all processes: what is wanted, else what the launcher says, else 60."""
-    return wanted or float(os.environ.get(job.START_SECONDS, "60"))
+    """How long the start waits for all processes: what is wanted, else what the launcher says, else 60.
+
+    Raises:
+        UsageError: it is no length of time.
+    """
+    if wanted is not None:
+        return checked_seconds("start_timeout_seconds", wanted)
+    return checked_seconds(job.START_SECONDS, os.environ.get(job.START_SECONDS, "60"))
 
 
-def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], seconds: float) -> bool:
+def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], deadline_seconds: float) -> bool:
     """Waits for all processes of the job, and compares their versions and `card`; `False` if it had already begun.
 
     Raises:
@@ -111,4 +118,4 @@ def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], seconds: 
             "create the strategy before anything else uses TensorFlow",
         )
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return rendezvous.meet(world, versions | {"strategy": strategy} | dict(card), seconds)
+    return rendezvous.meet(world, versions | {"strategy": strategy} | dict(card), deadline_seconds)

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist import reduction, tensorflow_internals, waiting
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
+from tfdist.options import checked_seconds
 from tfdist.strategies import base, collective, distribute
 from tfdist.world import World
 
@@ -102,7 +103,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 raise UnknownNameError(kind, value, known)
         self.compression = compression
         self._communication = communication
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
         super().__init__(**options)

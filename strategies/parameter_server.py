@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist import closures, keras_internals, ports, rendezvous, sharding, tensorflow_internals
 from tfdist.errors import ClusterError, UsageError
+from tfdist.options import checked_seconds
 from tfdist.strategies import base, distribute
 from tfdist.world import Task, World
 
@@ -121,7 +122,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             raise UsageError(f"`shard_bytes` is {shard_bytes}", "use 0 or more, or leave it out")
         self.staleness = staleness
         self.shard_bytes = shard_bytes
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
         super().__init__(**options)

@@ -65,3 +65,55 @@ def test_after_a_run_signals_do_what_they_did_before():
     with busy(CLOSED_TWICE) as process:
         process.terminate()
         assert process.wait(timeout=5) == -signal.SIGTERM
+
+
+GOES_ON = """
+import os, sys
+from tfdist import console
+with console.any_stdout():
+    for _ in range(3):
+        print("shown", flush=True)
+    os.write(1, b"as a library writes")
+    assert open(os.devnull).fileno() > 2  # no file of the program's takes the place of a stream
+print("done", file=sys.stderr)
+"""
+NOT_TAKEN = pytest.mark.parametrize(
+    ("where", "reason"), [(">&-", "it is closed"), ("> /dev/full", "No space left on device")]
+)
+
+
+def run_with_stdout(where, *command):
+    shell = f'exec "$@" {where}'
+    return subprocess.run(
+        ["sh", "-c", shell, "sh", sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@NOT_TAKEN
+def test_a_program_goes_on_where_nobody_takes_what_it_shows_and_says_so_once(where, reason):
+    done = run_with_stdout(where, "-c", GOES_ON)
+    told = f"Standard output cannot be written ({reason}): nothing is shown there.\n"
+    assert (done.returncode, done.stderr) == (0, told + "done\n")
+
+
+def test_both_streams_may_be_closed():
+    assert run_with_stdout(">&- 2>&-", "-c", GOES_ON).returncode == 0
+
+
+@NOT_TAKEN
+@pytest.mark.parametrize("command", [("tfdist.world",), ("tfdist.launch", "--emit", "slurm", "x.py")])
+def test_a_program_that_is_there_for_its_output_fails_in_a_sentence_where_nobody_takes_it(where, reason, command):
+    done = run_with_stdout(where, "-m", *command)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"Standard output cannot be written ({reason}): nothing is shown there.\n",
+    )
+
+
+@pytest.mark.thorough  # as the quick ones above, in a whole training
+@NOT_TAKEN
+def test_a_training_goes_on_where_nobody_takes_what_it_shows(tmp_path, where, reason):
+    options = ["--strategy", "single", "--model", "mlp", "--dataset", "digits", "--epochs", "1"]
+    done = run_with_stdout(where, "-m", "tfdist.train", *options, "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 0 and (tmp_path / "run" / "model.keras").exists()
+    assert f"Standard output cannot be written ({reason})" in done.stderr and "Traceback" not in done.stderr

@@ -76,3 +76,13 @@ def test_annotations_of_the_users_own_that_nothing_can_be_checked_by_are_let_be(
     build.__annotations__["own"] = annotation
     layout = Layout(3)
     assert plugins.call(build, None, kind="model", name="mine", options={"own": layout}) is layout
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 1e300, "inf", "soon"])
+def test_a_length_of_time_that_no_clock_counts_to_is_refused(value):
+    with pytest.raises(UsageError, match="`--some-seconds` is"):
+        options.checked_seconds("--some-seconds", value)
+
+
+def test_a_length_of_time_may_be_written_as_a_text():
+    assert options.checked_seconds("--some-seconds", "2.5") == options.checked_seconds("--some-seconds", 2.5) == 2.5

@@ -10,6 +10,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from tfdist import data, models, strategies
 from tfdist.data import augment as augmentations
 from tfdist.data import bad
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.options import checked_seconds
 
 # Keras' optimizers by the names that `keras.optimizers.get` knows; a test compares them with Keras.
 OPTIMIZERS = (
@@ -151,8 +153,8 @@ class TrainConfig:
         _only_for(self, "staleness", WITH_SERVERS)
         _only_for(self, "shard_bytes", WITH_SERVERS)
         _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise UsageError(f"`--timeout-seconds` is {self.timeout_seconds}", "use a number above 0")
+        if self.timeout_seconds is not None:
+            checked_seconds("--timeout-seconds", self.timeout_seconds)
         if self.resume and self.run_dir is None:
             raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
         if self.quiet and self.verbose:
@@ -170,11 +172,11 @@ def _check_optimizer(config: TrainConfig) -> None:
     if config.optimizer is not None:
         _known("optimizer", config.optimizer, OPTIMIZERS)
     _known("schedule", config.schedule, SCHEDULES)
-    if config.learning_rate is not None and not config.learning_rate > 0:
-        raise UsageError(f"`--learning-rate` is {config.learning_rate}", "use a number above 0")
+    if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
+        raise UsageError(f"`--learning-rate` is {config.learning_rate}", "use a number above 0, such as 0.001")
     if config.momentum is not None and not 0 <= config.momentum < 1:
         raise UsageError(f"`--momentum` is {config.momentum}", "use a share such as 0.9")
-    if config.weight_decay is not None and not config.weight_decay >= 0:
+    if config.weight_decay is not None and not 0 <= config.weight_decay < math.inf:
         raise UsageError(f"`--weight-decay` is {config.weight_decay}", "use 0 or more, such as 1e-4")
     if not 0 <= config.warmup_epochs < config.epochs:
         raise UsageError(

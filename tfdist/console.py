@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from tfdist.errors import TfdistError
 
@@ -23,6 +23,7 @@ _terminal: list[TextIO] = [sys.stderr]
 # What closes the run, with how and why it ended, were this process to end from within.
 _closers: list[Callable[[str, str], None]] = []
 SECONDS_TO_CLOSE = 3.0
+STDOUT, STDERR = 1, 2
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,6 +46,75 @@ def stderr_to(log: Path | None) -> Iterator[TextIO]:
         sys.stderr.flush()
         os.dup2(terminal.fileno(), 2)
         terminal.close()
+
+
+@contextlib.contextmanager
+def any_stdout(needed: bool = False) -> Iterator[None]:
+    """Within it standard output may be closed or full: that is told once, and what is written there leads nowhere.
+
+    Args:
+        needed: the program is there for its output, and ends with exit code 1 where that is lost.
+    """
+    closed = sys.stdout is None
+    _open_standard_streams()
+    before = sys.stdout
+    stdout = _AnyStdout(before, needed)
+    sys.stdout = cast(TextIO, stdout)
+    if closed:
+        stdout.lose("it is closed")
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        stdout.flush()
+
+
+def _open_standard_streams() -> None:
+    """Has what was closed when the process began lead nowhere: the next file that is opened would take its place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(STDOUT, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(STDERR, "w", closefd=False)
+        _terminal[0] = sys.stderr
+
+
+class _AnyStdout:
+    """Standard output, as long as it takes what is written."""
+
+    def __init__(self, stream: TextIO, needed: bool):
+        self._stream = stream
+        self._needed = needed
+
+    def write(self, text: str) -> int:
+        with self._losing():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def lose(self, reason: str) -> None:
+        """Tells it; from now on whatever writes there, such as a library, writes nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        print(f"Standard output cannot be written ({reason}): nothing is shown there.", file=_terminal[-1], flush=True)
+        if self._needed:
+            sys.exit(1)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.lose(error.strerror or str(error))
 
 
 @contextlib.contextmanager

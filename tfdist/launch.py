@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from tfdist import console
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launcher import job
 from tfdist.launcher.wishes import ElasticWishes, elastic_options
@@ -58,7 +59,7 @@ def command(
         wanted = job.Job(
             command=("-m", *program) if module and program else program,
             hosts=job.read_hostfile(hostfile) if hostfile else job.parse_hosts(hosts),
-            ssh_options=tuple(shlex.split(ssh_options)),
+            ssh_options=_words(ssh_options),
             log_dir=log_dir or Path("logs") / name,
             name=name,
             **options,  # type: ignore[arg-type]
@@ -69,6 +70,15 @@ def command(
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
     sys.exit(code)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(
+            f"`--ssh-options` is `{text}`: {str(error).lower()}", "write it as a shell takes it"
+        ) from error
 
 
 def _run(wanted: job.Job) -> int:
@@ -92,7 +102,8 @@ def _emit(wanted: job.Job, kind: str) -> int:
     printers = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
     if kind not in printers:
         raise UsageError(f"`--emit` is `{kind}`", "use `slurm` or `kubernetes`")
-    click.echo(printers[kind](wanted), nl=False)
+    with console.any_stdout(needed=True):
+        click.echo(printers[kind](wanted), nl=False)
     return 0
 
 

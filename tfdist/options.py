@@ -1,4 +1,4 @@
-"""What the options of models, datasets and strategies may be; their functions say it in their annotations.
+"""What the options of commands, models, datasets and strategies may be; their functions say it in their annotations.
 
 Synopsis:
 
@@ -16,6 +16,7 @@ Synopsis:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
@@ -29,6 +30,30 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0)]
 # Height and width in pixels.
 Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2)]
+
+
+# Eleven days: what takes longer is no deadline, and clocks of libraries count milliseconds in 32 bits.
+LONGEST_SECONDS = 1_000_000
+
+
+def checked_seconds(option: str, value: float | str) -> float:
+    """A length of time as a number, where it is one that clocks can count to.
+
+    Args:
+        option: what messages call it.
+        value: as the user wrote it.
+
+    Raises:
+        UsageError: no number, not above 0, infinite, or longer than `LONGEST_SECONDS`.
+    """
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= LONGEST_SECONDS:
+        shown = value if isinstance(value, str) else f"{value:g}"
+        raise UsageError(f"`{option}` is {shown}", f"use a number of seconds above 0, at most {LONGEST_SECONDS}")
+    return found
 
 
 def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: str, name: str) -> dict[str, Any]:

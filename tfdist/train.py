@@ -179,7 +179,7 @@ def run(config: TrainConfig, world: World) -> int:
     serves = config.strategy in configs.WITH_SERVERS and not world.is_chief
     path = run_dir if world.is_chief else run_dir / f"rank-{world.rank}"
     folder = RunFolder(path, resume=config.resume or serves)
-    with console.stderr_to(None if config.verbose else folder.log) as terminal:
+    with console.any_stdout(), console.stderr_to(None if config.verbose else folder.log) as terminal:
         show = (lambda *lines: None) if config.quiet else click.echo
         return _reported(config, folder, show, terminal)
 

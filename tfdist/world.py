@@ -465,6 +465,8 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from tfdist import console
+
     try:
         world = World.detect()
     except UsageError as error:
@@ -477,7 +479,8 @@ def main() -> int:
     for rank, task in enumerate(world.tasks):
         table.add_row(f"rank {rank}", f"{task}{', this process' if rank == world.rank else ''}")
     # Addresses are for copying: no line breaks, no colours, nothing taken for markup.
-    Console(soft_wrap=True, highlight=False, markup=False).print(table)
+    with console.any_stdout(needed=True):
+        Console(soft_wrap=True, highlight=False, markup=False).print(table)
     return 0
 
 

@@ -326,6 +326,8 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path, script, ssh):
         (["--restarts", "-1", "x.py"], "`--restarts` is -1"),
         (["--hosts", "-V,-V", "x.py"], "`-V` is not a host"),
         (["--start-seconds", "0", "x.py"], "`--start-seconds` is 0"),
+        (["--start-seconds", "inf", "--hosts", "a,b", "x.py"], "`--start-seconds` is inf"),
+        (["--ssh-options", "-p '22", "x.py"], "`--ssh-options` is `-p '22`: no closing quotation"),
         ([], "There is no program to start"),
         (["--emit", "lsf", "x.py"], "`--emit` is `lsf`"),
         (["--log-dir", "/dev/null/logs", "x.py"], "cannot be written to `/dev/null/logs`"),

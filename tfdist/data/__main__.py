@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tfdist import data, plugins
+from tfdist import console, data, plugins
 from tfdist.data import augment as augmentations
 from tfdist.data import bad
 from tfdist.errors import TfdistError, UnknownNameError
@@ -82,7 +82,8 @@ def _print_table(source: data.Source, found: Any, cores: int, bandwidth: float, 
     table = Table(show_header=False, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+    with console.any_stdout(needed=True):
+        Console(soft_wrap=True).print(table)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tfdist.errors import UsageError
+from tfdist.options import checked_seconds
 from tfdist.world import World
 
 # The variables by which a started process knows of its job, beside TF_CONFIG.
@@ -95,8 +96,7 @@ class Job:
         ):
             if value < least:
                 raise UsageError(f"`{option}` is {value}", f"use {least} or more")
-        if not self.start_seconds > 0:
-            raise UsageError(f"`--start-seconds` is {self.start_seconds:g}", "use a number above 0")
+        checked_seconds("--start-seconds", self.start_seconds)
         if self.mpi and self.ps:
             raise UsageError(f"`--ps` is {self.ps}, and MPI knows no parameter servers", "leave `--ps` or `--mpi` out")
         if not self.command:
