@@ -139,6 +139,42 @@ def test_a_stranger_is_not_looked_at(worlds, said):
     stranger.join()
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rank": 7},
+        {"rank": 0},
+        {"rank": 2, "card": {"TensorFlow": "2.21.0"}},
+        {"rank": 2, "card": {rendezvous.CLUSTER: "[]"}},
+        {"rank": 2, "seconds": 0},
+    ],
+    ids=str,
+)
+def test_one_who_cannot_be_of_the_job_is_a_stranger_whatever_else_it_says(worlds, said):
+    card = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
+    hello = {"tfdist": 1, "seconds": 9.0, "deadline_seconds": 9.0, "card": card} | said
+
+    def disturb():
+        with connected_to(worlds[0].tasks[0]) as connection:
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            assert connection.recv(1) == b""  # it is sent away
+
+    with ThreadPoolExecutor(4) as pool:
+        stranger = pool.submit(disturb)
+        calls = [pool.submit(outcome, world, CARD, 20.0, 0.5 * rank) for rank, world in enumerate(worlds)]
+        assert [call.result() for call in calls] == [True] * 3
+        stranger.result()
+
+
+def connected_to(task):
+    for _ in range(100):
+        try:
+            return socket.create_connection((task.host, task.port), timeout=10)
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("nobody listens")
+
+
 def test_a_port_that_another_program_holds_is_named(worlds):
     with socket.create_server(("", worlds[0].tasks[0].port)):
         error = outcome(worlds[0])

@@ -1,5 +1,6 @@
 """Sockets between the processes of a job; here between threads, each of which takes the part of a process."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -123,15 +124,21 @@ def test_who_is_silent_is_named_after_the_timeout():
     assert 0.9 < time.monotonic() - began < 5
 
 
-def test_a_stranger_who_does_not_know_the_secret_is_sent_away():
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(1, b"x" * SECRET_BYTES), (1, b""), (1, b"x"), (3, b"GET / HTTP/1.1\r\n\r\n"), (100, b"")],
+    ids=["a wrong secret", "nothing", "a part", "another protocol", "nothing, often"],
+)
+def test_strangers_keep_nobody_out_and_are_sent_away(count, said):
     meeting = Meeting(2)
     strangers = []
 
     def exchange_of_0(message):
         if len(message) == SECRET_BYTES + 4:
             port = int.from_bytes(message[SECRET_BYTES:], "big")
-            strangers.append(socket.create_connection(("127.0.0.1", port)))
-            strangers[0].sendall(b"x" * SECRET_BYTES)
+            for _ in range(count):
+                strangers.append(socket.create_connection(("127.0.0.1", port)))
+                strangers[-1].sendall(said)
         return meeting.exchange_as(0)(message)
 
     exchanges = [exchange_of_0, meeting.exchange_as(1)]
@@ -139,10 +146,22 @@ def test_a_stranger_who_does_not_know_the_secret_is_sent_away():
         both = list(pool.map(lambda rank: connected(rank, meeting, exchange=exchanges[rank]), range(2)))
         sums = list(pool.map(lambda found: found.sum(np.ones(3)), both))
     np.testing.assert_array_equal(sums, np.full([2, 3], 2.0))
-    strangers[0].settimeout(5)
-    assert strangers[0].recv(1) == b""
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
     for connection in (*both, *strangers):
         connection.close()
+
+
+def test_processes_find_each_other_by_ipv6():
+    with socket.socket(socket.AF_INET6) as trial:
+        try:
+            trial.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    sums = together(2, lambda found: found.sum(np.ones(3)), host="[::1]")
+    np.testing.assert_array_equal(sums, np.full([2, 3], 2.0))
 
 
 def test_processes_that_cannot_be_reached_are_named_in_all():

@@ -40,6 +40,14 @@ def listen(port: int) -> socket.socket:
     return listener
 
 
+def listen_anywhere() -> socket.socket:
+    """A socket that listens on a port that was free, on every interface, by IPv6 too where there is any."""
+    listener = _on_every_interface()
+    listener.bind(("", 0))
+    listener.listen(128)
+    return listener
+
+
 def hang_up(host: str, port: int) -> int:
     """Ends the connections of this process to a port, whoever in it opened them; returns how many there were."""
     places = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}

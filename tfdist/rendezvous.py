@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, Field, StrictInt, ValidationError
+from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
 
 from tfdist import ports
 from tfdist.errors import ClusterError, DisagreementError
@@ -50,9 +50,17 @@ class _Hello(BaseModel):
 
     tfdist: Literal[1]
     rank: StrictInt = Field(gt=0)
-    seconds: float = Field(ge=0, allow_inf_nan=False)  # what is left of
-    deadline_seconds: float = Field(ge=0, allow_inf_nan=False)
+    seconds: float = Field(gt=0, allow_inf_nan=False)  # what is left of
+    deadline_seconds: float = Field(gt=0, allow_inf_nan=False)
     card: dict[str, str]
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the job has as this rank sees it; 0 where it does not say so."""
+        with contextlib.suppress(ValidationError):
+            cluster = TypeAdapter(dict[str, list[str]]).validate_json(self.card.get(CLUSTER, ""))
+            return sum(map(len, cluster.values()))
+        return 0
 
 
 class _Refusal(BaseModel):
@@ -228,6 +236,8 @@ class _Reception:
         try:
             hello = _Hello.model_validate_json(guest.text.partition(b"\n")[0])
         except ValidationError:
+            hello = None
+        if hello is None or hello.rank >= hello.world_size:
             self._drop(guest)
             return
         other = next((g for g in self.guests if g.hello is not None and g.hello.rank == hello.rank), None)

@@ -15,22 +15,24 @@ import contextlib
 import math
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist import waiting
+from tfdist import ports, waiting
 from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.world import World
 
 # What a process says first to the next one: a secret that this one has made for it.
 SECRET_BYTES = 16
+MOST_STRANGERS = 64
 # Before each exchange: which one it is, of which kind, of how many bytes.
 HEADER = struct.Struct("<QQQ")
 SUM, JOIN = 0, 1
@@ -205,7 +207,7 @@ def _bytes(values: np.ndarray) -> memoryview:
 def _connect(world: World, exchange: Exchange, seconds: float) -> tuple[socket.socket, socket.socket]:
     """Connections to the next process and from the one before."""
     secret = secrets.token_bytes(SECRET_BYTES)
-    with socket.create_server(("", 0)) as listener:
+    with ports.listen_anywhere() as listener:
         said = exchange(secret + listener.getsockname()[1].to_bytes(4, "big"))
         deadline = time.monotonic() + seconds
         place = (world.rank + 1) % world.world_size
@@ -235,13 +237,43 @@ def _connect(world: World, exchange: Exchange, seconds: float) -> tuple[socket.s
 
 
 def _accept(listener: socket.socket, secret: bytes, deadline: float) -> socket.socket:
-    """The connection of who knows the secret; strangers are sent away."""
-    while True:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        connection, _ = listener.accept()
-        with contextlib.suppress(OSError):
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            said = connection.recv(SECRET_BYTES, socket.MSG_WAITALL)
-            if secrets.compare_digest(said, secret):
-                return connection
-        connection.close()
+    """The connection of who knows the secret; all others, those that say nothing too, are sent away."""
+    said: dict[socket.socket, bytes] = {}  # by those who have connected, in the order in which they came
+    listener.setblocking(False)
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            with selectors.DefaultSelector() as selector:
+                for one in (listener, *said):
+                    selector.register(one, selectors.EVENT_READ)
+                ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(left)]
+            for connection in ready:
+                if connection is listener:
+                    with contextlib.suppress(OSError):  # it has gone already
+                        said[listener.accept()[0]] = b""
+                elif _knows(connection, said, secret):
+                    del said[connection]
+                    return connection
+            while len(said) > MOST_STRANGERS:
+                _send_away(next(iter(said)), said)
+        raise TimeoutError("timed out")
+    finally:
+        for stranger in said:
+            stranger.close()
+
+
+def _knows(connection: socket.socket, said: dict[socket.socket, bytes], secret: bytes) -> bool:
+    """Whether this one has said the secret now; who says something else, or goes, is sent away."""
+    part = b""
+    with contextlib.suppress(OSError):
+        part = connection.recv(SECRET_BYTES - len(said[connection]))
+    said[connection] += part
+    if secrets.compare_digest(said[connection], secret):
+        return True
+    if not part or len(said[connection]) == SECRET_BYTES:
+        _send_away(connection, said)
+    return False
+
+
+def _send_away(stranger: socket.socket, said: dict[socket.socket, bytes]) -> None:
+    del said[stranger]
+    stranger.close()
