@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import reduction, tensorflow_internals, waiting
+from tfdist.communicators import gathered_in_pieces
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
 from tfdist.options import checked_seconds
@@ -259,22 +260,27 @@ def _summable(value: tf.Tensor) -> tf.Tensor:
 
 def _exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
     """What each process of the job says, by rank."""
-    # Collectives carry no bytes, so four of them travel as a number; and TensorFlow's crash where there is none at all.
-    words = np.frombuffer(message + b"\0" * (4 - len(message) % 4), np.int32)
-    lengths, joined = _all_gather(strategy)(tf.constant([len(message)]), tf.constant(words))
-    ends = np.cumsum(lengths.numpy() // 4 + 1)
-    parts = np.split(joined.numpy(), ends[:-1])
-    messages = [part.tobytes()[:length] for part, length in zip(parts, lengths.numpy(), strict=True)]
-    return messages[:: len(strategy.extended.worker_devices)]  # each replica of a process has said it
+    replicas = len(strategy.extended.worker_devices)  # each of a process' replicas says it
+
+    def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+        # Collectives carry no bytes, so four of them travel as a number; and TensorFlow's crash where there is none.
+        words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
+        ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
+        parts = np.split(_all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
+        return [part.view(np.uint8)[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    length = np.array([len(message)], np.int64).view(np.int32)
+    lengths = _all_gather(strategy)(tf.constant(length)).numpy().view(np.int64)[::replicas]
+    return gathered_in_pieces(message, lengths.tolist(), gather)
 
 
 @functools.cache
 def _all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
-    @tf.function(input_signature=[tf.TensorSpec([1], tf.int32), tf.TensorSpec([None], tf.int32)], autograph=False)
-    def all_gather(length: tf.Tensor, values: tf.Tensor) -> Any:
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+    def all_gather(values: tf.Tensor) -> Any:
         def on_replica() -> Any:
             replica = WorkerReplica(strategy.num_replicas_in_sync, reduction.Packing())
-            return replica.all_gather((length, values))
+            return replica.all_gather(values)
 
         return base.local_results(strategy, strategy.run(on_replica))[0]
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tfdist import communicators
 from tfdist.communicators.sockets import SECRET_BYTES, SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.world import World
@@ -89,6 +90,21 @@ def test_parts_of_different_lengths_are_joined_by_rank(size):
     expected = np.array([[rank] * 2 for rank in range(size) for _ in range(rank)])
     for each in joined:
         np.testing.assert_array_equal(each, expected)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 5, 3), (1, 0, 0), (7000, 3, 2001)])
+def test_messages_longer_than_a_piece_come_whole(monkeypatch, lengths):
+    monkeypatch.setattr(communicators, "GATHERED_BYTES", 3000)
+    messages = [bytes(range(250)) * 28 for _ in lengths]
+    messages = [message[:length] for message, length in zip(messages, lengths, strict=True)]
+    assert together(3, lambda found: found.exchange(messages[found.rank])) == [messages] * 3
+
+
+@pytest.mark.thorough  # seconds and gigabytes
+def test_a_message_of_two_gibibytes_comes_whole():
+    size = 2**31 + 8
+    heard = together(2, lambda found: list(map(len, found.exchange(bytes(size if found.rank == 0 else 0)))))
+    assert heard == [[size, 0]] * 2
 
 
 def test_exchanges_of_different_sizes_are_refused_with_both_sizes():

@@ -12,7 +12,8 @@ require_horovod()
 SCRIPT = """
 import sys
 import numpy as np, tensorflow as tf
-from tfdist import strategy
+from tfdist import communicators, strategy
+from tfdist.communicators import mpi
 from tfdist.communicators.horovod import HorovodCommunicator
 from tfdist.communicators.mpi import MpiCommunicator
 
@@ -44,7 +45,7 @@ def operations():
     return sums, tf.convert_to_tensor(rows), scattered, gathered, seeds, said
 
 
-for way in (operations, tf.function(operations, autograph=False)):
+def check(way):
     sums, rows, scattered, gathered, seeds, said = way()
     assert float(sums[1]) == size  # a constant of the graph too is added up
     for total in (sums[0], *sums[2:]):
@@ -55,12 +56,19 @@ for way in (operations, tf.function(operations, autograph=False)):
     np.testing.assert_array_equal(seeds, np.arange(size) + 7)
     np.testing.assert_array_equal(said, [size + 4])
 
+
+check(operations)
+check(tf.function(operations, autograph=False))
 found.dense_below_bytes = 1 << 20
 table = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, rank]), tf.constant([9, 3]))
 (rows,) = found.all_reduce([table], "dense rows")
 assert list(rows.indices.numpy()) == list(range(size))
 np.testing.assert_array_equal(rows.values[0], [size + 1.0] * 3)
 assert found.exchange(b"x" * rank) == [b"x" * r for r in range(size)]
+communicators.GATHERED_BYTES, mpi.MOST_ELEMENTS = 1000, 3
+long = [bytes([r]) * 3001 * r for r in range(size)]
+assert found.exchange(long[rank]) == long
+check(operations)
 found.barrier()
 print("ALL RIGHT")
 """

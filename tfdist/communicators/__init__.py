@@ -16,12 +16,14 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
+# Engines count with 32 bits; of a message of any length, so much of all processes together travels at once.
+GATHERED_BYTES = 1 << 28
 # Types that no engine carries travel as others of their size.
 CARRIED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
@@ -79,10 +81,12 @@ class Communicator:
         """What each process says, by rank; not inside a graph."""
         if self.size == 1:
             return [message]
-        lengths = self._all_gather(tf.constant([len(message)]), "exchange.lengths").numpy()
-        joined = self._all_gather(tf.constant(np.frombuffer(message, np.uint8)), "exchange").numpy()
-        ends = lengths.cumsum()
-        return [joined[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+        lengths = self._all_gather(tf.constant([len(message)], tf.int64), "exchange.lengths").numpy()
+
+        def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+            return np.split(self._all_gather(tf.constant(piece), "exchange").numpy(), np.cumsum(sizes)[:-1])
+
+        return gathered_in_pieces(message, lengths.tolist(), gather)
 
     def abort(self, exit_code: int) -> None:
         """Ends the other processes too, where the engine can; called by one that ends with an error."""
@@ -136,6 +140,25 @@ def opaque(tensor: Any) -> tf.Tensor:
     """
     tensor = tf.convert_to_tensor(tensor)
     return tensor if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+
+
+def gathered_in_pieces(
+    message: bytes, lengths: Sequence[int], gather: Callable[[np.ndarray, Sequence[int]], list[np.ndarray]]
+) -> list[bytes]:
+    """What each process says, by rank.
+
+    Args:
+        message: what this process says.
+        lengths: of the messages of all, by rank.
+        gather: the pieces `[n_rank]` uint8 of all processes, by rank, given this process' own and all n.
+    """
+    mine, most = np.frombuffer(message, np.uint8), max(GATHERED_BYTES // len(lengths), 1)
+    said = [bytearray() for _ in lengths]
+    for begin in range(0, max(lengths), most):
+        sizes = [min(max(length - begin, 0), most) for length in lengths]
+        for rank, piece in enumerate(gather(mine[begin : begin + most], sizes)):
+            said[rank] += piece.data
+    return [bytes(whole) for whole in said]
 
 
 def _dense_bytes(slices: tf.IndexedSlices) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.errors import UsageError
 
 INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
+MOST_ELEMENTS = 1 << 28
 
 
 def yield_when_idle() -> None:
@@ -63,7 +65,8 @@ class MpiCommunicator(ArrayCommunicator):
 
     def sum_in_place(self, buffer: np.ndarray) -> None:
         """Adds up a contiguous array over the processes, in place."""
-        self._world.Allreduce(self._mpi.IN_PLACE, buffer, op=self._mpi.SUM)
+        for piece in _pieces(buffer):
+            self._world.Allreduce(self._mpi.IN_PLACE, piece, op=self._mpi.SUM)
 
     def sum_on(self, value: float, root: int = 0) -> float | None:
         """The sum of `value` over the processes, on process `root`; `None` elsewhere."""
@@ -71,7 +74,8 @@ class MpiCommunicator(ArrayCommunicator):
 
     def broadcast_in_place(self, buffer: np.ndarray, root: int = 0) -> None:
         """Fills a contiguous array with that of process `root`."""
-        self._world.Bcast(buffer, root=root)
+        for piece in _pieces(buffer):
+            self._world.Bcast(piece, root=root)
 
     def abort(self, exit_code: int) -> None:
         if self.size > 1:
@@ -116,6 +120,13 @@ class MpiCommunicator(ArrayCommunicator):
             return values
 
         return self._call(fill, tensor, tensor.shape)
+
+
+def _pieces(buffer: np.ndarray) -> Iterator[np.ndarray]:
+    """A contiguous array in pieces that MPI, which counts with 32 bits, can count."""
+    flat = buffer.reshape(-1)
+    for begin in range(0, max(flat.size, 1), MOST_ELEMENTS):
+        yield flat[begin : begin + MOST_ELEMENTS]
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:
