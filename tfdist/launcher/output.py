@@ -86,13 +86,18 @@ class Output:
         else:
             self.put(part)
 
-    def end(self) -> None:
+    def drain(self) -> None:
         """Waits until all is written, or nothing moves any more."""
+        with self._changed:
+            while self._waiting and not self._is_stuck():
+                self._changed.wait(SECONDS_BETWEEN_LOOKS)
+
+    def end(self) -> None:
+        """The same, and lets the thread go."""
+        self.drain()
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-            while self._waiting and not self._is_stuck():
-                self._changed.wait(SECONDS_BETWEEN_LOOKS)
 
     def _is_full(self) -> bool:
         return self._waiting_bytes >= MOST_WAITING_BYTES

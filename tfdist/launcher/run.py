@@ -355,6 +355,7 @@ class OneStart:
         told = first.keeper.returncode == EXIT_CLUSTER
         self.culprits = [self.processes.index(process) for process in (silent if told and silent else [first])]
         await asyncio.wait(self._pumps, timeout=0.5)
+        self.screen.out.drain()  # what it said comes before what is said about it
         title = f"{first.name} {first.how_it_ended()}; its last lines"
         # What a program prints is text: it must not be taken for markup.
         self.console.print(Panel(Text(first.last_lines()), title=title, title_align="left"), soft_wrap=False)
