@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist import agreement, console, keras_internals, reduction, tensorflow_internals
 from tfdist.communicators import Communicator
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.lookout import Lookout
+from tfdist.heartbeat import Heartbeat, Limits, gone
 from tfdist.options import checked_seconds
 from tfdist.strategies import base, distribute
 from tfdist.world import World
@@ -94,6 +94,8 @@ class CommunicatingStrategy(base.Strategy):
 
     Args:
         timeout_seconds: how long a process may be silent.
+        callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
+            is without end.
         start_timeout_seconds: how long the start waits for all; `None` is what the launcher says, else 60.
         card: what must be the same in all processes besides the versions.
         options: see `tfdist.strategies.base.Strategy`.
@@ -112,11 +114,13 @@ class CommunicatingStrategy(base.Strategy):
         self,
         *,
         timeout_seconds: float = 20.0,
+        callback_timeout_seconds: float | None = None,
         start_timeout_seconds: float | None = None,
         card: Mapping[str, str] | None = None,
         **options: Any,
     ):
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
+        self.callback_timeout_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
         super().__init__(**options)
@@ -144,16 +148,21 @@ class CommunicatingStrategy(base.Strategy):
         self.communicator = self.connect()
         self.world.require_size(self.communicator.size, self.communicator.engine)
         agreement.require(self, {name: importlib.metadata.version(name) for name in distribute.PACKAGES} | self._card)
-        self._lookout = None
+        self._heartbeat = None
         if self.world.world_size > 1:
-            self._lookout = _lookout(self.communicator, self.world, self.timeout_seconds)
+            limits = Limits(self.timeout_seconds, self.callback_timeout_seconds)
+            self._heartbeat = _heartbeat(self.communicator, self.world, limits)
 
     @property
     def serial(self) -> bool:
         return self.world.world_size == 1 and super().serial
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"engine": self.communicator.engine, "timeout_seconds": self.timeout_seconds}
+        return super().options() | {
+            "engine": self.communicator.engine,
+            "timeout_seconds": self.timeout_seconds,
+            "callback_timeout_seconds": self.callback_timeout_seconds,
+        }
 
     def run(self, step: base.Step) -> list[Any]:
         with tf.device(self.devices[0]):
@@ -193,7 +202,7 @@ class CommunicatingStrategy(base.Strategy):
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        with self._lookout.work() if self._lookout is not None else contextlib.nullcontext():
+        with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
             try:
                 yield
             except tf.errors.OpError as error:
@@ -210,8 +219,8 @@ class CommunicatingStrategy(base.Strategy):
                 "The processes of the job disagree on the model, or on the data: " + mismatch.strip(),
                 "build the same model, on the same data, in all processes",
             )
-        silent = self._lookout.silent() if self._lookout is not None else []
-        return _lost(self.world, silent, self.timeout_seconds) if silent else None
+        silent = self._heartbeat.silent() if self._heartbeat is not None else []
+        return gone(self.world, silent, self.timeout_seconds) if silent else None
 
 
 @contextlib.contextmanager
@@ -230,15 +239,11 @@ def added_up(communicator: Communicator, parts: Sequence[tuple[Any, Any]], name:
 
 
 @functools.cache
-def _lookout(communicator: Communicator, world: World, seconds: float) -> Lookout:
-    """The lookout of this process, whose threads live as long as it does."""
+def _heartbeat(communicator: Communicator, world: World, limits: Limits) -> Heartbeat:
+    """That of this process, whose threads live as long as it does."""
 
-    def give_up(ranks: list[int]) -> None:
+    def give_up(error: ClusterError) -> None:
         # The engine waits for ever for processes that are silent, and nothing can end its waiting.
-        console.end_process(_lost(world, ranks, seconds), communicator.abort)
+        console.end_process(error, communicator.abort)
 
-    return Lookout(world, communicator.exchange, seconds, give_up)
-
-
-def _lost(world: World, ranks: Sequence[int], seconds: float) -> ClusterError:
-    return ClusterError.lost(f"Gone, or silent for {seconds:g} s: {', '.join(map(world.named, ranks))}")
+    return Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)

@@ -105,6 +105,15 @@ def start_timeout_seconds(wanted: float | None) -> float:
     return checked_seconds(job.START_SECONDS, os.environ.get(job.START_SECONDS, "60"))
 
 
+def callback_timeout_seconds(wanted: float | None) -> float | None:
+    """How long a process may be busy while others wait for it; `None` is without end.
+
+    Raises:
+        UsageError: it is no length of time.
+    """
+    return None if wanted is None else checked_seconds("callback_timeout_seconds", wanted)
+
+
 def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], deadline_seconds: float) -> bool:
     """Waits for all processes of the job, and compares their versions and `card`; `False` if it had already begun.
 

@@ -21,6 +21,7 @@ from tfdist import reduction, tensorflow_internals, waiting
 from tfdist.communicators import gathered_in_pieces
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
+from tfdist.heartbeat import Heartbeat, Limits, gone
 from tfdist.options import checked_seconds
 from tfdist.strategies import base, collective, distribute
 from tfdist.world import World
@@ -72,7 +73,9 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         communication: how replicas exchange tensors. "ring" and "nccl" are TensorFlow's; "sockets" is faster than
             "ring" on CPUs; "auto" is NCCL where there are GPUs, else sockets if the processes can connect, else "ring".
         compression: "none", or "bf16": gradients travel as bfloat16, half the bytes, rounded to 8 bits.
-        timeout_seconds: how long a collective operation waits for the other processes.
+        timeout_seconds: how long a collective operation waits for processes that are silent.
+        callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
+            is without end.
         start_timeout_seconds: how long the start waits for them; `None` is what the launcher says, else 60.
         card: what must be the same in all processes besides the versions, checked before TensorFlow starts.
         options: see `tfdist.strategies.base.Strategy`.
@@ -92,6 +95,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         communication: str = "auto",
         compression: str = "none",
         timeout_seconds: float = 60.0,
+        callback_timeout_seconds: float | None = None,
         start_timeout_seconds: float | None = None,
         card: Mapping[str, str] | None = None,
         **options: Any,
@@ -105,6 +109,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         self.compression = compression
         self._communication = communication
         self._timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
+        self._callback_timeout_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._card = dict(card or {})
         super().__init__(**options)
@@ -133,10 +138,14 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             )
         distribute.require_addresses(self.world, self.name)
         card = tuple(self._card.items())
-        self.tf_strategy = _join(
+        self.tf_strategy, watch = _join(
             self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, card
         )
         self.communicator = self._connect()
+        self._heartbeat = None
+        if watch is not None:
+            limits = Limits(self._timeout_seconds, self._callback_timeout_seconds)
+            self._heartbeat = _heartbeat(self.world, self.tf_strategy, watch, self.communicator, limits)
         if self.communicator is not None:
             self.parallel_steps = 1  # sockets pair exchanges by their order
 
@@ -161,6 +170,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             "communication": self._communication if self.communicator is None else SOCKETS,
             "compression": self.compression,
             "timeout_seconds": self._timeout_seconds,
+            "callback_timeout_seconds": self._callback_timeout_seconds,
         }
 
     def run(self, step: base.Step) -> list[Any]:
@@ -197,9 +207,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             yield
 
     def exchange(self, message: bytes) -> list[bytes]:
-        if self.communicator is None:
-            return _exchange(self.tf_strategy, message)
-        return self.communicator.exchange(message)
+        return _exchange_by(self.tf_strategy, self.communicator)(message)
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         def on_replica(replica: base.Replica) -> None:
@@ -216,10 +224,13 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         try:
-            yield
+            with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
+                yield
         except (tf.errors.OpError, ClusterError) as error:
             tensorflow_internals.close_pools(error)
             failure = self.communicator.failure if self.communicator is not None else None
+            if failure is None and self._heartbeat is not None:
+                failure = self._heartbeat.error
             if isinstance(error, ClusterError) and error is not failure:
                 raise  # it is told already
             told = self._told(str(error), failure)
@@ -241,10 +252,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         if isinstance(failure, DisagreementError):
             return failure
         silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
-        if silent:
-            names = ", ".join(map(self.world.named, silent))
-            return ClusterError.lost(f"Gone, or silent for {self._timeout_seconds:g} s: {names}")
-        return failure
+        return gone(self.world, silent, self._timeout_seconds) if silent else failure
 
 
 def _is_added_up(value: Any) -> bool:
@@ -256,6 +264,38 @@ def _is_added_up(value: Any) -> bool:
 def _summable(value: tf.Tensor) -> tf.Tensor:
     """Collectives add numbers only of these types."""
     return value if value.dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else tf.cast(value, tf.float32)
+
+
+@functools.cache
+def _heartbeat(
+    world: World,
+    strategy: tf.distribute.Strategy,
+    watch: waiting.Watch,
+    communicator: SocketCommunicator | None,
+    limits: Limits,
+) -> Heartbeat:
+    """That of this process, whose threads live as long as it does."""
+
+    def counts() -> tuple[int, int]:
+        of_tensorflow, of_sockets = watch.counts(), (0, 0) if communicator is None else communicator.counts()
+        return of_tensorflow[0] + of_sockets[0], of_tensorflow[1] + of_sockets[1]
+
+    def give_up(error: ClusterError) -> None:
+        if communicator is not None:
+            communicator.give_up(error)
+        tensorflow_internals.abort_collectives(error.sentence)
+
+    heartbeat = Heartbeat(world, _exchange_by(strategy, communicator), counts, limits, give_up)
+    watch.excused = heartbeat.others_are_busy
+    if communicator is not None:
+        communicator.excused = heartbeat.others_are_busy
+    return heartbeat
+
+
+def _exchange_by(
+    strategy: tf.distribute.Strategy, communicator: SocketCommunicator | None
+) -> Callable[[bytes], list[bytes]]:
+    return functools.partial(_exchange, strategy) if communicator is None else communicator.exchange
 
 
 def _exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
@@ -306,11 +346,11 @@ def _connected(
 @functools.cache
 def _join(
     world: World, communication: str, timeout_seconds: float, start_timeout_seconds: float, card: tuple[Any, ...]
-) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Joins the job, which a process can do once."""
+) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, waiting.Watch | None]:
+    """Joins the job, which a process can do once; a job of several has a watch on its collectives."""
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATIONS[communication])
     if world.world_size == 1:
-        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), None
     if not distribute.meet(world, "multiworker", card, start_timeout_seconds):
         raise ClusterError(
             f"The job of {world.named(0)} has begun without {world.named(world.rank)}",
@@ -326,7 +366,7 @@ def _join(
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
     watch = waiting.Watch(timeout_seconds, tensorflow_internals.abort_collectives)
     tensorflow_internals.around_collectives(watch.around)
-    return strategy
+    return strategy, watch
 
 
 STRATEGY = MultiWorkerStrategy

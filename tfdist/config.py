@@ -41,6 +41,7 @@ OPTIMIZERS = (
 )
 # The strategies whose replicas are in several processes.
 OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
+OF_EQUAL_PROCESSES = ("horovod", "mpi_split", "multiworker")  # each of which waits for all others
 ELASTIC = ("horovod", "multiworker")  # their workers may come and go
 WITH_SERVERS = ("parameter_server",)
 BY_MPI = ("mpi_split",)
@@ -73,6 +74,7 @@ class TrainConfig:
         sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
         timeline: a file for Horovod's timeline.
         timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
+        callback_timeout_seconds: how long one may be busy while others wait for it; `None` is without end.
         devices: how many devices, or their names; `None` is the strategy's default.
         seed: of the initial weights, the order of the examples and the random layers.
         limit: only so many training examples; `None` is all.
@@ -113,6 +115,7 @@ class TrainConfig:
     sync_every: int | str | None = None
     timeline: Path | None = None
     timeout_seconds: float | None = None
+    callback_timeout_seconds: float | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
     limit: int | None = None
@@ -153,8 +156,10 @@ class TrainConfig:
         _only_for(self, "staleness", WITH_SERVERS)
         _only_for(self, "shard_bytes", WITH_SERVERS)
         _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
-        if self.timeout_seconds is not None:
-            checked_seconds("--timeout-seconds", self.timeout_seconds)
+        _only_for(self, "callback_timeout_seconds", OF_EQUAL_PROCESSES)
+        for name in ("timeout_seconds", "callback_timeout_seconds"):
+            if getattr(self, name) is not None:
+                checked_seconds(_option(name), getattr(self, name))
         if self.resume and self.run_dir is None:
             raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
         if self.quiet and self.verbose:

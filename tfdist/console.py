@@ -48,6 +48,12 @@ def stderr_to(log: Path | None) -> Iterator[TextIO]:
         terminal.close()
 
 
+def say(line: str) -> None:
+    """Shows a line to the user, from any thread."""
+    with contextlib.suppress(OSError):
+        print(line, file=_terminal[-1], flush=True)
+
+
 @contextlib.contextmanager
 def any_stdout(needed: bool = False) -> Iterator[None]:
     """Within it standard output may be closed or full: that is told once, and what is written there leads nowhere.
@@ -105,7 +111,7 @@ class _AnyStdout:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
-        print(f"Standard output cannot be written ({reason}): nothing is shown there.", file=_terminal[-1], flush=True)
+        say(f"Standard output cannot be written ({reason}): nothing is shown there.")
         if self._needed:
             sys.exit(1)
 
@@ -176,7 +182,7 @@ def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
     The run is closed, if that takes no longer than a few seconds, and no handler runs. `before` is called with the exit
     code at the end.
     """
-    print(f"error: {error}", file=_terminal[-1], flush=True)
+    say(f"error: {error}")
     _close("failed", error.sentence)
     before(error.exit_code)
     os._exit(error.exit_code)

@@ -24,6 +24,17 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.record import RunFolder, RunRecord
 from tfdist.world import World
 
+# The options that are those of a strategy of several processes, where they are set.
+OF_STRATEGIES = (
+    "compression",
+    "staleness",
+    "shard_bytes",
+    "sync_every",
+    "timeline",
+    "timeout_seconds",
+    "callback_timeout_seconds",
+)
+
 
 class Session:
     """A run that can be closed at any moment with a record that says how far it came.
@@ -164,8 +175,7 @@ class Session:
             options["threads"] = 1
         if config.strategy in OF_SEVERAL_PROCESSES:
             options["card"] = _card(config)
-            names = ("compression", "staleness", "shard_bytes", "sync_every", "timeline", "timeout_seconds")
-            options |= {name: value for name in names if (value := getattr(config, name)) is not None}
+            options |= {name: value for name in OF_STRATEGIES if (value := getattr(config, name)) is not None}
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
             count = len(strategy.devices)

@@ -94,6 +94,7 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
 @click.option("--sync-every", metavar="epoch|N", help="average the weights of mpi_split after so many steps")
 @click.option("--timeline", type=click.Path(path_type=Path), help="write the timeline of all ranks there, of horovod")
 @click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
+@click.option("--callback-timeout-seconds", type=float, metavar="S", help="how long one may be busy while others wait")
 @click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
 @click.option("--ps", type=int, metavar="N", help="and so many parameter servers")
 @elastic_options

@@ -44,25 +44,18 @@ class Patience:
         return self._looks * self.between_looks_seconds >= self._seconds
 
 
-class Watch:
-    """Counts the collectives that began and those that ended, and calls `abort` once nothing moves.
+class Counter:
+    """Counts the collectives that began and those that ended, in graphs or outside."""
 
-    Args:
-        seconds: how long collectives may be under way while none begins or ends.
-        abort: what ends them, given a reason.
-    """
-
-    def __init__(self, seconds: float, abort: Callable[[str], None]):
-        self._seconds = seconds
-        self._abort = abort
+    def __init__(self) -> None:
         with tf.device("CPU:0"):
             self._begun = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._ended = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, name="tfdist-waiting", daemon=True)
-        self._thread.start()
-        # A thread must not read TensorFlow's variables while TensorFlow is taken down.
-        atexit.register(self.close)
+
+    def counts(self) -> tuple[int, int]:
+        """How many collectives have begun, and how many have ended."""
+        ended = int(self._ended.numpy())  # first, so that it is never the larger one
+        return int(self._begun.numpy()), ended
 
     def around(self, make: Callable[[], tf.Tensor], inputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """What the collective that `make` adds to the graph, or runs at once, gives; it waits for others, not `inputs`.
@@ -77,21 +70,46 @@ class Watch:
             self._count(self._ended)
         return result
 
+    def _count(self, variable: tf.Variable) -> Any:
+        with tf.device(variable.device):  # and not that of the collective
+            return variable.assign_add(1, read_value=False)
+
+
+class Watch(Counter):
+    """Calls `abort` once collectives are under way and nothing moves.
+
+    Args:
+        seconds: how long collectives may be under way while none begins or ends.
+        abort: what ends them, given a reason.
+
+    Attributes:
+        excused: asked then whether to wait on, and for as long again.
+    """
+
+    def __init__(self, seconds: float, abort: Callable[[str], None]):
+        super().__init__()
+        self.excused: Callable[[], bool] = lambda: False
+        self._seconds = seconds
+        self._abort = abort
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="tfdist-waiting", daemon=True)
+        self._thread.start()
+        # A thread must not read TensorFlow's variables while TensorFlow is taken down.
+        atexit.register(self.close)
+
     def close(self) -> None:
         """Looks no more."""
         self._closed.set()
         self._thread.join()
 
-    def _count(self, variable: tf.Variable) -> Any:
-        with tf.device(variable.device):  # and not that of the collective
-            return variable.assign_add(1, read_value=False)
-
     def _look_on(self) -> None:
         patience, before = Patience(self._seconds), (0, 0)
         while not self._closed.wait(patience.between_looks_seconds):
-            now = int(self._ended.numpy()), int(self._begun.numpy())
-            waits = now == before and now[0] < now[1]
+            now = self.counts()
+            waits = now == before and now[1] < now[0]
             before = now
             if patience.ends(moved=not waits):
-                self._abort(f"a collective operation has waited {self._seconds:g} s for the other processes")
-                return
+                if not self.excused():
+                    self._abort(f"a collective operation has waited {self._seconds:g} s for the other processes")
+                    return
+                patience = Patience(self._seconds)

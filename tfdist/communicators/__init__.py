@@ -88,6 +88,10 @@ class Communicator:
 
         return gathered_in_pieces(message, lengths.tolist(), gather)
 
+    def counts(self) -> tuple[int, int]:
+        """How many exchanges this process has begun, and how many have ended; read from any thread."""
+        return 0, 0
+
     def abort(self, exit_code: int) -> None:
         """Ends the other processes too, where the engine can; called by one that ends with an error."""
 

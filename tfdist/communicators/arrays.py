@@ -23,13 +23,31 @@ class ArrayCommunicator(Communicator):
 
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._begun = self._ended = 0
+
+    def counts(self) -> tuple[int, int]:
+        return self._begun, self._ended
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """The context of an exchange, of which there is one at a time."""
+        self._begun += 1
+        try:
+            yield
+        finally:
+            self._ended += 1
 
     def _call(self, function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor, shape: Any) -> tf.Tensor:
         """`function` of the array of `tensor`, which it leaves as it is, after all that came before; of `shape`."""
+
+        def exchange(values: np.ndarray) -> np.ndarray:
+            with self.counted():
+                return function(values)
+
         if tf.executing_eagerly():
-            return tf.convert_to_tensor(function(tensor.numpy()))
+            return tf.convert_to_tensor(exchange(tensor.numpy()))
         with tf.device("CPU:0"), self._after_the_last() as note:
-            result = tf.numpy_function(function, [tensor], tensor.dtype)
+            result = tf.numpy_function(exchange, [tensor], tensor.dtype)
             note(result.op)
         result.set_shape(shape)
         return result

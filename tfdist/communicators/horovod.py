@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import waiting
 from tfdist.communicators import Communicator, mpi
 from tfdist.errors import ClusterError, UsageError
 
@@ -56,9 +57,13 @@ class HorovodCommunicator(Communicator):
             ) from error
         self.rank, self.size = self._hvd.rank(), self._hvd.size()
         self.engine = "MPI" if self._hvd.mpi_enabled() else "Gloo"
+        self._counter = waiting.Counter()
 
     def close(self) -> None:
         self._hvd.shutdown()
+
+    def counts(self) -> tuple[int, int]:
+        return self._counter.counts()
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return self._run(self._hvd.allreduce, tensor, name, op=self._hvd.Sum)
@@ -75,4 +80,6 @@ class HorovodCommunicator(Communicator):
 
     def _run(self, operation: Callable[..., Any], tensor: tf.Tensor, name: str, **options: Any) -> tf.Tensor:
         with tf.device("CPU:0"):
-            return operation(tensor, name=f"tfdist.{name}", ignore_name_scope=True, **options)
+            return self._counter.around(
+                lambda: operation(tensor, name=f"tfdist.{name}", ignore_name_scope=True, **options), [tensor]
+            )

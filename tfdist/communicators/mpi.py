@@ -65,17 +65,20 @@ class MpiCommunicator(ArrayCommunicator):
 
     def sum_in_place(self, buffer: np.ndarray) -> None:
         """Adds up a contiguous array over the processes, in place."""
-        for piece in _pieces(buffer):
-            self._world.Allreduce(self._mpi.IN_PLACE, piece, op=self._mpi.SUM)
+        with self.counted():
+            for piece in _pieces(buffer):
+                self._world.Allreduce(self._mpi.IN_PLACE, piece, op=self._mpi.SUM)
 
     def sum_on(self, value: float, root: int = 0) -> float | None:
         """The sum of `value` over the processes, on process `root`; `None` elsewhere."""
-        return self._world.reduce(value, op=self._mpi.SUM, root=root)
+        with self.counted():
+            return self._world.reduce(value, op=self._mpi.SUM, root=root)
 
     def broadcast_in_place(self, buffer: np.ndarray, root: int = 0) -> None:
         """Fills a contiguous array with that of process `root`."""
-        for piece in _pieces(buffer):
-            self._world.Bcast(piece, root=root)
+        with self.counted():
+            for piece in _pieces(buffer):
+                self._world.Bcast(piece, root=root)
 
     def abort(self, exit_code: int) -> None:
         if self.size > 1:
@@ -83,7 +86,8 @@ class MpiCommunicator(ArrayCommunicator):
             self._world.Abort(exit_code)
 
     def barrier(self) -> None:
-        self._world.Barrier()
+        with self.counted():
+            self._world.Barrier()
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         def add(values: np.ndarray) -> np.ndarray:

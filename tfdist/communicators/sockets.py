@@ -54,6 +54,10 @@ class SocketCommunicator(ArrayCommunicator):
         connect_timeout_seconds: how long the connecting may take.
         timeout_seconds: how long a process may be silent afterwards.
 
+    Attributes:
+        failure: why the processes are no longer connected, if they are not.
+        excused: asked whether to wait on, and for as long again, once others have been silent for too long.
+
     Raises:
         ClusterError: the processes cannot be connected, in all of them.
     """
@@ -65,6 +69,7 @@ class SocketCommunicator(ArrayCommunicator):
         super().__init__()
         self.rank, self.size = world.rank, world.world_size
         self.failure: ClusterError | None = None
+        self.excused: Callable[[], bool] = lambda: False
         self._world = world
         self._timeout_seconds = timeout_seconds
         self._exchanges = 0
@@ -73,6 +78,13 @@ class SocketCommunicator(ArrayCommunicator):
     def close(self) -> None:
         for connection in (self._next, self._previous):
             connection.close()
+
+    def give_up(self, error: ClusterError) -> None:
+        """Has the exchange that is under way, or the next one, raise `error`; called from another thread."""
+        self.failure = self.failure or error
+        for connection in (self._next, self._previous):
+            with contextlib.suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return self._call(self.sum, tensor, tensor.shape)
@@ -163,7 +175,9 @@ class SocketCommunicator(ArrayCommunicator):
                 done = got // into.itemsize
             moved = bool(now_sent or now_got) or self._look(sent < len(outgoing), got < len(incoming), patience)
             if patience.ends(moved):
-                self._fail(self._lost(sent < len(outgoing), got < len(incoming)))
+                if not self.excused():
+                    self._fail(self._lost(sent < len(outgoing), got < len(incoming)))
+                patience = waiting.Patience(self._timeout_seconds)
 
     def _send(self, data: memoryview) -> int:
         with contextlib.suppress(BlockingIOError):
