@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.processes import horovod_jobs
-from tests.processes.jobs import ROOT, clean_environment
+from tests.processes.jobs import ROOT, RunningJob, clean_environment
 
 # Equal to one process; the others of `facade_job` have a test of their own.
 QUICK = [
@@ -129,6 +129,18 @@ def test_values_cross_the_processes(over):
     ranks, _, _ = over("gloo", *OVER["gloo"])
     expected = {"allreduce": 0.5, "sum": [1, 2], "allgather": [0, 1], "broadcast": 8, "variable": 1.0, "size": 2}
     assert [rank["values"] for rank in ranks] == [expected] * 2
+
+
+def test_the_launcher_starts_it_over_gloo(tmp_path):
+    (tmp_path / "which.py").write_text("import tfdist.horovod as hvd; hvd.init(); print('gloo', hvd.gloo_enabled())")
+    for program in (["which.py"], ["-m", "tests.processes.facade_job", tmp_path, "sgd", "values"]):
+        with RunningJob("--verbose", "--workers", SIZE, *program, cwd=tmp_path) as job:
+            code, out, err = job.end()
+        assert code == 0, err
+        assert out.count("gloo True") == (SIZE if program == ["which.py"] else 0)
+    results = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(SIZE)]
+    check_equal_to_one_process(results[0], ["sgd"])
+    assert [found["values"]["size"] for found in results] == [SIZE] * SIZE
 
 
 ELSEWHERE = """

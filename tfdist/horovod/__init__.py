@@ -8,19 +8,26 @@
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
 `DistributedOptimizer`, `load_model`, `broadcast_variables`, the four collectives of values and the `callbacks` are made
-for Keras 3, and `init` refuses an `mpirun` of another MPI library; all other names (`rank`, `local_rank`, `Average`,
-`Compression`, ...) are those of `horovod.tensorflow`, which is imported when one of them is first used.
+for Keras 3; `init` also joins what TF_CONFIG or Slurm describes, and refuses an `mpirun` of another MPI library; all
+other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of `horovod.tensorflow`, which is imported
+when one of them is first used.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from tfdist.communicators import gloo
 from tfdist.communicators import horovod as engine
 from tfdist.horovod import callbacks
 from tfdist.horovod.collectives import allgather, allreduce, broadcast, broadcast_variables, reducescatter
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
+from tfdist.strategies import distribute
 from tfdist.world import World
+
+# One of these is set where `horovodrun`, `mpirun`, or Slurm by `srun --mpi`, has told Horovod itself who it is.
+KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 
 __all__ = [
     "DistributedOptimizer",
@@ -38,14 +45,21 @@ __all__ = [
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """`horovod.tensorflow.init`: joins the job.
 
+    Where `tfdist.launch`, another TF_CONFIG, or Slurm describes it, and has not told Horovod itself, that is over Gloo.
+
     Raises:
         UsageError: Horovod is not installed, or its MPI library is not that of the `mpirun` that started this process.
+        ClusterError: a process is missing.
     """
     horovod = engine.load()
+    world = World.detect()
+    if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
+        found = gloo.meet(world, {"script of": __name__}, distribute.start_timeout_seconds(None))
+        gloo.set_unless_set(found)
     horovod.init(comm, process_sets)
     # Gloo asks the same variables as `World`; of `comm`, some processes may be no part.
     if comm is None and horovod.mpi_enabled():
-        World.detect().require_size(horovod.size(), "Horovod's MPI")
+        world.require_size(horovod.size(), "Horovod's MPI")
 
 
 def __getattr__(name: str) -> Any:
