@@ -89,6 +89,8 @@ def test_options_are_checked_without_importing_tensorflow():
         (["--learning-rate", "inf"], ["`--learning-rate` is inf"]),
         (["--weight-decay", "inf"], ["`--weight-decay` is inf"]),
         (["--strategy", "multiworker", "--timeout-seconds", "inf"], ["`--timeout-seconds` is inf"]),
+        (["--strategy", "horovod", "--callback-timeout-seconds", "nan"], ["`--callback-timeout-seconds` is nan"]),
+        (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["has no use for it", "`mpi_split`"]),
         (["--devices", "0"], ["`--devices` is 0"]),
         (["--profile", "20:10"], ["20:10", "10:20"]),
         (["--target-accuracy", "93"], ["93", "0.9"]),
