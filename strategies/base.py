@@ -15,7 +15,6 @@ gradients and the fused update in `tfdist.reduction`, Keras' side of exactness i
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -42,6 +41,7 @@ class Replica:
         data: the tensors of that.
         graph: the graph in which its step is traced; `None` where there is none.
         updates: catches what its step assigns, see `tfdist.updates`.
+        unseeded: what Keras' random functions draw from that are given no seed.
         draws: how many random operations its step has made that are alike on all replicas.
         alike: tensors that its step has found to be the same on all replicas.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
@@ -62,11 +62,13 @@ class Replica:
         self.graph: Any = None
         self.updates: Any = None
         self.draws = 0
+        self.unseeded: Any = None
         self.alike: list[tf.Tensor] = []
         self._reduced: list[Any] = []
 
-    def begin(self, data: Any, share: tf.Tensor | float) -> None:
-        """Has the step run on the part `data` of a global batch."""
+    def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:
+        """Has the step run on the part `data` of a global batch; see `Strategy.unseeded`."""
+        self.unseeded = unseeded
         self.part, self.share = data, share
         self.data = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if tensor is not None]
         sized = [tensor for tensor in self.data if tensor.shape.rank]
@@ -108,6 +110,15 @@ class Replica:
         """Notes that these gradients are those of the global batch already; returns them."""
         self._reduced += reduced
         return reduced
+
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Sees to it that `optimizer`, which has no variables yet, gets them for `variables`: outside of a graph."""
+        if tf.inside_function():
+            raise keras_internals.Unbuilt(optimizer, variables)
+
+    def settle(self) -> None:
+        """Writes what the step has assigned so far, so that an update finds it."""
+        self.updates.write()
 
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
         """Has `apply(gradients)` update each copy of the variables once with the gradients of the global batch."""
@@ -213,10 +224,28 @@ class Strategy:
         return self.scope()
 
     @property
+    def alone(self) -> bool:
+        """Whether one replica computes the steps, and never meets others."""
+        return False
+
+    def runs_eagerly(self, model: Any) -> bool:
+        """Whether the steps of `model` run operation by operation."""
+        return bool(model.run_eagerly)
+
+    @property
     def serial(self) -> bool:
         """Whether one thread computes all, so that handing operations from thread to thread gains nothing."""
         on_one_cpu = self.num_replicas == 1 and self.devices[0].startswith("CPU")
         return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1
+
+    @functools.cached_property
+    def unseeded(self) -> Any:
+        """The seed generator of Keras' random functions that are given none, alike on all replicas.
+
+        Keras' own is made at its first use, which a graph does not allow, and anew in each thread.
+        """
+        with tf.init_scope(), self.scope():
+            return keras_internals.seed_generator(None if self.alone else self.seed)
 
     def run(self, step: Step) -> list[Any]:
         """Calls `step(replica)` for each replica of this process and returns what each of them returned."""
@@ -258,31 +287,41 @@ class Strategy:
 
     def fit(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
-        from tfdist import loop
-
-        with self.guard():
-            return loop.fit(self, model, *arguments, **named)
+        return self._in_loop("fit", model, *arguments, **named)
 
     def evaluate(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.evaluate` with this strategy: every example once, metrics merged by their state."""
-        from tfdist import loop
-
-        with self.guard():
-            return loop.evaluate(self, model, *arguments, **named)
+        return self._in_loop("evaluate", model, *arguments, **named)
 
     def predict(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.predict` with this strategy: one answer an example, in the order of the input."""
+        return self._in_loop("predict", model, *arguments, **named)
+
+    def train_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.train_on_batch` with this strategy, on a global batch."""
+        return self._in_loop("train_on_batch", model, *arguments, **named)
+
+    def test_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.test_on_batch` with this strategy, on a global batch."""
+        return self._in_loop("test_on_batch", model, *arguments, **named)
+
+    def predict_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.predict_on_batch` with this strategy, on a global batch."""
+        return self._in_loop("predict_on_batch", model, *arguments, **named)
+
+    def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
         from tfdist import loop
 
         with self.guard():
-            return loop.predict(self, model, *arguments, **named)
+            return getattr(loop, method)(self, model, *arguments, **named)
 
     def prepare(self, model: Any) -> Any:
-        """Makes `model.fit`, `model.evaluate` and `model.predict` this strategy's own; returns `model`."""
+        """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` this strategy's own for `model`; returns it.
+
+        A class' own `fit` that calls `super().fit` so trains with this strategy.
+        """
         self.check(model)
-        for method in ("fit", "evaluate", "predict"):
-            # Past Keras' attribute tracking, so that nothing of it is saved with the model.
-            object.__setattr__(model, method, functools.partial(getattr(self, method), model))
+        keras_internals.set_strategy(model, self)
         return model
 
 

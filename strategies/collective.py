@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import agreement, console, keras_internals, reduction, tensorflow_internals
-from tfdist.communicators import Communicator
+from tfdist.communicators import Communicator, structures
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.heartbeat import Heartbeat, Limits, gone
 from tfdist.options import checked_seconds
@@ -41,7 +41,10 @@ class CollectiveReplica(base.Replica):
         return self._communicator.all_reduce(tensors, self._next_name()) if tensors else []
 
     def all_gather(self, structure: Any) -> Any:
-        return tf.nest.map_structure(lambda part: self._communicator.all_gather(part, self._next_name()), structure)
+        def gather(part: tf.Tensor) -> tf.Tensor:
+            return self._communicator.all_gather(part, self._next_name())
+
+        return structures.gathered(structure, gather, self.index)
 
     def _next_name(self) -> str:
         self._exchanges += 1
@@ -154,8 +157,12 @@ class CommunicatingStrategy(base.Strategy):
             self._heartbeat = _heartbeat(self.communicator, self.world, limits)
 
     @property
+    def alone(self) -> bool:
+        return self.world.world_size == 1
+
+    @property
     def serial(self) -> bool:
-        return self.world.world_size == 1 and super().serial
+        return self.alone and super().serial
 
     def options(self) -> dict[str, Any]:
         return super().options() | {

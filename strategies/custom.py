@@ -65,6 +65,10 @@ class CustomStrategy(base.Strategy):
         # Only its threads and contexts are used, to trace the towers side by side; it never makes a variable.
         self._towers = tf.distribute.MirroredStrategy(self.devices) if len(self.devices) > 1 else None
 
+    @property
+    def alone(self) -> bool:
+        return self._towers is None
+
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.devices[0])
 

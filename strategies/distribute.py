@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import rendezvous
+from tfdist import keras_internals, rendezvous
 from tfdist.errors import UsageError
 from tfdist.launcher import job
 from tfdist.options import checked_seconds
@@ -61,17 +61,18 @@ class DistributeStrategy(base.Strategy):
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
     def check(self, model: Any) -> None:
-        optimizer = getattr(model, "optimizer", None)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        variables = [*model.variables, *(inner.variables if inner is not None else [])]
+        optimizers = keras_internals.optimizers(model)
+        variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
         outside = [v for v in variables if not self.is_ours(v)]
         if model.distribute_strategy is not self.tf_strategy or outside:
             raise self.made_outside(f"variable `{outside[0].path}`" if outside else f"model `{model.name}`")
-        if inner is not None and inner._distribution_strategy is not self.tf_strategy:
-            raise UsageError(
-                f"The optimizer `{inner.name}` was made outside the scope of the strategy `{self.name}`",
-                "make the optimizer, or pass its name to `compile`, inside `with strategy.scope():`",
-            )
+        for optimizer in optimizers:
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            if inner._distribution_strategy is not self.tf_strategy:
+                raise UsageError(
+                    f"The optimizer `{inner.name}` was made outside the scope of the strategy `{self.name}`",
+                    "make the optimizer, or pass its name to `compile`, inside `with strategy.scope():`",
+                )
 
     def made_outside(self, what: str) -> UsageError:
         """The error for what was not made in the scope."""

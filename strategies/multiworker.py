@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import reduction, tensorflow_internals, waiting
-from tfdist.communicators import gathered_in_pieces
+from tfdist.communicators import CARRIED_AS, gathered_in_pieces, structures
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
 from tfdist.heartbeat import Heartbeat, Limits, gone
@@ -58,8 +58,14 @@ class WorkerReplica(distribute.MirroredReplica):
     def all_gather(self, structure: Any) -> Any:
         """The examples of all replicas, in their order, on every replica."""
         context = tf.distribute.get_replica_context()
-        # A tensor that was made elsewhere, such as a graph's input, has no device to gather on.
-        return tf.nest.map_structure(lambda tensor: context.all_gather(tf.identity(tensor), axis=0), structure)
+
+        def gather(tensor: tf.Tensor) -> tf.Tensor:
+            numbers = _as_gathered(tensor)
+            # A tensor that was made elsewhere, such as a graph's input, has no device to gather on.
+            gathered = context.all_gather(tf.identity(numbers), axis=0)
+            return tf.bitcast(gathered, tensor.dtype) if _is_bitcast(tensor) else tf.cast(gathered, tensor.dtype)
+
+        return structures.gathered(structure, gather, self.index)
 
 
 class ConnectedReplica(collective.CollectiveReplica, distribute.MirroredReplica):
@@ -296,6 +302,19 @@ def _exchange_by(
     strategy: tf.distribute.Strategy, communicator: SocketCommunicator | None
 ) -> Callable[[bytes], list[bytes]]:
     return functools.partial(_exchange, strategy) if communicator is None else communicator.exchange
+
+
+def _as_gathered(tensor: tf.Tensor) -> tf.Tensor:
+    """Collectives gather numbers only of some types; the others travel as one of them that has all their values."""
+    if _is_bitcast(tensor):
+        return tf.bitcast(tensor, CARRIED_AS[tensor.dtype])
+    if tensor.dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
+        return tensor
+    return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
+
+
+def _is_bitcast(tensor: tf.Tensor) -> bool:
+    return tensor.dtype != tf.bfloat16 and tensor.dtype in CARRIED_AS
 
 
 def _exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:

@@ -161,6 +161,9 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     def serial(self) -> bool:
         return False
 
+    def runs_eagerly(self, model: Any) -> bool:
+        return False  # workers run what they are sent, and can be sent graphs alone
+
     @property
     def servers(self) -> dict[str, str]:
         tasks = (*self._job.tasks_of("worker"), *self._job.tasks_of("ps"))

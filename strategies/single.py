@@ -29,6 +29,10 @@ class SingleStrategy(base.Strategy):
             )
         return chosen
 
+    @property
+    def alone(self) -> bool:
+        return True
+
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.devices[0])
 

@@ -25,7 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import whole_batch
+from tfdist import keras_internals, whole_batch
 from tfdist.data.feed import ArrayBatches, Batches
 from tfdist.program import Logs, Outcome, StepProgram
 from tfdist.strategies import base
@@ -161,9 +161,9 @@ class _Averages:
 
 
 def _slots(model: Any) -> list[Any]:
-    """What the optimizer, if one is compiled, keeps for each weight: what has its shape, unlike a learning rate."""
+    """What the model's optimizers keep for each weight: what has its shape, unlike a learning rate."""
     shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
-    variables = model.optimizer.variables if model.optimizer is not None else []
+    variables = [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
     return [v for v in variables if _is_float(v) and tuple(v.shape) in shapes]
 
 
@@ -178,6 +178,8 @@ class _OnThisProcess(base.Strategy):
         self.name = strategy.name  # type: ignore[misc]
         self.world, self.devices = base.World(), strategy.devices
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
+        # What is made on the way must be the same in all processes.
+        self.share_variables = strategy.share_variables  # type: ignore[method-assign]
 
     def run(self, step: base.Step) -> list[Any]:
         with tf.device(self.devices[0]):

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import keras_internals, reduction, tensorflow_internals, updates, whole_batch
+from tfdist import exactness, keras_internals, reduction, tensorflow_internals, updates, whole_batch
 from tfdist.data.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
-from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, in_step, joined
+from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
 
 STEPS_OF_A_CLOSURE = 10
 # So many that a worker which is done early finds another one.
@@ -155,10 +155,11 @@ class ClosureProgram(StepProgram):
         carried = self._model.metrics_variables + _small_states(self._model)
 
         def on_replica(replica: Any) -> Any:
-            replica.begin(*self._batches.part(state, batch, replica.index, replica.count))
+            part, share = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(part, share, self._strategy.unseeded)
             replica.updates = updates.Carried(replica, carried, values)
             with replica.timed(self._model.optimizer if self._trains else None) as late:
-                logs = in_step(replica, self._step_function(replica))
+                logs = exactness.in_step(replica, self._step_function(replica))
                 self._metrics_updated |= replica.updates.metrics_updated
                 return replica.updates.values, late(), tf.nest.map_structure(_as_float, logs)
 

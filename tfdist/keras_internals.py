@@ -53,6 +53,7 @@ SEEN_IN = "3.15.1"
 __all__ = ["ArrayDataAdapter", "ProgbarLogger", "tree"]
 
 # What the loop uses as Keras' own `fit` does.
+class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 concatenate = tensorflow_trainer.potentially_ragged_concat
 get_data_adapter = data_adapters.get_data_adapter
 is_default = keras.src.utils.is_default
@@ -69,6 +70,7 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 class _Thread(threading.local):
     applies_reduced_gradients = False
     per_example = False  # a loss that is not one value per example is refused
+    assigns = True
 
 
 _thread = _Thread()
@@ -100,6 +102,14 @@ def install() -> None:
         return grads_and_vars if _thread.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
 
     TFOptimizer._all_reduce_sum_gradients = once
+    assign = backend.Variable._direct_assign
+
+    @functools.wraps(assign)
+    def assign_unless_told(variable: Any, value: Any) -> None:
+        if _thread.assigns:
+            assign(variable, value)
+
+    backend.Variable._direct_assign = assign_unless_told
 
 
 @functools.cache
@@ -374,20 +384,13 @@ def _draw(
 
 
 def _draw_seed(replica: Replica, original: Callable[..., Any], seed: Any) -> Any:
-    drawn = original(seed) if seed is not None or _global_seed is None else _global_seed.next(ordered=False)
-    return randomness.of_keras(replica, drawn)
+    own = seed is None and replica.unseeded is not None
+    return randomness.of_keras(replica, replica.unseeded.next(ordered=False) if own else original(seed))
 
 
-_global_seed: Any = None
-
-
-def make_global_seed() -> None:
-    """Makes the state behind random functions without a seed, which cannot be made inside a graph.
-
-    Keras has one per thread, and replicas are traced in threads of their own.
-    """
-    global _global_seed
-    _global_seed = global_seed_generator()
+def seed_generator(seed: int | None) -> Any:
+    """A seed generator that begins with `seed`; Keras' own for functions that are given no seed, where it is `None`."""
+    return global_seed_generator() if seed is None else keras.random.SeedGenerator(seed)
 
 
 def _apply_mask(
@@ -451,10 +454,10 @@ def _optimizer_apply(
             f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
             "leave out the one or the other",
         )
-    if not optimizer.built and tf.inside_function():
-        raise Unbuilt(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+    if not optimizer.built:
+        replica.build(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
     collectives.require_meeting(replica, f"An update of the optimizer `{optimizer.name}`")
-    replica.updates.write()  # the optimizer finds what the step has assigned
+    replica.settle()
     replica.apply(apply, list(grads), optimizer)
 
 
@@ -537,30 +540,119 @@ def counting(optimizer: Any, count: Callable[[Any], None]) -> Iterator[None]:
         object.__delattr__(iterations, "assign_add")
 
 
-def build(model: Any, spec: Any, *, for_prediction: bool = False) -> None:
-    """Makes every variable of `model`, its loss, its metrics and its optimizer, from the `spec` of a global batch.
+def has_own_step(model: Any, kind: str) -> bool:
+    """Whether the step of `kind`, "train", "test" or "predict", is not Keras' own."""
+    name = f"{kind}_step"
+    return getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
 
-    Variables that are made inside a traced loop cannot be lifted out of it, so all must exist before the first trace.
-    A prediction needs the model's alone, and has no targets to build loss and metrics from.
+
+def is_built(model: Any, kind: str) -> bool:
+    """Whether all has its variables that Keras' own step of `kind` needs."""
+    parts = [] if kind == "predict" else [model._compile_metrics, model._compile_loss]
+    if kind == "train":
+        parts += optimizers(model)
+    return all(part.built for part in [*layers_to_build(model), *parts] if part is not None)
+
+
+def layers_to_build(model: Any) -> list[Any]:
+    """`model` and the layers in it. One without `call`, whose step calls parts of it, is never built itself."""
+    has_call = type(model).call is not keras.Model.call
+    return [layer for layer in model._flatten_layers() if has_call or layer is not model]
+
+
+def step_function(model: Any, kind: str) -> Any:
+    """What Keras' own loop calls for the steps of `kind`, made if there is none: as new as the graphs must be.
+
+    It is another one after `compile`, `quantize` and `make_train_function(force=True)`; a change of `trainable` alone
+    leaves it, and the graphs, as they were.
     """
-    look_up_rows()
-    spec = tree.map_structure(_none_if_optional, spec)
-    if for_prediction:
-        if not all(layer.built for layer in model._flatten_layers()):
-            x, _, _ = unpack_x_y_sample_weight(spec)
-            inputs = tree.map_structure(lambda s: keras.KerasTensor(s.shape, backend.standardize_dtype(s.dtype)), x)
-            backend.compute_output_spec(model, inputs, training=False)
-        return
-    if type(model).call is keras.Model.call:  # its step calls only parts of it, and they must be built
-        return
-    model._symbolic_build(data_batch=spec)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
+    getattr(model, f"make_{kind}_function")()
+    function = getattr(model, f"{kind}_function")
+    if getattr(function, "python_function", function).__module__ != tensorflow_trainer.__name__:
+        raise UsageError(
+            f"The model `{model.name}` has a `{kind}_function` of its own, and a strategy calls none",
+            f"override `{kind}_step`, and neither `make_{kind}_function` nor `{kind}_function`",
+        )
+    return function
 
 
-def _none_if_optional(spec: Any) -> Any:
-    return None if isinstance(spec, tf.OptionalSpec) else spec
+def forward(model: Any, data: Any) -> None:
+    """What Keras' own `train_step` computes before the gradients."""
+    x, y, sample_weight = unpack_x_y_sample_weight(data)
+    predictions = model(x, training=True) if model._call_has_training_arg else model(x)
+    model._compute_loss(x=x, y=y, y_pred=predictions, sample_weight=sample_weight, training=True)
+    model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
+
+
+def optimizers(model: Any) -> list[Any]:
+    """All optimizers that `model` and its layers hold: the compiled one first, then those in attributes, lists, dicts.
+
+    One that is inside of another, such as `LossScaleOptimizer`, is a part of it.
+    """
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def look_into(value: Any) -> None:
+        if isinstance(value, BaseOptimizer):
+            found[id(value)] = value
+        elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+            seen.add(id(value))
+            for one in value.values() if isinstance(value, dict) else value:
+                look_into(one)
+
+    look_into(getattr(model, "optimizer", None))
+    for layer in model._flatten_layers():
+        for value in vars(layer).values():
+            look_into(value)
+    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    return [optimizer for optimizer in found.values() if id(optimizer) not in inner]
+
+
+# The methods of a model that lead to its strategy.
+ROUTED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_STRATEGY = "_tfdist_strategy"
+
+
+def set_strategy(model: Any, strategy: Any) -> None:
+    """From now on Keras' own `fit` and the like call `strategy.fit(model, ...)`, also where a class' own call them."""
+    _route_methods()
+    # Past Keras' attribute tracking, so that nothing of it is saved with the model.
+    object.__setattr__(model, _STRATEGY, strategy)
+
+
+@functools.cache
+def _route_methods() -> None:
+    for name in ROUTED:
+        setattr(tensorflow_trainer.TensorFlowTrainer, name, _routed(name))
+
+
+def _routed(name: str) -> Callable[..., Any]:
+    original = getattr(tensorflow_trainer.TensorFlowTrainer, name)
+
+    @functools.wraps(original)
+    def method(model: Any, *arguments: Any, **named: Any) -> Any:
+        strategy = vars(model).get(_STRATEGY)
+        if strategy is None:
+            return original(model, *arguments, **named)
+        return getattr(strategy, name)(model, *arguments, **named)
+
+    return method
+
+
+@contextlib.contextmanager
+def assigning_nothing() -> Iterator[None]:
+    """Keras variables keep their values meanwhile, whatever is assigned to them."""
+    install()
+    _thread.assigns = False
+    try:
+        yield
+    finally:
+        _thread.assigns = True
+
+
+def without_optionals(spec: Any) -> Any:
+    """`spec` with `None` for what Keras' generators carry as an empty optional."""
+    return tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, spec)
 
 
 def sliceable(adapter: ArrayDataAdapter) -> Any:
@@ -594,6 +686,9 @@ def batch_spec(arrays: Any) -> Any:
             return tf.SparseTensorSpec([None, *array.sparse.shape[1:]], array.sparse.dtype)
         if isinstance(array, list | tuple | dict):
             return None
+        if isinstance(array, tf.RaggedTensor):
+            shape = [None, *array.shape[1:]]
+            return tf.RaggedTensorSpec(shape, array.dtype, array.ragged_rank, array.row_splits.dtype)
         return tf.TensorSpec([None, *array.shape[1:]], array.dtype)
 
     return tree.traverse(spec_one, arrays)

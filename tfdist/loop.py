@@ -20,15 +20,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
-from tfdist import agreement, keras_internals, pace
+from tfdist import agreement, building, keras_internals, pace
 from tfdist.data import feed as feeds
 from tfdist.errors import DataError, UsageError
 from tfdist.keras_internals import tree
-from tfdist.program import Logs, Outcome, merged_metrics
+from tfdist.program import Logs, Outcome, Program, merged_metrics
 from tfdist.strategies.base import Strategy
 
 # What only the chief does: where processes share a disk they would write the same files.
@@ -85,7 +86,7 @@ def fit(
         size = validation_batch_size or batch_size
         request = feeds.Request(val_x, val_y, val_weight, batch_size=size, steps=validation_steps)
         validation = feeds.make(request, strategy.seed)
-    _build(strategy, model, feed)
+    _build(strategy, model, "train", feed)
     passes = Passes(feed, steps)
     if strategy.world.world_size > 1:
         agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
@@ -132,7 +133,6 @@ def evaluate(
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
     feed = feeds.make(feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps), strategy.seed)
-    _build(strategy, model, feed)
     passes = Passes(feed, steps)
     logs = _evaluate(strategy, model, passes, _callback_list(strategy, model, callbacks, verbose, passes, epochs=1))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
@@ -152,7 +152,6 @@ def predict(
     _check_divisible(strategy, model)
     steps = _limited(steps)
     feed = feeds.make(feeds.Request(x, batch_size=batch_size, steps=steps), strategy.seed)
-    _build(strategy, model, feed, for_prediction=True)
     passes = Passes(feed, steps)
     callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
     outputs: list[Any] = []
@@ -167,6 +166,55 @@ def predict(
     callbacks.on_predict_end()
     joined = tree.map_structure_up_to(outputs[0], lambda *parts: keras_internals.concatenate(parts), *outputs)
     return tree.map_structure(keras_internals.to_numpy, joined)
+
+
+def train_on_batch(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """One step on a global batch; see `keras.Model.train_on_batch`. Every process is given the whole batch."""
+    _check(strategy, model, "train_on_batch")
+    if class_weight is not None:
+        if sample_weight is not None:
+            raise UsageError("Both `sample_weight` and `class_weight` were given", "give the one or the other")
+        sample_weight = keras_internals.class_weight_to_sample_weights(y, class_weight)
+    logs = _step_on_batch(strategy, model, "train", (x, y, sample_weight))
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def test_on_batch(
+    strategy: Strategy, model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+) -> Any:
+    """Loss and metrics of a global batch; see `keras.Model.test_on_batch`."""
+    _check(strategy, model, "test_on_batch")
+    logs = _step_on_batch(strategy, model, "test", (x, y, sample_weight))
+    return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+
+def predict_on_batch(strategy: Strategy, model: keras.Model, x: Any) -> Any:
+    """The outputs of `model` for a global batch; see `keras.Model.predict_on_batch`."""
+    strategy.check(model)
+    feed = feeds.BatchFeed((x,))
+    outcome = _program(strategy, model, "predict", feed, ()).run(feed.start(0, 0), 0, 1)
+    return tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
+
+
+def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs:
+    feed = feeds.BatchFeed(data)
+    is_first = not _made(model, kind).programs
+    program = _program(strategy, model, kind, feed, ())
+    if is_first and kind == "train":
+        building.share(strategy, model)
+    model.reset_metrics()
+    program.begin_epoch()
+    logs = program.run(feed.start(0, 0), 0, 1).logs
+    program.end_epoch()
+    return keras_internals.pythonify_logs(logs)
 
 
 def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) -> Logs:
@@ -206,12 +254,6 @@ def _limited(steps: int | None) -> int | None:
     return min(steps or cap, cap) if cap else steps
 
 
-def _build(strategy: Strategy, model: Any, feed: feeds.Feed, *, for_prediction: bool = False) -> None:
-    with strategy.scope():
-        keras_internals.make_global_seed()
-        keras_internals.build(model, feed.spec, for_prediction=for_prediction)
-
-
 def _callback_list(
     strategy: Strategy,
     model: Any,
@@ -243,13 +285,13 @@ def _callback_list(
 
 def _facts(model: Any, passes: Passes, epochs: int, initial_epoch: int) -> dict[str, Any]:
     """What must be the same in every process before the first step."""
-    optimizer = getattr(model, "optimizer", None)
+    optimizers = keras_internals.optimizers(model)
     return {
         "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
         "the model": agreement.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
         "the layers": agreement.fingerprint(keras_internals.layers(model)),
-        "the optimizer": getattr(optimizer, "name", None),
-        "its settings": agreement.fingerprint(_config(optimizer)),
+        "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
+        "its settings": agreement.fingerprint([_config(optimizer) for optimizer in optimizers]),
         "the loss": tree.map_structure(_named, getattr(model, "loss", None)),
         "the examples in an epoch": passes.examples,
         "the batches in an epoch": passes.num_batches,
@@ -263,9 +305,7 @@ def _named(thing: Any) -> Any:
 
 
 def _config(optimizer: Any) -> Any:
-    """An optimizer's settings but for names, which count what a process has made before."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        return None
+    """An optimizer's settings but for names, which count what the process has made before."""
     return {name: value for name, value in optimizer.get_config().items() if name != "name"}
 
 
@@ -273,8 +313,7 @@ def _begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: 
     """The epoch and batch to begin at, and the chief's variables in every process: only its callbacks read files."""
     begin = model._initial_epoch or initial_epoch, _resume_batch(callbacks)
     begin = tuple(agreement.of_chief(strategy, begin))
-    optimizer = getattr(model, "optimizer", None)
-    strategy.share_variables([*model.variables, *(optimizer.variables if optimizer is not None else [])])
+    building.share(strategy, model)
     return begin
 
 
@@ -373,7 +412,11 @@ def _epoch_runner(
     begin = getattr(callbacks, f"on_{kind}_batch_begin")
     end = getattr(callbacks, f"on_{kind}_batch_end")
     stopped = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}[kind]
-    program = _program(strategy, model, kind, passes.feed, callbacks.callbacks)
+
+    def current() -> Program:
+        return _program(strategy, model, kind, passes.feed, callbacks.callbacks)
+
+    program = current()
     chunk = model.steps_per_execution
     # The inner loop watches Keras' own loss for NaN; another `train_step`'s is seen in its logs, after a call.
     own_loss = type(model).train_step is not keras.Model.train_step
@@ -383,16 +426,24 @@ def _epoch_runner(
     pacer = pace.Pace(callbacks.callbacks, kind, chunk, at_most, strategy.seconds_per_call)
 
     def run_epoch(done: int) -> Logs:
+        nonlocal program
         first, logs = done, {}
+        program = current()
         program.begin_epoch()
         left = passes.begin_epoch()
         limits = [limit for limit in (passes.num_batches, None if left is None else done + left) if limit is not None]
         total = min(limits) if limits else None
         data_ended = left == 0
-        wish, stopping = agreement.next_call(strategy, pacer.steps(done), False)
+        # Who is told to stop before an epoch still takes one step of it, as Keras does.
+        steps = chunk if getattr(model, stopped) else pacer.steps(done)
+        wish, stopping = agreement.next_call(strategy, steps, False)
         while not data_ended and not stopping and (total is None or done < total):
             count = wish if total is None else min(wish, total - done)
             begin(done)
+            if current() is not program:  # a callback has compiled the model, or the like
+                program.end_epoch()
+                program = current()
+                program.begin_epoch()
             started = pace.now()
             with passes.feed.naming_bad_examples(passes.position, count):
                 outcome: Outcome = program.run(passes.state, passes.position, count)
@@ -416,16 +467,45 @@ def _epoch_runner(
     return run_epoch
 
 
-def _program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Any) -> Any:
-    """The program for these batches; kept with the model until it is compiled again, since building a graph is slow."""
+@dataclass
+class _Made:
+    """What was made for the steps of one kind of a model, which is good for as long as Keras' own function for them.
+
+    Attributes:
+        function: that one.
+        built: their variables were made.
+        programs: by what they depend on.
+    """
+
+    function: Any
+    built: bool = False
+    programs: dict[Any, Program] = field(default_factory=dict)
+
+
+def _made(model: Any, kind: str) -> _Made:
+    """Kept with the model, since building a graph is slow."""
+    function = keras_internals.step_function(model, kind)
+    kinds = model.__dict__.get("_tfdist_made")
+    if kinds is None:
+        object.__setattr__(model, "_tfdist_made", kinds := {})
+    if kind not in kinds or kinds[kind].function is not function:
+        kinds[kind] = _Made(function)
+    return kinds[kind]
+
+
+def _build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
+    made = _made(model, kind)
+    if not made.built:
+        building.build(strategy, model, kind, feed.spec)
+        made.built = True
+
+
+def _program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Any) -> Program:
+    """The program for these batches."""
     at_nan = kind == "train" and pace.stops_at_nan(callbacks)
-    compiled = getattr(model, "_compile_config", None)
-    key = (id(strategy), kind, feed.batches, at_nan)
-    kept = model.__dict__.get("_tfdist_programs")
-    if kept is None or kept[0] is not compiled:
-        kept = (compiled, {})
-        object.__setattr__(model, "_tfdist_programs", kept)
-    programs = kept[1]
+    key = (id(strategy), feed.batches, at_nan)
+    programs = _made(model, kind).programs
     if key not in programs:
+        _build(strategy, model, kind, feed)
         programs[key] = strategy.program(model, kind, feed.batches, at_nan)
     return programs[key]

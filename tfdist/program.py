@@ -18,17 +18,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import (
-    collectives,
-    gradients,
-    keras_internals,
-    randomness,
-    reduction,
-    tensorflow_internals,
-    updates,
-    whole_batch,
-)
+from tfdist import building, exactness, keras_internals, reduction, tensorflow_internals, whole_batch
 from tfdist.data.feed import Batches
+from tfdist.errors import UsageError
 from tfdist.strategies.base import Replica, Strategy
 
 Logs = dict[str, Any]
@@ -89,6 +81,7 @@ class StepProgram(Program):
         self._step_name = step_name
         self._batches = batches
         self._stop_at_nan = stop_at_nan and getattr(model, "_loss_tracker", None) is not None
+        self._build = _builder(strategy, model, step_name.removesuffix("_step"), batches)
         self._own_logs: Any = None
         self._metrics_updated: set[int] = set()
         self._one_step, self._many_steps = self._make_functions()
@@ -116,7 +109,7 @@ class StepProgram(Program):
         return self._one_step if count == 1 and tensorflow_internals.profiling() else self._many_steps
 
     def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        if self._model.run_eagerly:
+        if self._strategy.runs_eagerly(self._model):
             return self._steps_eagerly, self._steps_eagerly
         return _Graph(self._single_step, self._strategy), _Graph(self._steps, self._strategy)
 
@@ -157,6 +150,7 @@ class StepProgram(Program):
         done, finite = 0, True
         logs: Logs = {}
         for batch in self._batches.take(state, int(first), int(count)):
+            self._build(state, batch)
             finite, logs = self._step(state, batch)
             done += 1
             if not bool(finite):
@@ -167,8 +161,9 @@ class StepProgram(Program):
         """One step on all replicas: whether the loss is still finite, and the step's own logs."""
 
         def on_replica(replica: Replica) -> Logs:
-            replica.begin(*self._batches.part(state, batch, replica.index, replica.count))
-            logs, updated = exactly(replica, self._model, self._step_function(replica))
+            part, share = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(part, share, self._strategy.unseeded)
+            logs, updated = exactness.exactly(replica, self._model, self._step_function(replica))
             self._metrics_updated |= updated
             return _mean(logs, replica) if self._own_logs is not None else logs
 
@@ -192,8 +187,25 @@ class StepProgram(Program):
         step = getattr(self._model, self._step_name)
         # Replicas meet in the middle of a step, which XLA cannot compile into one program.
         if keras_internals.wants_xla(self._model) and replica.alone:
-            return tf.function(step, jit_compile=True)
-        return step
+            step = tf.function(step, jit_compile=True)
+        return functools.partial(self._checked_logs, step, replica)
+
+    def _checked_logs(self, step: Callable[[Any], Any], replica: Replica, data: Any) -> Logs:
+        logs = step(data)
+        if not isinstance(logs, dict):
+            raise UsageError(
+                f"`{self._step_name}` of the model `{self._model.name}` returned `{logs}`",
+                "return a dict of metrics and their values",
+            )
+        counts = [name for name, value in logs.items() if replica.count > 1 and _is_count(value)]
+        for name in set(counts) - self._metric_names() if counts else ():
+            raise UsageError(
+                f"`{self._step_name}` of the model `{self._model.name}` returned whole numbers as `{name}`, of which "
+                "nobody knows whether those of the replicas are to be added",
+                "count in a metric, such as `keras.metrics.Sum`; or return what is a mean, or the same on all "
+                "replicas, as a float",
+            )
+        return logs
 
     def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
         """The logs of a call: the metrics, or what the last step returned.
@@ -239,21 +251,41 @@ class PredictProgram(Program):
         self._strategy = strategy
         self._model = model
         self._batches = batches
-        eager = getattr(model, "run_eagerly", False)
-        self._function = self._predict if eager else _Graph(self._predict, strategy)
+        self._eager = strategy.runs_eagerly(model)
+        self._build = _builder(strategy, model, "predict", batches)
+        self._function = self._predict if self._eager else _Graph(self._predict, strategy)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
-        outputs = [self._function(state, batch) for batch in self._batches.take(state, first, count)]
+        outputs = []
+        for batch in self._batches.take(state, first, count):
+            if self._eager:
+                self._build(state, batch)
+            outputs.append(self._function(state, batch))
         return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
-            replica.begin(*self._batches.part(state, batch, replica.index, replica.count))
-            outputs, _ = exactly(replica, self._model, self._model.predict_step)
+            part, share = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(part, share, self._strategy.unseeded)
+            outputs, _ = exactness.exactly(replica, self._model, self._model.predict_step)
             return keras_internals.tree.map_structure(replica.real_rows, outputs)
 
         return self._strategy.run_joined(on_replica, joined)
+
+
+def _builder(strategy: Strategy, model: Any, kind: str, batches: Batches) -> Callable[[Any, Any], None]:
+    """For steps that are not traced: makes with the first batch what they cannot make on the way."""
+    done = strategy.alone
+
+    def build(state: Any, batch: Any) -> None:
+        nonlocal done
+        if not done:
+            data, _ = batches.part(state, batch, 0, 1)
+            building.build_eagerly(strategy, model, kind, data)
+        done = True
+
+    return build
 
 
 def joined(parts: list[Any]) -> Any:
@@ -297,38 +329,6 @@ class _Graph:
         return tf.function(functools.partial(self._function), autograph=False, reduce_retracing=True)
 
 
-def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[Any, set[int]]:
-    """`step(data)` on one replica, such that all replicas together do what one would do on the global batch.
-
-    Also returns which metrics' variables the step has updated, by their `id`.
-    """
-    if replica.alone:
-        return step(replica.part), set()
-    replica.updates = updates.Updates(replica, model.metrics_variables)
-    return in_step(replica, step), replica.updates.metrics_updated
-
-
-def in_step(replica: Replica, step: Callable[[Any], Any]) -> Any:
-    """What `step` returns on a replica whose `updates` catch what it assigns."""
-    _teach()
-    with collectives.on_replica(replica):
-        with replica.updates:
-            logs = step(replica.part)
-        replica.updates.write()
-    return logs
-
-
-@functools.cache
-def _teach() -> None:
-    """Has Keras and TensorFlow ask, from here on, whether code runs in the step of one replica among several."""
-    keras_internals.install()
-    tensorflow_internals.around_gradients(gradients.of_global_batch)
-    tensorflow_internals.around_assignments(updates.of_tf_variable)
-    tensorflow_internals.around_draws(randomness.drawing, randomness.of_operation)
-    # Replicas that meet in a function inside their graph would wait for each other's trace.
-    tensorflow_internals.around_functions(lambda: collectives.current() is not None)
-
-
 def _mean(logs: Logs, replica: Replica) -> Logs:
     """The mean of the replicas' logs, weighed by their shares."""
 
@@ -338,6 +338,11 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
 
     weighed = tf.nest.map_structure(weigh, logs)
     return tf.nest.pack_sequence_as(weighed, replica.all_reduce(tf.nest.flatten(weighed)))
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a step computed it as a whole number; the numbers of Python are the same on all replicas."""
+    return any(not isinstance(one, int | float) and tf.as_dtype(one.dtype).is_integer for one in tf.nest.flatten(value))
 
 
 def float_spec(value: Any) -> tf.TensorSpec:

@@ -481,3 +481,52 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return 0
+
+
+@contextlib.contextmanager
+def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """A graph that nobody runs; a variable that is made in it is made outside of it, with its first value.
+
+    Yields what `variables_made_in` yields. `tf.function` would keep the first values as a part of its graph, and
+    TensorFlow's strategies cannot copy those to their devices.
+    """
+    with tf.__internal__.FuncGraph("scratch").as_default(), variables_made_in(scope) as outside:
+        yield outside
+
+
+@contextlib.contextmanager
+def variables_made_in(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """What makes a variable here makes it outside of all graphs, in the context `scope()`.
+
+    Yields a function for the context of code that is to run there as a whole.
+    """
+    inside = False
+
+    @contextlib.contextmanager
+    def outside() -> Iterator[None]:
+        nonlocal inside
+        before, inside = inside, True
+        try:
+            with tf.init_scope(), scope():
+                yield
+        finally:
+            inside = before
+
+    def make(next_creator: Callable[..., Any], **options: Any) -> Any:
+        if inside:
+            return next_creator(**options)
+        with outside():
+            return tf.Variable(**options)
+
+    with tf.variable_creator_scope(make):
+        yield outside
+
+
+def placeholders(spec: Any) -> Any:
+    """The inputs of a graph, in the structure of `spec`; `None` stays `None`."""
+
+    def placeholder(one: Any) -> Any:
+        return None if one is None else tf.compat.v1.placeholder(one.dtype, one.shape)
+
+    flat = [placeholder(one) for one in tf.nest.flatten(spec, expand_composites=True)]
+    return tf.nest.pack_sequence_as(spec, flat, expand_composites=True)

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
+from tfdist import keras_internals
 from tfdist.agreement import Peers
 from tfdist.callbacks.clock import ClockedCallback
 from tfdist.checkpoint import Entry
@@ -39,11 +40,10 @@ REMEMBERED: dict[type, tuple[str, ...]] = {
 
 
 def variables(model: Any) -> dict[str, list[Any]]:
-    """The variables of a compiled model, by group; seed generators are among the model's."""
-    optimizer = getattr(model, "optimizer", None)
+    """The variables of a compiled model and of all optimizers it holds, by group; seeds are among the model's."""
     groups = {
         "metrics": model.metrics_variables,
-        "optimizer": optimizer.variables if optimizer is not None else [],
+        "optimizer": [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables],
         "model": model.variables,
     }
     seen: set[int] = set()
@@ -118,9 +118,28 @@ def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]
     return None
 
 
+def metrics_are_made(model: Any) -> bool:
+    """Whether the compiled losses and metrics have their variables."""
+    return keras_internals.is_built(model, "test")
+
+
+def without_variables(model: Any) -> str | None:
+    """The model, or what it is made of, that has no variables yet; the compiled optimizer can be built at any time."""
+    for layer in keras_internals.layers_to_build(model):
+        if not layer.built:
+            return f"The layer `{layer.name}`"
+    for optimizer in keras_internals.optimizers(model):
+        if not optimizer.built and optimizer is not model.optimizer:
+            return f"The optimizer `{optimizer.name}`"
+    return None
+
+
 def optimizer_class(model: Any) -> str:
-    """The class of the optimizer, such as "LossScaleOptimizer(Adam)"."""
-    optimizer = getattr(model, "optimizer", None)
+    """The classes of the optimizers, such as "LossScaleOptimizer(Adam)"."""
+    return ", ".join(map(_class_of, keras_internals.optimizers(model))) or _class_of(None)
+
+
+def _class_of(optimizer: Any) -> str:
     inner = getattr(optimizer, "inner_optimizer", None)
     name = type(optimizer).__name__
     return f"{name}({type(inner).__name__})" if inner is not None else name

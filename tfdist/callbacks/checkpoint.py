@@ -101,6 +101,7 @@ class Checkpoint(ClockedCallback):
         self.resume_batch: int | None = None  # tfdist's loop begins there
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._stored: Stored | None = None
+        self._within_epochs = False  # a run can begin there
         self._peers: agreement.Peers = agreement.Alone()
         self._begin()
 
@@ -127,6 +128,10 @@ class Checkpoint(ClockedCallback):
             self._begin()
         self.resumed_from, self.resume_batch, self._stored = None, None, None
         self._peers = self.params.get("peers") or agreement.Alone()
+        self._refuse_what_cannot_be_resumed()
+        # A model that runs eagerly makes its metrics with the first batch, and they could not be given back before.
+        made = not self.model.run_eagerly or training_state.metrics_are_made(self.model)
+        self._within_epochs = _loop_is_tfdists(self.params) and made
         if self._peers.world.is_chief:
             checkpoint.remove_temporaries(self.folder)
         # A machine of its own may not know that the run is resumed, and all must ask the chief, or none.
@@ -192,7 +197,7 @@ class Checkpoint(ClockedCallback):
         # A run that a callback had ended does not train on: the loop then has no epoch to run.
         ended = header.stopped and header.epoch < self.params.get("epochs", header.epoch)
         self.model._initial_epoch = self.params["epochs"] if ended else header.epoch
-        if _loop_is_tfdists(self.params):
+        if self._within_epochs:
             self.resume_batch = header.batch
 
     def begin_resumed_epoch(self) -> None:
@@ -211,7 +216,7 @@ class Checkpoint(ClockedCallback):
         # After an epoch's last batch, the epoch's end is saved instead: the loop could not go on from here to an
         # evaluation. Neither could stock Keras from within an epoch.
         at_end = self._batch == self.params.get("steps") or self.model.stop_training
-        if self._due_by_steps() and not at_end and _loop_is_tfdists(self.params):
+        if self._due_by_steps() and not at_end and self._within_epochs:
             self._save(self._epoch, self._batch, logs)
             elastic.leave_if_told(self._peers)
 
@@ -253,13 +258,13 @@ class Checkpoint(ClockedCallback):
         return checkpoint.parse(self.folder / "of the chief", content) if content else None
 
     def _choose(self) -> Stored | None:
-        if _loop_is_tfdists(self.params):
+        if self._within_epochs:
             return checkpoint.newest(self.folder)
         stored = checkpoint.newest(self.folder, lambda header: header.batch == 0)
         if stored is None and (found := checkpoint.paths(self.folder)):
             raise CheckpointError(
-                f"Keras' own `fit` cannot resume within an epoch, and `{self.folder}` holds no checkpoint of an "
-                f"epoch's end; `{found[0].name}` is the newest",
+                f"Keras' own `fit`, and a model that runs eagerly, cannot resume within an epoch, and `{self.folder}` "
+                f"holds no checkpoint of an epoch's end; `{found[0].name}` is the newest",
                 "train with a strategy of tfdist, or delete the checkpoints to start from the beginning",
             )
         return stored
@@ -276,16 +281,24 @@ class Checkpoint(ClockedCallback):
             return []
         return [c for c in self._callbacks.callbacks if not isinstance(c, _Last) and not _wraps(c, self)]
 
+    def _refuse_what_cannot_be_resumed(self) -> None:
+        """What has no variables yet would have none either when the run is to be resumed."""
+        if _loop_is_tfdists(self.params) and not self.model.run_eagerly:
+            return  # the loop has made all
+        missing = training_state.without_variables(self.model)
+        if missing is not None:
+            raise CheckpointError(
+                f"{missing} has no variables yet, so that a run of the model `{self.model.name}` could not be resumed",
+                "build it before `fit`: give the model an input shape, or call it on a batch; and call "
+                "`optimizer.build(variables)` of an optimizer that was not given to `compile`",
+            )
+
     def _refuse_another_run(self, stored: Stored) -> None:
         header, model = stored.header, self.model
         hint = "resume with the model and the arguments of the run that wrote it, or use another folder"
-        if not model.built:
-            raise CheckpointError(
-                f"The model `{model.name}` has no variables yet, and `{header.path}` has some for it",
-                "build the model before `fit`: give it an input shape, or call it on a batch",
-            )
         optimizer = model.optimizer
-        if optimizer is not None and not optimizer.built:
+        stored_count = sum(entry.group == "optimizer" for entry in stored.entries)
+        if stored_count > len(training_state.variables(model)["optimizer"]) and not optimizer.built:
             optimizer.build(model.trainable_variables)
         ours = training_state.optimizer_class(model)
         if ours != header.optimizer:

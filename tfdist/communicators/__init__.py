@@ -24,8 +24,14 @@ import tensorflow as tf
 
 # Engines count with 32 bits; of a message of any length, so much of all processes together travels at once.
 GATHERED_BYTES = 1 << 28
-# Types that no engine carries travel as others of their size.
-CARRIED_AS = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+# Types that no engine carries travel as others of their size, complex numbers as two of half of it.
+CARRIED_AS = {
+    tf.bfloat16: tf.uint16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
+}
 
 
 class Communicator:

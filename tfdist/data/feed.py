@@ -391,6 +391,34 @@ class FetchedBatches(DatasetBatches):
         return state
 
 
+class BatchFeed(Feed):
+    """One batch that is at hand, as Keras' `(x, y, sample_weight)`."""
+
+    num_batches = 1
+    examples = None
+    batch_size = None
+    batches = FetchedBatches()
+
+    def __init__(self, batch: Any):
+        with tf.init_scope():
+            self._batch = tree.map_structure(_as_tensor, batch)
+        self.spec = tree.map_structure(_spec_of_any_size, self._batch)
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        del epoch, first_batch
+        return self._batch
+
+
+def _as_tensor(value: Any) -> Any:
+    return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
+
+
+def _spec_of_any_size(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor):
+        return None if value is None else tf.type_spec_from_value(value)
+    return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
+
+
 def _none_if_empty(value: Any) -> Any:
     """Keras' generators carry an absent target or weight as an empty optional."""
     return None if isinstance(value, tf.experimental.Optional) else value
