@@ -15,6 +15,7 @@ gradients and the fused update in `tfdist.reduction`, Keras' side of exactness i
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar

@@ -16,6 +16,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer
 
 from tfdist import keras_internals
+from tfdist.errors import UsageError
 
 
 def parameters(function):
@@ -43,7 +44,11 @@ def test_the_version_of_keras_is_the_one_that_was_read():
         (TFOptimizer._all_reduce_sum_gradients, ["self", "grads_and_vars"]),
         (keras.StatelessScope.add_update, ["self", "update"]),
         (keras.StatelessScope.get_current_value, ["self", "variable"]),
-        (keras.Model._symbolic_build, ["self", "iterator", "data_batch"]),
+        (keras.Variable._direct_assign, ["self", "value"]),
+        (keras.Model._compute_loss, ["self", "x", "y", "y_pred", "sample_weight", "training"]),
+        (keras.Model.make_train_function, ["self", "force"]),
+        (keras.Model.make_test_function, ["self", "force"]),
+        (keras.Model.make_predict_function, ["self", "force"]),
         (trainer.model_supports_jit, ["model"]),
         (keras.Model._should_eval, ["self", "epoch", "validation_freq"]),
         (keras.Model._flatten_metrics_in_order, ["self", "logs"]),
@@ -61,6 +66,46 @@ def test_the_attributes_that_are_read_exist():
     assert model._loss_tracker.total is not None
     assert model._initial_epoch is None
     assert hasattr(model.optimizer, "_trainable_variables") or not model.optimizer.built
+
+
+def test_what_keras_calls_for_steps_is_its_own_and_new_after_a_compile():
+    for kind in ("train", "test", "predict"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=False)
+        first = keras_internals.step_function(model, kind)
+        assert keras_internals.step_function(model, kind) is first
+        getattr(model, f"make_{kind}_function")(force=True)
+        second = keras_internals.step_function(model, kind)
+        model.compile("adam", "mse", run_eagerly=True)
+        third = keras_internals.step_function(model, kind)
+        assert len({id(function) for function in (first, second, third)}) == 3
+        setattr(model, f"{kind}_function", lambda data: data)
+        with pytest.raises(UsageError, match=f"`{kind}_function` of its own"):
+            keras_internals.step_function(model, kind)
+
+
+def test_the_methods_of_a_model_lead_to_its_strategy_and_those_of_others_stay():
+    class Strategy:
+        def __getattr__(self, name):
+            return lambda model, *arguments, **named: (name, arguments, named)
+
+    routed, plain = (keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]) for _ in range(2))
+    keras_internals.set_strategy(routed, Strategy())
+    for name in keras_internals.ROUTED:
+        assert getattr(routed, name)(1, two=2) == (name, (1,), {"two": 2})
+        assert parameters(getattr(keras.Model, name))[:2] == ["self", "x"]
+    assert plain.predict(np.ones((3, 2)), verbose=0).shape == (3, 1)
+    assert keras.models.clone_model(routed).predict(np.ones((3, 2)), verbose=0).shape == (3, 1)
+
+
+def test_nothing_is_assigned_where_nothing_is_to_be_assigned():
+    variable = keras.Variable([1.0])
+    with keras_internals.assigning_nothing():
+        variable.assign([2.0])
+        made = keras.Variable([3.0])
+    assert float(variable[0]) == 1.0
+    variable.assign_add(made)
+    assert float(variable[0]) == 4.0
 
 
 def test_around_the_update_of_an_optimizer_its_gradients_can_be_changed_and_none_of_it_is_saved():

@@ -7,6 +7,7 @@ import threading
 import traceback
 import types
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import (
@@ -166,3 +167,21 @@ def test_a_strategy_of_one_device_can_be_taught_to_meet_others():
     overridden = [name for name in vars(tensorflow_internals.ReducingExtended) if name not in ("_reduced",)]
     inherited = one_device_strategy.OneDeviceExtended
     assert [name for name in overridden if not name.startswith("__") and not hasattr(inherited, name)] == []
+
+
+def test_a_variable_made_in_a_scratch_graph_is_made_outside_of_it_by_the_strategy():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    spec = (tf.TensorSpec([None, 2]), None, {"rows": tf.RaggedTensorSpec([None, None], tf.int32)})
+    with tensorflow_internals.scratch_graph(strategy.scope) as outside:
+        x, nothing, rows = tensorflow_internals.placeholders(spec)
+        assert x.shape.as_list() == [None, 2]
+        assert nothing is None
+        assert isinstance(rows["rows"], tf.RaggedTensor)
+        variables = [tf.Variable([3.0]), keras.Variable("ones", shape=(1,))._value]
+        with outside():
+            assert tf.executing_eagerly()
+            variables.append(tf.Variable([4.0]))
+        variables[0].assign([5.0])  # an operation of the graph, which nobody runs
+        tf.matmul(x, x, transpose_b=True)
+    assert [float(variable.read_value()[0]) for variable in variables] == [3.0, 1.0, 4.0]
+    assert all(len(strategy.experimental_local_results(variable)) == 2 for variable in variables)

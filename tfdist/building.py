@@ -52,13 +52,12 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> None:
         spec: of a global batch, as `tf.TypeSpec`s.
     """
     keras_internals.look_up_rows()
-    unseeded = strategy.unseeded  # is made now
     if strategy.runs_eagerly(model) or not _is_needed(model, kind):
         return
     before = len(_variables(model))
     with tensorflow_internals.scratch_graph(strategy.scope) as outside:
         batch = tensorflow_internals.placeholders(keras_internals.without_optionals(spec))
-        _rehearse(model, kind, batch, outside, unseeded)
+        _rehearse(model, kind, batch, outside, strategy.unseeded)
     _share_new(strategy, model, before)
 
 

@@ -585,7 +585,7 @@ def forward(model: Any, data: Any) -> None:
 
 
 def optimizers(model: Any) -> list[Any]:
-    """All optimizers that `model` and its layers hold: the compiled one first, then those in attributes, lists, dicts.
+    """All optimizers that `model` and its layers hold: the compiled one first, then those of attributes, lists, dicts.
 
     One that is inside of another, such as `LossScaleOptimizer`, is a part of it.
     """
@@ -595,15 +595,14 @@ def optimizers(model: Any) -> list[Any]:
     def look_into(value: Any) -> None:
         if isinstance(value, BaseOptimizer):
             found[id(value)] = value
-        elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+        elif isinstance(value, list | tuple | dict | keras.Layer) and id(value) not in seen:
             seen.add(id(value))
-            for one in value.values() if isinstance(value, dict) else value:
+            value = vars(value) if isinstance(value, keras.Layer) else value
+            for one in list(value.values()) if isinstance(value, dict) else value:
                 look_into(one)
 
     look_into(getattr(model, "optimizer", None))
-    for layer in model._flatten_layers():
-        for value in vars(layer).values():
-            look_into(value)
+    look_into(model)
     inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
     return [optimizer for optimizer in found.values() if id(optimizer) not in inner]
 

@@ -164,7 +164,7 @@ def predict(
     run_epoch(0)
     passes.close()
     callbacks.on_predict_end()
-    joined = tree.map_structure_up_to(outputs[0], lambda *parts: keras_internals.concatenate(parts), *outputs)
+    joined = tree.map_structure_up_to(outputs[0], lambda *parts: keras_internals.concatenate(list(parts)), *outputs)
     return tree.map_structure(keras_internals.to_numpy, joined)
 
 
@@ -495,6 +495,7 @@ def _made(model: Any, kind: str) -> _Made:
 
 def _build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
     made = _made(model, kind)
+    strategy.unseeded  # noqa: B018 - is made now: it cannot be while a graph is
     if not made.built:
         building.build(strategy, model, kind, feed.spec)
         made.built = True

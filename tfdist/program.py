@@ -292,7 +292,7 @@ def joined(parts: list[Any]) -> Any:
     """The examples of several structures of outputs in one."""
     if len(parts) == 1:
         return parts[0]
-    return keras_internals.tree.map_structure(lambda *values: keras_internals.join(values), *parts)
+    return keras_internals.tree.map_structure(lambda *values: keras_internals.join(list(values)), *parts)
 
 
 class _Graph:

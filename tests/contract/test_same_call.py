@@ -431,6 +431,29 @@ def test_predicts_before_anything_else(contestant):
     assert_same(predictions, X @ unbuilt.dense.kernel.numpy())
 
 
+class OfManyTypes(keras.Model):
+    def call(self, x):
+        return {
+            "ragged": tf.RaggedTensor.from_tensor(x, lengths=tf.cast(x[:, 0] > 0, "int64") + 1),
+            "sparse": tf.sparse.from_dense(tf.nn.relu(x)),
+            "words": tf.strings.as_string(tf.round(x)),
+            "others": [x > 0, tf.cast(x, "float16"), tf.cast(x, "int8"), tf.complex(x, x)],
+        }
+
+
+def test_predictions_may_be_of_any_type(contestant):
+    def predict(contestant):
+        strategy = start(contestant)
+        with strategy.scope():
+            model = OfManyTypes()
+        found = strategy.predict(model, X, batch_size=BATCH, verbose=0)
+        found["ragged"] = found["ragged"].to_list()
+        found["sparse"] = tf.sparse.to_dense(found["sparse"]).numpy()
+        return found | {"words": found["words"].astype(str).tolist()}
+
+    assert_same(predict(contestant), predict(STOCK))
+
+
 class Pair(keras.Model):
     """Two models and two optimizers, trained against each other; as a whole it is never called."""
 

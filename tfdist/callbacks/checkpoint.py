@@ -10,6 +10,10 @@ When what happens, in an epoch of five steps with `every_steps=2`:
     step 5, evaluation
     on_epoch_end          saved (epoch 1, batch 0), after all callbacks have seen the epoch's logs
 
+All optimizers that the model holds are saved, in whatever attribute. What has no variables before the first step could
+not be given back: a model that Keras' own `fit`, or `run_eagerly=True`, would build on the way is refused at the start.
+And metrics that would be made on the way are the reason why a run that is eager is saved at the ends of epochs alone.
+
 The format of the files is in `tfdist.checkpoint`, what is in them in `tfdist.training_state`.
 """
 
@@ -298,7 +302,8 @@ class Checkpoint(ClockedCallback):
         hint = "resume with the model and the arguments of the run that wrote it, or use another folder"
         optimizer = model.optimizer
         stored_count = sum(entry.group == "optimizer" for entry in stored.entries)
-        if stored_count > len(training_state.variables(model)["optimizer"]) and not optimizer.built:
+        lacks_some = stored_count > len(training_state.variables(model)["optimizer"])
+        if lacks_some and optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         ours = training_state.optimizer_class(model)
         if ours != header.optimizer:

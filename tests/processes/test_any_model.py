@@ -1,0 +1,212 @@
+"""Models of any kind in two processes: what they answer, and that both processes hold the same."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes.jobs import ROOT, clean_environment
+from tests.processes.test_contract import run_together
+
+OUTPUTS = """
+import sys
+import tfdist
+
+strategy = tfdist.strategy(sys.argv[1], seed=0, **eval(sys.argv[2]))
+import keras
+import numpy as np
+import tensorflow as tf
+
+lengths = [1, 3, 0, 2, 0] * 2 + [1]
+rows = tf.RaggedTensor.from_row_lengths(np.arange(sum(lengths), dtype="float32") - 3, lengths)
+
+
+class Answers(keras.Model):
+    def call(self, x):
+        dense = x.to_tensor(shape=[None, 3])
+        words = tf.strings.as_string(dense, precision=1) + tf.constant(bytes([0xC3, 0xA9, 0, 0xFF]))
+        answers = {
+            "ragged": x * 2,
+            "ragged words": tf.ragged.map_flat_values(tf.strings.as_string, x),
+            "deeper": tf.stack([x, x], axis=1),
+            "sparse": tf.sparse.from_dense(dense),
+            "words": words,
+            "bool": dense > 0,
+            "float64": tf.cast(dense, "float64"),
+            "complex64": tf.complex(dense, -dense),
+            "complex128": tf.cast(tf.complex(dense, -dense), "complex128"),
+        }
+        kinds = ("float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+        return answers | {kind: tf.cast(tf.abs(dense), kind) for kind in kinds}
+
+
+with strategy.scope():
+    model = Answers()
+found = strategy.predict(model, rows, batch_size=4, verbose=0)
+expected = Answers().predict(rows, batch_size=4, verbose=0)
+assert found.keys() == expected.keys()
+
+
+def plain(value):
+    if isinstance(value, tf.SparseTensor):
+        value = tf.sparse.to_dense(value).numpy()
+    return value.to_list() if isinstance(value, tf.RaggedTensor) else value.tolist()
+
+
+for name, value in expected.items():
+    assert found[name].dtype == value.dtype, name
+    assert plain(found[name]) == plain(value), (name, plain(found[name]), plain(value))
+print("ALL RIGHT")
+"""
+
+ADVERSARIES = """
+import sys
+import tfdist
+
+strategy = tfdist.strategy(sys.argv[1], seed=0)
+import keras
+import numpy as np
+import tensorflow as tf
+
+x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+keras.utils.set_random_seed(1)
+
+
+class Critic(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.part = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.error = keras.metrics.Mean(name="error")
+        self.built = True  # Keras' own callback asks for it
+
+    def compile(self, optimizer):
+        super().compile(optimizer=None)
+        self.critics = {"optimizer": optimizer}
+        optimizer.build(self.part.trainable_variables)
+
+    @property
+    def metrics(self):
+        return [self.error]
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            error = tf.reduce_mean((self.part(x) - 1) ** 2)
+        variables = self.part.trainable_variables
+        self.critics["optimizer"].apply_gradients(zip(tape.gradient(error, variables), variables))
+        self.error.update_state(error)
+        return {"error": self.error.result()}
+
+
+class Ends(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and sys.argv[3] == "first":
+            raise SystemExit(0)
+
+
+with strategy.scope():
+    model = Critic()
+    model.compile(keras.optimizers.Adam(0.05))
+backup = keras.callbacks.BackupAndRestore(f"{sys.argv[2]}-{'' if strategy.world.is_chief else 'not '}chief")
+history = strategy.fit(model, x, batch_size=8, epochs=4, verbose=0, callbacks=[backup, Ends()])
+optimizer = model.critics["optimizer"]
+mine = [np.asarray(v).tolist() for v in [*model.variables, *optimizer.variables]]
+everywhere = strategy.exchange(str(mine).encode())
+assert len(set(everywhere)) == 1, everywhere
+assert (sys.argv[3] == "whole") == (history.epoch == [0, 1, 2, 3])
+print("ITERATIONS", int(optimizer.iterations.numpy()), "WEIGHTS", np.round(model.get_weights()[0].ravel(), 5).tolist())
+"""
+
+ON_BATCH = """
+import sys
+import tfdist
+
+strategy = tfdist.strategy(sys.argv[1], seed=0)
+import keras
+import numpy as np
+
+x = np.random.default_rng(0).normal(size=(19, 4)).astype("float32")
+y = x[:, :1]
+weights = np.ones((4, 1), "float32")
+
+
+def model_of(scope):
+    keras.utils.set_random_seed(strategy.world.rank)  # each process has first values of its own
+    with scope:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    return model
+
+
+model, plain = strategy.prepare(model_of(strategy.scope())), model_of(keras.name_scope("plain"))
+model.train_on_batch(x, y)
+(kernel, bias) = model.get_weights()
+assert len(set(strategy.exchange(str(kernel.tolist()).encode()))) == 1
+plain.set_weights([kernel, bias])
+for rows in (7, 19):
+    for one in ("train_on_batch", "test_on_batch"):
+        found, expected = (getattr(m, one)(x[:rows], y[:rows]) for m in (model, plain))
+        np.testing.assert_allclose(found, expected, rtol=5e-5)
+np.testing.assert_allclose(model.predict_on_batch(x), plain.predict_on_batch(x), rtol=5e-5, atol=5e-5)
+print("ALL RIGHT")
+"""
+HOROVOD = [pytest.param("horovod", options, id=f"horovod{''.join(options)}") for options in ((), ("--mpi",))]
+STRATEGIES = pytest.mark.parametrize(("strategy", "options"), [("multiworker", ()), *HOROVOD])
+
+
+def run(script, *arguments, cwd, options=()):
+    """What the processes of a job of two print."""
+    if "horovod" in arguments:
+        pytest.importorskip("horovod", reason="Horovod is not installed: run `make horovod`")
+    (cwd / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.launch", "--verbose", "--workers", "2", *options, "script.py", *arguments],
+        cwd=cwd,
+        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "options"),
+    [
+        ("multiworker", {"communication": "sockets"}, ()),
+        ("multiworker", {"communication": "ring"}, ()),
+        ("horovod", {}, ()),
+        ("horovod", {}, ("--mpi",)),
+    ],
+    ids=["sockets", "ring", "Gloo", "MPI"],
+)
+def test_predictions_of_any_type_are_those_of_one_device(tmp_path, strategy, settings, options):
+    assert run(OUTPUTS, strategy, str(settings), cwd=tmp_path, options=options).count("ALL RIGHT") == 2
+
+
+@STRATEGIES
+def test_a_backup_that_the_chief_alone_can_read_restores_all_processes(tmp_path, strategy, options):
+    run(ADVERSARIES, strategy, str(tmp_path / "backup"), "first", cwd=tmp_path, options=options)
+    resumed = run(ADVERSARIES, strategy, str(tmp_path / "backup"), "resumed", cwd=tmp_path, options=options)
+    whole = run(ADVERSARIES, strategy, str(tmp_path / "other"), "whole", cwd=tmp_path, options=options)
+    result = _result(whole)
+    assert result.startswith("ITERATIONS 16 ")
+    assert _result(resumed) == result
+
+
+def _result(printed):
+    (result,) = {line[line.index("ITERATIONS") :] for line in printed.splitlines() if "ITERATIONS" in line}
+    return result
+
+
+@STRATEGIES
+def test_single_batches_are_those_of_one_device(tmp_path, strategy, options):
+    assert run(ON_BATCH, strategy, cwd=tmp_path, options=options).count("ALL RIGHT") == 2
+
+
+def test_two_workers_build_and_follow_as_one_device(tmp_path):
+    building, between = (f"tests/contract/test_{name}.py" for name in ("building", "between_steps"))
+    assert "passed" in run_together("multiworker", 2, building, cwd=tmp_path)
+    few = "super or on_epoch_begin or on_train_begin or on_test_end or count"
+    assert "passed" in run_together("multiworker", 2, between, "-k", few, cwd=tmp_path)
