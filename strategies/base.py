@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist import collectives, keras_internals, reduction
+from tfdist import collectives, keras_internals, reduction, tensorflow_internals
 from tfdist.errors import UsageError
 from tfdist.strategies import devices as device_choice
 from tfdist.world import World
@@ -263,6 +263,22 @@ class Strategy:
     def reset_metrics(self, model: Any) -> None:
         """Has the metrics of `model` begin anew."""
         model.reset_metrics()
+
+    def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
+        """A whole number of each process, int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
+        return number[tf.newaxis]
+
+    @functools.cached_property
+    def given(self) -> Any:
+        """The batches that this process was given so far, see `tfdist.data.together`; `None` of one that is alone."""
+        from tfdist.data import together
+
+        return together.Given(self.numbers_of_all) if self.world.world_size > 1 else None
+
+    def seed_tensorflow(self) -> None:
+        """Sets TensorFlow's global seed, unless the user has: what draws without a seed is then alike everywhere."""
+        if self.world.world_size > 1 and tensorflow_internals.global_seed() is None:
+            tf.random.set_seed(self.seed)
 
     def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
         """The inner loop of `kind`: "train", "test" or "predict"; see `tfdist.program`."""

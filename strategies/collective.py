@@ -128,6 +128,7 @@ class CommunicatingStrategy(base.Strategy):
         self._card = dict(card or {})
         super().__init__(**options)
         self.seed = agreement.of_chief(self, self.seed)
+        self.seed_tensorflow()
 
     def connect(self) -> Communicator:
         """Joins the job that `self.world` describes."""
@@ -201,6 +202,9 @@ class CommunicatingStrategy(base.Strategy):
 
     def exchange(self, message: bytes) -> list[bytes]:
         return self.communicator.exchange(message)
+
+    def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
+        return self.communicator.all_gather(number[tf.newaxis], "numbers")
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         for index, variable in enumerate(variables):

@@ -121,6 +121,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         super().__init__(**options)
         # The order of the examples follows from the seed, which must be the same everywhere.
         self.seed = int.from_bytes(self.exchange(self.seed.to_bytes(8, "big"))[0], "big")
+        self.seed_tensorflow()
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         # Nothing may start TensorFlow before it knows the cluster, so that devices are only counted here.
@@ -214,6 +215,13 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def exchange(self, message: bytes) -> list[bytes]:
         return _exchange_by(self.tf_strategy, self.communicator)(message)
+
+    def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
+        one = number[tf.newaxis]
+        if self.communicator is not None:
+            return self.communicator.all_gather(one, "numbers")
+        of_replicas, _ = _all_gather(self.tf_strategy)(one, one)
+        return of_replicas[:: len(self.devices)]
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         def on_replica(replica: base.Replica) -> None:

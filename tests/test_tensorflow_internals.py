@@ -185,3 +185,12 @@ def test_a_variable_made_in_a_scratch_graph_is_made_outside_of_it_by_the_strateg
         tf.matmul(x, x, transpose_b=True)
     assert [float(variable.read_value()[0]) for variable in variables] == [3.0, 1.0, 4.0]
     assert all(len(strategy.experimental_local_results(variable)) == 2 for variable in variables)
+
+
+def test_the_global_seed_is_what_was_set_last():
+    before = tensorflow_internals.global_seed()
+    try:
+        tf.random.set_seed(17)
+        assert tensorflow_internals.global_seed() == 17
+    finally:
+        tf.random.set_seed(before)

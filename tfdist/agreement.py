@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+GIVE_ALIKE = (
+    "seed what shuffles or makes them, so that every process has the same; or, where each process shall bring its own "
+    "part, pass `tfdist.data.per_process(data)`"
+)
+
+
 class Peers(Protocol):
     """How a process reaches the others; a strategy is one."""
 
@@ -57,10 +63,15 @@ def of_chief(peers: Peers, value: Any) -> Any:
     return said(peers, value if peers.world.is_chief else None)[0]
 
 
-def next_call(peers: Peers, steps: int, stop: bool) -> tuple[int, bool]:
-    """How many steps the next call runs, the fewest that a process wishes, and whether one wishes to stop."""
-    found = said(peers, [steps, stop])
-    return min(wish for wish, _ in found), any(stops for _, stops in found)
+def next_call(peers: Peers, steps: int, stop: bool, given: str) -> tuple[int, bool]:
+    """How many steps the next call runs, the fewest that a process wishes, and whether one wishes to stop.
+
+    Raises:
+        DisagreementError: `given`, the fingerprint of the batches so far, differs between the processes.
+    """
+    found = said(peers, [steps, stop, given])
+    _require_alike(peers, "batches", [fingerprint for _, _, fingerprint in found])
+    return min(wish for wish, _, _ in found), any(stops for _, stops, _ in found)
 
 
 def any_of(peers: Peers, wish: bool) -> bool:
@@ -78,6 +89,21 @@ def require(peers: Peers, facts: Mapping[str, Any]) -> None:
     error = DisagreementError.among({peers.world.named(rank): values for rank, values in enumerate(found)})
     if error is not None:
         raise error
+
+
+def require_alike(peers: Peers, what: str, fingerprint: str) -> None:
+    """Refuses processes that were given different data; `what` they are, and this one's `fingerprint`.
+
+    Raises:
+        DisagreementError: in every process, with each one's fingerprint.
+    """
+    _require_alike(peers, what, said(peers, fingerprint))
+
+
+def _require_alike(peers: Peers, what: str, fingerprints: list[str]) -> None:
+    if len(set(fingerprints)) > 1:
+        values = ", ".join(f"{peers.world.named(rank)}: {value}" for rank, value in enumerate(fingerprints))
+        raise DisagreementError(f"The processes of the job were given different {what} ({values})", GIVE_ALIKE)
 
 
 def fingerprint(description: Any) -> str:

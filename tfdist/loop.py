@@ -27,7 +27,8 @@ import keras
 
 from tfdist import agreement, building, keras_internals, pace
 from tfdist.data import feed as feeds
-from tfdist.errors import DataError, UsageError
+from tfdist.data import together
+from tfdist.errors import DataError, DisagreementError, UsageError
 from tfdist.keras_internals import tree
 from tfdist.program import Logs, Outcome, Program, merged_metrics
 from tfdist.strategies.base import Strategy
@@ -78,14 +79,14 @@ def fit(
             (x, y, sample_weight), validation_split=validation_split
         )
     steps = _limited(steps_per_epoch)
-    feed = feeds.make(feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle), strategy.seed)
+    feed = _feed(strategy, feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle))
     validation = None
     if validation_data is not None:
         val_x, val_y, val_weight = keras_internals.unpack_x_y_sample_weight(validation_data)
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
         request = feeds.Request(val_x, val_y, val_weight, batch_size=size, steps=validation_steps)
-        validation = feeds.make(request, strategy.seed)
+        validation = _feed(strategy, request)
     _build(strategy, model, "train", feed)
     passes = Passes(feed, steps)
     if strategy.world.world_size > 1:
@@ -132,7 +133,7 @@ def evaluate(
     """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`."""
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
-    feed = feeds.make(feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps), strategy.seed)
+    feed = _feed(strategy, feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps))
     passes = Passes(feed, steps)
     logs = _evaluate(strategy, model, passes, _callback_list(strategy, model, callbacks, verbose, passes, epochs=1))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
@@ -151,7 +152,7 @@ def predict(
     strategy.check(model)
     _check_divisible(strategy, model)
     steps = _limited(steps)
-    feed = feeds.make(feeds.Request(x, batch_size=batch_size, steps=steps), strategy.seed)
+    feed = _feed(strategy, feeds.Request(x, batch_size=batch_size, steps=steps))
     passes = Passes(feed, steps)
     callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
     outputs: list[Any] = []
@@ -226,6 +227,12 @@ def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) ->
     passes.close()
     callbacks.on_test_end(logs)
     return logs
+
+
+def _feed(strategy: Strategy, request: feeds.Request) -> feeds.Feed:
+    """What the user passed, as all processes of the job go through it."""
+    feed = feeds.make(request, strategy.seed)
+    return together.of_job(feed, strategy) if strategy.world.world_size > 1 else feed
 
 
 def _check(strategy: Strategy, model: Any, method: str) -> None:
@@ -436,7 +443,7 @@ def _epoch_runner(
         data_ended = left == 0
         # Who is told to stop before an epoch still takes one step of it, as Keras does.
         steps = chunk if getattr(model, stopped) else pacer.steps(done)
-        wish, stopping = agreement.next_call(strategy, steps, False)
+        wish, stopping = _next_call(strategy, steps, False)
         while not data_ended and not stopping and (total is None or done < total):
             count = wish if total is None else min(wish, total - done)
             begin(done)
@@ -457,7 +464,7 @@ def _epoch_runner(
                 # Keras numbers the last call of an epoch as if it were whole.
                 epoch_ended = data_ended or done == total
                 end(math.ceil(done / chunk) * chunk - 1 if epoch_ended else done - 1, logs)
-            wish, stopping = agreement.next_call(strategy, pacer.steps(done), bool(getattr(model, stopped)))
+            wish, stopping = _next_call(strategy, pacer.steps(done), bool(getattr(model, stopped)))
             setattr(model, stopped, stopping)
         passes.end_epoch(done - first, data_ended)
         if first and done == first:  # resumed behind the last step of the epoch
@@ -499,6 +506,15 @@ def _build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
     if not made.built:
         building.build(strategy, model, kind, feed.spec)
         made.built = True
+
+
+def _next_call(strategy: Strategy, steps: int, stop: bool) -> tuple[int, bool]:
+    """What all processes do next; see `agreement.next_call`."""
+    try:
+        return agreement.next_call(strategy, steps, stop, str(strategy.given))
+    except DisagreementError:
+        strategy.given.forget()  # what differed is told, and a later call has other data
+        raise
 
 
 def _program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Any) -> Program:

@@ -367,6 +367,11 @@ def runtime_started() -> bool:
     return context.context()._initialized
 
 
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was given last; `None` before it is called."""
+    return context.global_seed()
+
+
 def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
     """The coordinator of a strategy, which lives as long as this process.
 

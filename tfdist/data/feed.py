@@ -169,14 +169,14 @@ class ArrayFeed(Feed):
     """Examples in memory, in an order that each pass may have of its own.
 
     Args:
-        arrays: a structure of tensors, as `keras_internals.sliceable` gives it.
+        arrays: a structure of tensors, as `keras_internals.sliceable` gives it; also an attribute.
         batch_size: examples in a full global batch.
         order_of: the order of each pass; all passes take equally many examples.
         transform: what is done to a batch, if anything.
     """
 
     def __init__(self, arrays: Any, batch_size: int, order_of: Order, transform: Transform | None = None):
-        self._arrays = arrays
+        self.arrays = arrays
         self._order_of = order_of
         self._transform = transform
         self._datasets: dict[tuple[int, int, bool], Callable[..., tf.data.Dataset]] = {}
@@ -190,7 +190,7 @@ class ArrayFeed(Feed):
         del first_batch  # any batch can be fetched at any time
         indices = self._order_of(epoch)
         extras = () if self._transform is None else self._transform.extras(epoch, indices)
-        return self._arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
+        return self.arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
 
     def datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
         """A graph, kept for all epochs: `datasets(first_batch, *positions)` is a pass of part `index` of `count`."""
@@ -204,7 +204,7 @@ class ArrayFeed(Feed):
         def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
             def gather(step: tf.Tensor) -> Any:
-                state = self._arrays, positions
+                state = self.arrays, positions
                 return self.batches.examples(state, self.batches.fetch(state, step), index, count)
 
             steps = tf.data.Dataset.range(first_batch, self.num_batches, output_type=tf.int32)
@@ -249,7 +249,11 @@ class ArrayBatches(Batches):
 
 
 class DatasetFeed(Feed):
-    """Batches from a `tf.data.Dataset`, or from what Keras turns into one."""
+    """Batches from a `tf.data.Dataset`, or from what Keras turns into one.
+
+    Attributes:
+        endless: a pass never ends.
+    """
 
     def __init__(self, adapter: Any, in_order: _InOrder | None = None):
         self._adapter = adapter
@@ -257,6 +261,7 @@ class DatasetFeed(Feed):
         self._dataset = adapter.get_tf_dataset()
         self.examples = None
         self.batch_size = adapter.batch_size
+        self.endless = bool(self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
         self.spec = self._dataset.element_spec
 
     @property
@@ -299,7 +304,7 @@ class DatasetBatches(Batches):
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         del state
-        batch = tree.map_structure(_none_if_empty, batch)
+        batch = tree.map_structure(none_if_empty, batch)
         if count == 1:
             return batch, 1.0
         with tf.device("CPU:0"):  # a replica's device then gets its part only
@@ -419,7 +424,7 @@ def _spec_of_any_size(value: Any) -> Any:
     return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
 
 
-def _none_if_empty(value: Any) -> Any:
+def none_if_empty(value: Any) -> Any:
     """Keras' generators carry an absent target or weight as an empty optional."""
     return None if isinstance(value, tf.experimental.Optional) else value
 
