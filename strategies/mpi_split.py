@@ -11,6 +11,7 @@ from typing import Any
 
 from tfdist import averaging, ending
 from tfdist.communicators import mpi
+from tfdist.data import together
 from tfdist.errors import UsageError
 from tfdist.strategies import collective
 
@@ -46,6 +47,11 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
 
     def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
         if kind == "train" and self.world.world_size > 1:
+            if isinstance(batches, together.JoinedBatches):
+                raise UsageError(
+                    "`mpi_split` divides the data among the processes itself, and `per_process` has them divided",
+                    "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
+                )
             return averaging.AveragingProgram(self, model, batches, self._sync_every)
         return super().program(model, kind, batches, stop_at_nan)
 

@@ -16,12 +16,20 @@ In a step, a loss or a metric of your own, `tfdist.gather` and `tfdist.all_reduc
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `tfdist.data` when it is first used, so that `import tfdist` stays quick."""
+    if name == "data":
+        return importlib.import_module("tfdist.data")
+    raise AttributeError(f"module `tfdist` has no attribute `{name}`")
 
 
 def strategy(name: str, **options: Any) -> Strategy:

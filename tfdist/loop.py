@@ -74,19 +74,19 @@ def fit(
     """
     _check(strategy, model, "fit")
     epochs = min(epochs, keras_internals.max_epochs() or epochs)
-    if validation_split and validation_data is None:
-        (x, y, sample_weight), validation_data = keras_internals.train_validation_split(
-            (x, y, sample_weight), validation_split=validation_split
-        )
     steps = _limited(steps_per_epoch)
-    feed = _feed(strategy, feeds.Request(x, y, sample_weight, class_weight, batch_size, steps, shuffle))
+    request = feeds.request(
+        x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, steps=steps, shuffle=shuffle
+    )
+    if validation_split and validation_data is None:
+        request, validation_data = feeds.split(request, validation_split)
+    feed = _feed(strategy, request)
     validation = None
     if validation_data is not None:
-        val_x, val_y, val_weight = keras_internals.unpack_x_y_sample_weight(validation_data)
+        parts = keras_internals.unpack_x_y_sample_weight(validation_data)
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
-        request = feeds.Request(val_x, val_y, val_weight, batch_size=size, steps=validation_steps)
-        validation = _feed(strategy, request)
+        validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps))
     _build(strategy, model, "train", feed)
     passes = Passes(feed, steps)
     if strategy.world.world_size > 1:
@@ -133,7 +133,7 @@ def evaluate(
     """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`."""
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.Request(x, y, sample_weight, batch_size=batch_size, steps=steps))
+    feed = _feed(strategy, feeds.request(x, y, sample_weight, batch_size=batch_size, steps=steps))
     passes = Passes(feed, steps)
     logs = _evaluate(strategy, model, passes, _callback_list(strategy, model, callbacks, verbose, passes, epochs=1))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
@@ -152,7 +152,7 @@ def predict(
     strategy.check(model)
     _check_divisible(strategy, model)
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.Request(x, batch_size=batch_size, steps=steps))
+    feed = _feed(strategy, feeds.request(x, batch_size=batch_size, steps=steps), for_prediction=True)
     passes = Passes(feed, steps)
     callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
     outputs: list[Any] = []
@@ -229,10 +229,14 @@ def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) ->
     return logs
 
 
-def _feed(strategy: Strategy, request: feeds.Request) -> feeds.Feed:
+def _feed(strategy: Strategy, request: feeds.Request, *, for_prediction: bool = False) -> feeds.Feed:
     """What the user passed, as all processes of the job go through it."""
     feed = feeds.make(request, strategy.seed)
-    return together.of_job(feed, strategy) if strategy.world.world_size > 1 else feed
+    if strategy.world.world_size == 1:
+        return feed
+    if request.own:
+        return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
+    return together.shared(feed, strategy)
 
 
 def _check(strategy: Strategy, model: Any, method: str) -> None:
@@ -430,6 +434,7 @@ def _epoch_runner(
     unwatched = kind == "train" and own_loss and pace.stops_at_nan(callbacks.callbacks)
     # The outputs of each call go to the host; a loop that is no graph gains nothing from being long.
     at_most = chunk if kind == "predict" or model.run_eagerly or unwatched else strategy.steps_per_call
+    peers = agreement.Alone() if passes.feed.batches.own else strategy
     pacer = pace.Pace(callbacks.callbacks, kind, chunk, at_most, strategy.seconds_per_call)
 
     def run_epoch(done: int) -> Logs:
@@ -443,7 +448,7 @@ def _epoch_runner(
         data_ended = left == 0
         # Who is told to stop before an epoch still takes one step of it, as Keras does.
         steps = chunk if getattr(model, stopped) else pacer.steps(done)
-        wish, stopping = _next_call(strategy, steps, False)
+        wish, stopping = _next_call(peers, strategy, steps, False)
         while not data_ended and not stopping and (total is None or done < total):
             count = wish if total is None else min(wish, total - done)
             begin(done)
@@ -464,7 +469,7 @@ def _epoch_runner(
                 # Keras numbers the last call of an epoch as if it were whole.
                 epoch_ended = data_ended or done == total
                 end(math.ceil(done / chunk) * chunk - 1 if epoch_ended else done - 1, logs)
-            wish, stopping = _next_call(strategy, pacer.steps(done), bool(getattr(model, stopped)))
+            wish, stopping = _next_call(peers, strategy, pacer.steps(done), bool(getattr(model, stopped)))
             setattr(model, stopped, stopping)
         passes.end_epoch(done - first, data_ended)
         if first and done == first:  # resumed behind the last step of the epoch
@@ -508,10 +513,10 @@ def _build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
         made.built = True
 
 
-def _next_call(strategy: Strategy, steps: int, stop: bool) -> tuple[int, bool]:
+def _next_call(peers: agreement.Peers, strategy: Strategy, steps: int, stop: bool) -> tuple[int, bool]:
     """What all processes do next; see `agreement.next_call`."""
     try:
-        return agreement.next_call(strategy, steps, stop, str(strategy.given))
+        return agreement.next_call(peers, steps, stop, str(strategy.given))
     except DisagreementError:
         strategy.given.forget()  # what differed is told, and a later call has other data
         raise

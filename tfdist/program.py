@@ -271,6 +271,8 @@ class PredictProgram(Program):
             outputs, _ = exactness.exactly(replica, self._model, self._model.predict_step)
             return keras_internals.tree.map_structure(replica.real_rows, outputs)
 
+        if self._batches.own:
+            return joined(self._strategy.run(on_replica))
         return self._strategy.run_joined(on_replica, joined)
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests.processes.jobs import RunningJob, require_horovod
@@ -179,3 +180,86 @@ def test_different_data_are_refused_by_name_in_the_first_moment(tmp_path, script
         assert "worker 0" in sentence and "worker 1" in sentence, case
         assert "per_process" in hint or "disagree on" in sentence, case
         assert seconds < 10, (case, seconds)  # tracing included
+
+
+# Each process brings its own part, of another length; against stock Keras on the batches that they make together.
+OWN_PARTS = """
+import sys, json, numpy as np, tfdist
+name, *options = sys.argv[1:]
+strategy = tfdist.strategy(name, **json.loads(options[0]) if options else {})
+import keras, tensorflow as tf
+
+rank, size, per_process = strategy.world.rank, strategy.world.world_size, tfdist.data.per_process
+generator = np.random.default_rng(0)
+BATCH = 4
+parts = []
+for number in range(size):
+    x = generator.normal(size=(9 + 7 * number, 5)).astype("float32")
+    parts.append((x, x.sum(1, keepdims=True) + 0.1, generator.uniform(0.5, 2, len(x)).astype("float32")))
+mine = parts[rank]
+
+def batches(part):
+    return [tuple(array[k:k + BATCH] for array in part) for k in range(0, len(part[0]), BATCH)]
+
+steps = max(len(batches(part)) for part in parts)
+together = [
+    tuple(map(np.concatenate, zip(*[batches(part)[k] for part in parts if k < len(batches(part))])))
+    for k in range(steps)
+]
+joined = tf.data.Dataset.from_generator(
+    lambda: iter(together), output_signature=tuple(tf.TensorSpec([None, *array.shape[1:]]) for array in mine)
+)
+
+def compiled():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((5,))
+    outputs = keras.layers.Dense(1)(keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dense(3)(inputs)))
+    model = keras.Model(inputs, outputs)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"], jit_compile=False)
+    return model
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return len(batches(mine))
+    def __getitem__(self, k):
+        return batches(mine)[k]
+
+dataset = tf.data.Dataset.from_tensor_slices(mine).batch(BATCH)
+data = {
+    "arrays": dict(x=per_process(mine), batch_size=BATCH, shuffle=False),
+    "dataset": dict(x=per_process(dataset)),
+    "dataset of unknown length": dict(x=per_process(dataset.filter(lambda *batch: True))),
+    "generator": dict(x=per_process(batch for batch in batches(mine))),
+    "PyDataset": dict(x=per_process(Sequence()), shuffle=False),
+}
+expected, found = {}, {}
+for case, arguments in data.items():
+    epochs = 1 if case == "generator" else 2
+    reference = compiled()
+    with strategy.scope():
+        model = compiled()
+    history = strategy.fit(model, **arguments, epochs=epochs, verbose=0,
+                           validation_data=per_process(mine), validation_batch_size=BATCH).history
+    x, y, weight = map(np.concatenate, zip(*parts))
+    logs = reference.fit(joined, epochs=epochs, verbose=0, validation_data=(x, y, weight)).history
+    answers = strategy.predict(model, per_process(mine[0]), batch_size=BATCH, verbose=0)
+    found[case] = [float(history[key][-1]) for key in sorted(logs)]
+    expected[case] = [float(logs[key][-1]) for key in sorted(logs)]
+    for array, other in zip([*model.get_weights(), answers],
+                            [*reference.get_weights(), reference.predict(mine[0], verbose=0)], strict=True):
+        found[case].append(array.tolist())
+        expected[case].append(other.tolist())
+print(json.dumps([found, expected]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("strategy", "options"), ENGINES)
+def test_parts_of_each_process_give_what_one_device_makes_of_them_together(
+    tmp_path, script, strategy, options, workers
+):
+    found, expected = printed(script, OWN_PARTS, strategy, json.dumps(options), cwd=tmp_path, workers=workers)
+    for case, values in expected.items():
+        for value, wanted in zip(found[case], values, strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=5e-5, atol=5e-5, err_msg=case)

@@ -22,11 +22,12 @@ from os import PathLike
 from typing import Any
 
 from tfdist import plugins
+from tfdist.data.processes import per_process, shard
 from tfdist.data.source import Source, check_labels
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 
-__all__ = ["SPLITS", "DataSpec", "Source", "check_labels", "knows", "load", "names"]
+__all__ = ["SPLITS", "DataSpec", "Source", "check_labels", "knows", "load", "names", "per_process", "shard"]
 
 _SOURCES = "tfdist.data.sources"
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import keras
 import numpy as np
@@ -20,7 +20,8 @@ import tensorflow as tf
 
 from tfdist import keras_internals
 from tfdist.data import order
-from tfdist.errors import DataError
+from tfdist.data.processes import PerProcess
+from tfdist.errors import DataError, UsageError
 from tfdist.keras_internals import tree
 from tfdist.world import World
 
@@ -38,6 +39,33 @@ class Request:
     batch_size: int | None = None
     steps: int | None = None
     shuffle: Any = False
+    own: bool = False  # of this process; the others have theirs
+
+
+def request(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Request:
+    """The request for what the user passed as data.
+
+    Raises:
+        UsageError: `per_process` holds only some of it.
+    """
+    own = isinstance(x, PerProcess)
+    rest = {name: value for name, value in (("y", y), ("sample_weight", sample_weight)) if value is not None}
+    apart = rest if own else {name: value for name, value in rest.items() if isinstance(value, PerProcess)}
+    if apart:
+        raise UsageError(
+            f"`{next(iter(apart))}` was passed beside `x`, and `per_process` takes all of a process' data at once",
+            "pass `per_process((x, y))`, or `per_process((x, y, sample_weight))`",
+        )
+    if own:
+        x, y, sample_weight = keras_internals.unpack_x_y_sample_weight(x.data)
+    return Request(x, y, sample_weight, **options, own=own)
+
+
+def split(whole: Request, fraction: float) -> tuple[Request, Any]:
+    """`whole` without its last `fraction`, and those data as `fit` takes them for validation."""
+    arrays = whole.x, whole.y, whole.sample_weight
+    (x, y, sample_weight), last = keras_internals.train_validation_split(arrays, validation_split=fraction)
+    return replace(whole, x=x, y=y, sample_weight=sample_weight), PerProcess(last) if whole.own else last
 
 
 # The indices of the examples in the order in which pass number `epoch` takes them: int32 `[n]`.
@@ -111,9 +139,11 @@ class Batches:
 
     Attributes:
         counted: every step that the loop asks for has a batch.
+        own: the other processes of the job take no part in the steps.
     """
 
     counted: bool
+    own: ClassVar[bool] = False
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         """Global batch number `step` (int32 scalar) of the pass; an optional where batches are not counted."""
@@ -234,12 +264,12 @@ class ArrayBatches(Batches):
         return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
-        begin, end, share = _bounds(_length(batch[0]), index, count)
+        begin, end, share = _bounds(length(batch[0]), index, count)
         return self._gathered(state, [of_each[begin:end] for of_each in batch] if count > 1 else batch), share
 
     def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> Any:
         """The examples of part `index` of `count` of a global batch, of which there may be none."""
-        begin, end = order.part(_length(batch[0]), index, count)
+        begin, end = order.part(length(batch[0]), index, count)
         return self._gathered(state, [of_each[begin:end] for of_each in batch])
 
     def _gathered(self, state: Any, positions: Sequence[tf.Tensor]) -> Any:
@@ -448,18 +478,18 @@ def _common_length(values: Sequence[Any]) -> Any:
     Raises:
         DataError: its tensors differ in their first axes. In a graph that is only found when it runs.
     """
-    lengths = [_length(value) for value in values if _has_examples(value)]
+    lengths = [length(value) for value in values if _has_examples(value)]
     if not lengths:
         raise DataError(
             "The batches hold nothing but scalars, which cannot be divided among replicas", "batch the data"
         )
-    known = [length for length in lengths if isinstance(length, int)]
+    known = [one for one in lengths if isinstance(one, int)]
     if len(set(known)) > 1:
         raise DataError(*_unequal_lengths(", ".join(map(str, known))))
     checks = [
-        tf.debugging.assert_equal(length, lengths[0], _unequal_lengths("several")[0], summarize=1)
-        for length in lengths[1:]
-        if not isinstance(length, int) or not known
+        tf.debugging.assert_equal(one, lengths[0], _unequal_lengths("several")[0], summarize=1)
+        for one in lengths[1:]
+        if not isinstance(one, int) or not known
     ]
     with tf.control_dependencies([check for check in checks if check is not None]):
         return known[0] if known else tf.identity(lengths[0])
@@ -492,7 +522,7 @@ def _bounds(examples: Any, index: int, count: int) -> tuple[Any, Any, Any]:
     return first, tf.maximum(end, first + 1), share
 
 
-def _length(tensor: Any) -> Any:
+def length(tensor: Any) -> Any:
     """How many examples `tensor` has: an integer, or an int32 scalar."""
     if isinstance(tensor, tf.SparseTensor):
         return tf.cast(tensor.dense_shape[0], tf.int32)

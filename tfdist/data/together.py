@@ -10,23 +10,24 @@ the fingerprints travel with what the processes agree on between two calls of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tensorflow as tf
 
 from tfdist import agreement
 from tfdist.data import feed as feeds
-from tfdist.data.feed import ArrayFeed, Batches, DatasetFeed, Feed
+from tfdist.data.feed import ArrayBatches, ArrayFeed, Batches, DatasetFeed, Feed
 from tfdist.keras_internals import tree
 from tfdist.tensorflow_internals import without_strategy
+from tfdist.world import World
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
 
-def of_job(feed: Feed, strategy: Strategy) -> Feed:
-    """`feed` as all processes of the job go through it together.
+def shared(feed: Feed, strategy: Strategy) -> Feed:
+    """`feed` as processes go through it that all have the same.
 
     Raises:
         DisagreementError: the processes were given different arrays, or different numbers of batches, in all of them.
@@ -82,32 +83,78 @@ class Given:
         return seen.tobytes().hex() if seen.any() else "no further batch"
 
 
-class _SharedFeed(Feed):
-    """A feed whose batches are alike in all processes.
+class _Around(Feed):
+    """A feed with other `batches`."""
 
-    Args:
-        feed: what this process has.
-        given: takes note of its batches.
-    """
-
-    def __init__(self, feed: DatasetFeed, given: Given):
+    def __init__(self, feed: Feed):
         self._feed = feed
-        self._given = given
         self.examples, self.batch_size, self.spec = feed.examples, feed.batch_size, feed.spec
 
     @property
     def num_batches(self) -> int | None:
         return self._feed.num_batches
 
-    @property
-    def batches(self) -> Batches:
-        return SharedBatches(self._feed.batches, self._given, endless=self._feed.endless)
-
     def start(self, epoch: int, first_batch: int) -> Any:
         return self._feed.start(epoch, first_batch)
 
     def finish(self) -> None:
         self._feed.finish()
+
+
+class _SharedFeed(_Around):
+    """A feed whose batches are alike in all processes; `given` takes note of them."""
+
+    def __init__(self, feed: DatasetFeed, given: Given):
+        super().__init__(feed)
+        self._given = given
+        self._endless = feed.endless
+
+    @property
+    def batches(self) -> Batches:
+        return SharedBatches(self._feed.batches, self._given, self._endless)
+
+
+class PartFeed(_Around):
+    """A feed that this process goes through by itself."""
+
+    def __init__(self, feed: Feed, world: World):
+        super().__init__(feed)
+        self._world = world
+
+    @property
+    def batches(self) -> Batches:
+        return PartBatches(self._feed.batches, self._world.rank, self._world.world_size)
+
+
+class JoinedFeed(_Around):
+    """A feed whose batches are what those of all processes make together.
+
+    Args:
+        feed: this process' own.
+        strategy: brings the processes together.
+    """
+
+    def __init__(self, feed: Feed, strategy: Strategy):
+        super().__init__(feed)
+        self._strategy = strategy
+        found = agreement.said(strategy, [feed.num_batches, feed.examples, feed.batch_size])
+        numbers, examples, sizes = ([None] if None in values else values for values in zip(*found, strict=True))
+        self._num_batches = None if numbers == [None] else max(numbers)
+        self.examples = None if examples == [None] else sum(examples)
+        self.batch_size = None if sizes == [None] else sum(sizes)
+        self._counted = self._num_batches is not None and all(agreement.said(strategy, feed.batches.counted))
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._num_batches
+
+    @property
+    def batches(self) -> Batches:
+        own = self._feed.batches
+        # The end of this process' data is to be seen, whatever it is for the loop.
+        own = replace(own, even=False) if isinstance(own, ArrayBatches) else replace(own, counted=False)
+        world = self._strategy.world
+        return JoinedBatches(own, world.rank, world.world_size, self._counted, self._strategy.given)
 
 
 @dataclass(frozen=True)
@@ -148,6 +195,87 @@ class SharedBatches(Batches):
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         return self.whole.part(state, batch, index, count)
+
+
+@dataclass(frozen=True)
+class PartBatches(Batches):
+    """The batches of this process alone, for the replicas that it has."""
+
+    part_of: Batches
+    rank: int
+    world_size: int
+    own: ClassVar[bool] = True
+
+    @property
+    def counted(self) -> bool:  # type: ignore[override]
+        return self.part_of.counted
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        return self.part_of.fetch(state, step)
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        return _local_part(self, state, batch, index, count)
+
+
+@dataclass(frozen=True)
+class JoinedBatches(Batches):
+    """What the batches of all processes make together, in the order of their ranks.
+
+    A batch is this process' own, and the numbers of examples of all. One whose data have ended has no examples in it.
+    """
+
+    part_of: Batches
+    rank: int
+    world_size: int
+    counted: bool
+    given: Given
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        mine = self.part_of.fetch(state, step)
+        if not self.part_of.counted:
+            mine = _value_or_nothing(mine)
+        examples = next(feeds.length(tensor) for tensor in tree.flatten(mine) if tensor is not None)
+        sizes = self.given.numbers_of_all(tf.cast(examples, tf.int32))
+        if self.counted:
+            return mine, sizes
+        return Found(tf.reduce_sum(sizes) > 0, lambda: (mine, sizes))
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        mine, sizes = batch
+        data, share = _local_part(self, state, mine, index, count)
+        of_all = tf.cast(sizes[self.rank], tf.float64) / tf.cast(tf.reduce_sum(sizes), tf.float64)
+        return data, share * of_all
+
+
+def _local_part(batches: Any, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+    """The part of replica `index` of `count` in the job, of a batch that this process' replicas share."""
+    replicas = count // batches.world_size
+    return batches.part_of.part(state, batch, index - batches.rank * replicas, replicas)
+
+
+def _value_or_nothing(optional: Any) -> Any:
+    """The batch, or one without examples."""
+    spec = tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, optional.element_spec)
+    specs = [one for one in tree.flatten(spec) if one is not None]
+
+    def value() -> list[Any]:
+        found = tree.map_structure(feeds.none_if_empty, optional.get_value())
+        return [tensor for tensor in tree.flatten(found) if tensor is not None]
+
+    found = iter(tf.cond(optional.has_value(), value, lambda: [_nothing(one) for one in specs]))
+    return tree.map_structure(lambda one: None if one is None else next(found), spec)
+
+
+def _nothing(spec: Any) -> Any:
+    """A tensor of this spec that has no examples."""
+    shape = [0, *[size or 1 for size in spec.shape[1:]]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.zeros([0, *shape[spec.ragged_rank + 1 :]], spec.dtype)
+        splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+        return tf.RaggedTensor.from_nested_row_splits(values, splits)
+    return tf.zeros(shape, spec.dtype)
 
 
 def _either(condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]) -> None:
