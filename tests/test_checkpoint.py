@@ -352,6 +352,30 @@ class Jitter(keras.callbacks.Callback):
         self.model.optimizer.learning_rate *= 0.7 + 0.1 * chance
 
 
+def stored():
+    return [(X[k : k + 8], Y[k : k + 8]) for k in range(0, len(X), 8)]
+
+
+class InBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, number):
+        return stored()[number]
+
+
+class Shuffling(InBatches):
+    def on_epoch_end(self):
+        self.order = np.random.permutation(STEPS)
+
+    def __getitem__(self, number):
+        return stored()[number]
+
+
+class Nothing(keras.callbacks.Callback):
+    """Does nothing."""
+
+
 class TestResume:
     """A run that is killed and resumed ends as an unbroken one, to the bit: weights, optimizer, history."""
 
@@ -387,6 +411,95 @@ class TestResume:
         weights, history = self.unbroken("single", EVERY)
         assert_same_bits(values(found.model), weights)
         assert found.history == history
+
+    @pytest.mark.parametrize(
+        ("name", "step"),
+        [
+            ("shuffle", 10),
+            ("shuffle", 12),
+            ("repeated", 10),
+            pytest.param("repeated", 15, marks=pytest.mark.thorough),
+            pytest.param("in Python", 10, marks=pytest.mark.thorough),
+            pytest.param("of files", 10, marks=pytest.mark.thorough),
+        ],
+    )
+    def test_where_a_dataset_draws_its_order_as_it_goes(self, name, step, tmp_path):
+        (tmp_path / "lines").write_text("\n".join(map(str, range(len(X)))))
+
+        def data():
+            tf.random.set_seed(3)  # which the seed of a shuffle is joined with
+            numbers = tf.data.Dataset.range(len(X))
+            if name == "of files":
+                numbers = tf.data.TextLineDataset(str(tmp_path / "lines")).map(tf.strings.to_number)
+            if name == "in Python":
+                numbers = numbers.map(lambda n: tf.ensure_shape(tf.numpy_function(lambda n: n, [n], tf.int64), []))
+            shuffled = numbers.shuffle(20, seed=5).map(lambda n: (tf.gather(X, tf.cast(n, tf.int32)),) * 2)
+            batches = shuffled.map(lambda x, y: (x, y[:1])).batch(8)
+            return batches.repeat() if name == "repeated" else batches
+
+        def train(folder, *callbacks, **options):
+            steps = STEPS - 1 if name == "repeated" else None
+            keep = Checkpoint(tmp_path / folder, 1, **options)
+            chosen = tfdist.strategy("single", seed=7)
+            keras.utils.set_random_seed(len(callbacks))
+            model = network()
+            history = chosen.fit(
+                model, data(), epochs=3, steps_per_epoch=steps, verbose=0, callbacks=[keep, *callbacks]
+            )
+            return values(model), history.history
+
+        unbroken = train("unbroken", Nothing())
+        with pytest.raises(KilledError):
+            train("broken", Kill(step))
+        found = train("broken", resume=True)
+        assert_same_bits(found[0], unbroken[0])
+        assert found[1] == unbroken[1]
+
+    @pytest.mark.parametrize("name", ["generator", "PyDataset that shuffles itself"])
+    def test_data_that_cannot_be_gone_on_with_are_resumed_at_the_start_of_an_epoch(self, name, tmp_path):
+        def data():
+            return (batch for _ in range(9) for batch in stored()) if name == "generator" else Shuffling()
+
+        def train(*callbacks, **options):
+            keep = Checkpoint(tmp_path, 2, **options)
+            steps = {"steps_per_epoch": STEPS} if name == "generator" else {}
+            chosen = tfdist.strategy("single", seed=7)
+            chosen.fit(network(), data(), epochs=3, verbose=0, callbacks=[keep, *callbacks], **steps)
+            return keep
+
+        with pytest.warns(match="a run that is resumed begins at an epoch's start"), pytest.raises(KilledError):
+            train(Kill(2 * STEPS + 3))
+        assert [path.name for path in checkpoint.paths(tmp_path)] == ["step-00000012.ckpt", "step-00000006.ckpt"]
+        with pytest.warns(match="saves at the end of the epoch"):
+            keep = train(resume=True)
+        assert (keep.resumed_from.name, keep.step) == ("step-00000012.ckpt", 3 * STEPS)
+
+    def test_a_pydataset_that_follows_from_the_numbers_of_its_batches_in_the_middle_of_an_epoch(self, tmp_path):
+        def train(folder, *callbacks, **options):
+            keras.utils.set_random_seed(len(callbacks))
+            model = network()
+            keep = Checkpoint(tmp_path / folder, 2, **options)
+            tfdist.strategy("single", seed=7).fit(
+                model, InBatches(), epochs=3, shuffle=True, verbose=0, callbacks=[keep, *callbacks]
+            )
+            return values(model)
+
+        unbroken = train("unbroken", Nothing())
+        with pytest.raises(KilledError):
+            train("broken", Kill(STEPS + 3))
+        assert checkpoint.latest(tmp_path / "broken").batch == 2
+        assert_same_bits(train("broken", resume=True), unbroken)
+
+    def test_other_data_are_refused_within_an_epoch(self, tmp_path):
+        def fit(data, *callbacks, **options):
+            keep = Checkpoint(tmp_path, 2, **options)
+            tfdist.strategy("single", seed=7).fit(network(), data, epochs=2, verbose=0, callbacks=[keep, *callbacks])
+
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+        with pytest.raises(KilledError):
+            fit(data, Kill(3))
+        with refuses(CheckpointError, "other data"):
+            fit(data.shuffle(3), resume=True)
 
     def test_under_stock_keras_at_the_end_of_an_epoch(self, tmp_path):
         # Where TensorFlow shuffles, it keeps its position to itself.

@@ -1,6 +1,7 @@
 """Fails when Keras changes what `tfdist.keras_internals` reaches into, and says what was seen before."""
 
 import inspect
+import itertools
 import subprocess
 import sys
 
@@ -185,3 +186,11 @@ def test_copies_of_a_large_variable_on_the_cpu_share_no_memory():
     first, second = strategy.experimental_local_results(variable.value)
     assert np.array_equal(first, second)
     assert first.numpy().ctypes.data != second.numpy().ctypes.data
+
+
+def test_a_generators_batches_are_asked_for_through_the_attribute_that_is_wrapped():
+    adapter = keras_internals.get_data_adapter(x=((np.ones([2, 1]) * k,) for k in range(3)))
+    assert isinstance(adapter, keras_internals.GeneratorDataAdapter)
+    whole = adapter.generator
+    adapter.generator = lambda: itertools.islice(whole(), 1)
+    assert len(list(adapter.get_tf_dataset())) == 1

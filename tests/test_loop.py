@@ -1,6 +1,7 @@
 """What cannot work is refused before the first step, in one sentence and a hint; and how long a call lasts."""
 
 import contextlib
+import itertools
 
 import keras
 import numpy as np
@@ -245,3 +246,23 @@ def test_terminate_on_nan_hears_of_the_loss_of_a_step_of_ones_own():
         model.compile("sgd", jit_compile=False)
     strategy.fit(model, x, Y, batch_size=2, shuffle=False, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert int(model.optimizer.iterations.numpy()) == 4
+
+
+def test_a_pass_over_a_generator_begins_with_its_first_batches_and_loses_one_at_its_end():
+    """As stock Keras has it, but for a race there: one batch is mostly prefetched, and never seen."""
+    drawn = []
+
+    def numbers():
+        for number in itertools.count():
+            drawn.append(number)
+            yield np.full([2, 1], float(number)), np.zeros([2, 1])
+
+    strategy = tfdist.strategy("single")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.0), "mae", jit_compile=False)
+    history = strategy.fit(
+        model, np.ones([4, 1]), np.ones([4, 1]), epochs=3, verbose=0, validation_data=numbers(), validation_steps=3
+    )
+    expected = [np.mean(batches) for batches in ((0, 1, 2), (0, 1, 4), (0, 1, 6))]
+    np.testing.assert_allclose(history.history["val_loss"], expected)
+    assert drawn == list(range(8))

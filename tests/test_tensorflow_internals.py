@@ -194,3 +194,22 @@ def test_the_global_seed_is_what_was_set_last():
         assert tensorflow_internals.global_seed() == 17
     finally:
         tf.random.set_seed(before)
+
+
+def test_an_iterator_goes_on_where_another_one_stood():
+    def shuffled():
+        numbers = tf.data.Dataset.range(9).map(lambda n: tf.numpy_function(abs, [n], tf.int64))
+        return numbers.shuffle(9, seed=1)
+
+    first, second = iter(shuffled()), iter(shuffled())
+    for _ in range(4):
+        next(first)
+    state = tensorflow_internals.iterator_state(first)
+    tensorflow_internals.restore_iterator(second, state)
+    assert [int(n) for n in second] == [int(n) for n in first]
+    signature = tf.TensorSpec([], tf.int32)
+    generated = tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=signature)
+    with pytest.raises(tf.errors.OpError):
+        tensorflow_internals.iterator_state(iter(generated))
+    with pytest.raises(tf.errors.OpError):
+        tensorflow_internals.restore_iterator(iter(tf.data.Dataset.range(9).batch(2).shuffle(3)), state)

@@ -63,6 +63,7 @@ class Header:
         steps_per_epoch: of the fit that wrote it, where known.
         seed: of the order of the examples, where known.
         callbacks: the states of callbacks; an array stands there as `{"array": number of the entry}`.
+        data: where the data stood, as `Passes.resume` takes it; `None` where they cannot be gone on with.
         path: the file, not stored in it.
     """
 
@@ -77,6 +78,7 @@ class Header:
     steps_per_epoch: int | None = None
     seed: int | None = None
     callbacks: list[dict[str, Any]] = field(default_factory=list)
+    data: dict[str, int] | None = None
     path: Path | None = None
 
 
@@ -85,7 +87,7 @@ class Entry:
     """One array of a checkpoint.
 
     Attributes:
-        group: "model", "optimizer", "metrics", "random" or "callbacks".
+        group: "model", "optimizer", "metrics", "random", "callbacks" or "data".
         name: the path of a variable, or what else it is.
         value: `[*shape]`, or `[replicas, *shape]` where each replica has its own part.
         by_replica: whether each replica has its own part.

@@ -40,6 +40,7 @@ from keras.src.trainers import trainer as trainer_module
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.utils import python_utils
 
 from tfdist import collectives, randomness, tensorflow_internals
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 SEEN_IN = "3.15.1"
 
-__all__ = ["ArrayDataAdapter", "ProgbarLogger", "tree"]
+__all__ = ["ArrayDataAdapter", "GeneratorDataAdapter", "ProgbarLogger", "tree"]
 
 # What the loop uses as Keras' own `fit` does.
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights

@@ -43,6 +43,10 @@ WRITERS = (
 )
 
 
+# A model remembers here which pass over the data is its next.
+_NEXT_PASS = "_tfdist_next_pass"
+
+
 def fit(
     strategy: Strategy,
     model: keras.Model,
@@ -86,7 +90,7 @@ def fit(
         parts = keras_internals.unpack_x_y_sample_weight(validation_data)
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
-        validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps))
+        validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps, passes=True))
     _build(strategy, model, "train", feed)
     passes = Passes(feed, steps)
     if strategy.world.world_size > 1:
@@ -96,14 +100,16 @@ def fit(
 
     model.stop_training = False
     callbacks.on_train_begin()
-    initial_epoch, resume_batch = _begin_alike(strategy, model, callbacks, initial_epoch)
-    passes.begin_at(initial_epoch, resume_batch)
+    initial_epoch, resume_batch, next_pass = _begin_alike(strategy, model, callbacks, initial_epoch)
+    passes.begin_at(initial_epoch, resume_batch, next_pass)
     epoch_logs: Logs | None = None
     for epoch in range(initial_epoch, epochs):
         if not resume_batch:
             strategy.reset_metrics(model)
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(run_epoch(resume_batch or 0))
+        # Past Keras' attribute tracking, so that it is not saved with the model.
+        object.__setattr__(model, _NEXT_PASS, passes.next)
         resume_batch = None
         if validation is not None and model._should_eval(epoch, validation_freq):
             results = _evaluate(strategy, model, Passes(validation, validation_steps), callbacks)
@@ -133,7 +139,7 @@ def evaluate(
     """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`."""
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.request(x, y, sample_weight, batch_size=batch_size, steps=steps))
+    feed = _feed(strategy, feeds.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
     passes = Passes(feed, steps)
     logs = _evaluate(strategy, model, passes, _callback_list(strategy, model, callbacks, verbose, passes, epochs=1))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
@@ -152,7 +158,7 @@ def predict(
     strategy.check(model)
     _check_divisible(strategy, model)
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.request(x, batch_size=batch_size, steps=steps), for_prediction=True)
+    feed = _feed(strategy, feeds.request(x, batch_size=batch_size, steps=steps, passes=True), for_prediction=True)
     passes = Passes(feed, steps)
     callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
     outputs: list[Any] = []
@@ -289,6 +295,7 @@ def _callback_list(
         steps=passes.num_batches,
         examples=passes.examples,
         seed=strategy.seed,
+        data=passes,
         peers=strategy,
         model=model,
     )
@@ -320,9 +327,9 @@ def _config(optimizer: Any) -> Any:
     return {name: value for name, value in optimizer.get_config().items() if name != "name"}
 
 
-def _begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None]:
-    """The epoch and batch to begin at, and the chief's variables in every process: only its callbacks read files."""
-    begin = model._initial_epoch or initial_epoch, _resume_batch(callbacks)
+def _begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
+    """The epoch, batch and pass to begin at, and the chief's variables in every process: only it reads files."""
+    begin = model._initial_epoch or initial_epoch, _resume_batch(callbacks), getattr(model, _NEXT_PASS, 0)
     begin = tuple(agreement.of_chief(strategy, begin))
     building.share(strategy, model)
     return begin
@@ -358,13 +365,34 @@ class Passes:
         self.state: Any = None
         self.position = 0
         self._pass = 0
+        self._saved: tuple[int, int, bytes] | None = None
         self._empty = True
 
-    def begin_at(self, epoch: int, resume_batch: int | None) -> None:
-        """Goes to epoch number `epoch`, or to where a run that is resumed has run `resume_batch` steps of it."""
-        self._pass, self.position = epoch, 0
-        if resume_batch is not None:
+    def begin_at(self, epoch: int, resume_batch: int | None, next_pass: int) -> None:
+        """Goes to epoch number `epoch`, or to where a run that is resumed has run `resume_batch` steps of it.
+
+        A model that was trained before goes on with `next_pass`: its second `fit(epochs=1)` has another order than its
+        first one, and with `initial_epoch=1` the order of one `fit(epochs=2)`.
+        """
+        self._pass, self.position = max(epoch, next_pass), 0
+        if self._saved is not None:
+            self._pass, self.position, _ = self._saved
+        elif resume_batch is not None:
             self._pass, self.position = self._after(epoch, resume_batch)
+
+    @property
+    def next(self) -> int:
+        """The number of the pass that a later `fit` begins with."""
+        return self._pass + (self.position > 0)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where the data stand, as `resume` takes it."""
+        return {"number": self._pass, "position": self.position}
+
+    def resume(self, saved: bytes, number: int, position: int) -> None:
+        """Has the passes begin at batch `position` of pass `number`, as `saved` by the feed of another process."""
+        self._saved = number, position, saved
 
     def _after(self, epochs: int, batches: int) -> tuple[int, int]:
         """The pass, and the position in it, after `epochs` epochs and `batches` batches."""
@@ -381,7 +409,10 @@ class Passes:
 
     def begin_epoch(self) -> int | None:
         """Makes the data ready; returns how many batches of the pass are left, `None` when unknown."""
-        if self.state is None:
+        if self._saved is not None:
+            self.state = self.feed.resume(self._saved[2], self._pass, self.position)
+            self._saved = None
+        elif self.state is None:
             self.state = self.feed.start(self._pass, self.position)
         return None if self.feed.num_batches is None else self.feed.num_batches - self.position
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import io
 import math
 import multiprocessing.pool
 import signal
+import tempfile
 import threading
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -370,6 +374,44 @@ def runtime_started() -> bool:
 def global_seed() -> int | None:
     """What `tf.random.set_seed` was given last; `None` before it is called."""
     return context.global_seed()
+
+
+def iterator_state(iterator: Any) -> bytes:
+    """Where an iterator over a `tf.data.Dataset` stands, with what its pipeline holds, such as a shuffle's buffer.
+
+    What functions of the pipeline keep to themselves, such as the state of random numbers, is left out; the public
+    `tf.train.Checkpoint` refuses pipelines that have such functions, which a decoder in Python is enough for.
+
+    Raises:
+        tf.errors.OpError: a part of the pipeline cannot say where it stands, as one made of a Python generator.
+    """
+    handle = iterator._iterator_resource
+    state = tf.raw_ops.SerializeIterator(resource_handle=handle, external_state_policy=_IGNORE_FUNCTIONS)
+    with tempfile.TemporaryDirectory() as folder, io.BytesIO() as packed:
+        # Only a file can hold tensors of this type.
+        tf.raw_ops.SaveV2(prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], tensors=[state])
+        with zipfile.ZipFile(packed, "w") as archive:
+            for path in sorted(Path(folder).iterdir()):
+                archive.write(path, path.name)
+        return packed.getvalue()
+
+
+def restore_iterator(iterator: Any, state: bytes) -> None:
+    """Puts an iterator over the same pipeline where another one stood.
+
+    Raises:
+        tf.errors.OpError: it is another pipeline, which shows where parts of it have no state there.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(io.BytesIO(state)) as archive:
+            archive.extractall(folder)
+        (restored,) = tf.raw_ops.RestoreV2(
+            prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], dtypes=[tf.variant]
+        )
+        tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=restored)
+
+
+_IGNORE_FUNCTIONS = 1  # as ExternalStatePolicy of TensorFlow's dataset options has it
 
 
 def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:

@@ -19,7 +19,7 @@ from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
 from tfdist import keras_internals
-from tfdist.agreement import Peers
+from tfdist.agreement import Peers, any_of
 from tfdist.callbacks.clock import ClockedCallback
 from tfdist.checkpoint import Entry
 from tfdist.errors import CheckpointError
@@ -195,6 +195,33 @@ def restore_random_state(entries: Iterable[Entry]) -> None:
         np.random.set_state(("MT19937", found["numpy"], int(position), int(has_gauss), cached))
     gauss = found["python_gauss"].tolist()
     random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
+
+
+def data_state(data: Any, peers: Peers) -> list[Entry] | None:
+    """Where the data stand, `Passes` of the loop, in every process that has its own; `None` where one cannot tell."""
+    saved = data.feed.save()
+    if any_of(peers, saved is None):
+        return None
+    states = peers.exchange(saved) if data.feed.own else [saved]
+    return [Entry("data", f"iterator {rank}", np.frombuffer(state, np.uint8)) for rank, state in enumerate(states)]
+
+
+def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry], peers: Peers) -> None:
+    """Has `data` go on from there.
+
+    Raises:
+        CheckpointError: each process has its own part of the data, and there were other processes.
+    """
+    states = [entry.value.tobytes() for entry in entries if entry.group == "data"]
+    size = peers.world.world_size if data.feed.own else 1
+    if len(states) != size and place["position"]:
+        raise CheckpointError(
+            f"The checkpoint was written within a pass over the data by {len(states)} processes that each had their "
+            f"own part, and now there are {size}",
+            "resume with as many processes, or from a checkpoint of an epoch's end",
+        )
+    if len(states) == size:
+        data.resume(states[peers.world.rank if data.feed.own else 0], **place)
 
 
 def callbacks_state(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], list[Entry]]:

@@ -49,17 +49,19 @@ class Batches(keras.callbacks.Callback):
 
 
 class Observed:
-    """A model whose fits tell which examples were in which batch."""
+    """Models whose fits tell which examples were in which batch."""
 
     def __init__(self, contestant, examples, **options):
         self.examples = examples
         self.x, self.y = np.ones((examples, 2), "float32"), np.arange(examples, dtype="float32")
         self.strategy = start(contestant, **options)
-        with self.strategy.scope():
-            self.model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-            self.model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Seen(examples)])
 
-    def epochs(self, *data, **options):
+    def epochs(self, *data, again=False, **options):
+        """Those of a new model, or `again` of the one before."""
+        if not again:
+            with self.strategy.scope():
+                self.model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+                self.model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[Seen(self.examples)])
         batches = Batches()
         fit = {"epochs": 2, "verbose": 0, "callbacks": [batches]} | options
         self.strategy.fit(self.model, *(data or (self.x, self.y)), **fit)
@@ -129,6 +131,15 @@ def test_the_order_of_an_epoch_follows_from_seed_and_number(contestant):
     assert not np.array_equal(np.concatenate(first[0]), np.concatenate(first[1]))
     elsewhere = other.epochs(batch_size=BATCH, epochs=1)
     assert not np.array_equal(np.concatenate(first[0]), np.concatenate(elsewhere[0]))
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+def test_a_second_fit_goes_on_with_the_order_where_the_first_one_stopped(contestant):
+    observed = Observed(contestant, 5 * BATCH + 3, seed=SEED)
+    at_once = observed.epochs(batch_size=BATCH, epochs=4)
+    one_by_one = [observed.epochs(batch_size=BATCH, epochs=1, again=bool(number))[0] for number in range(3)]
+    assert_same(one_by_one, at_once[:3], tolerance=0)
+    assert_same(observed.epochs(batch_size=BATCH, epochs=4, initial_epoch=3, again=True), at_once[3:], tolerance=0)
 
 
 @contestants.among(contestants.WHOLE_AND_PARTS)

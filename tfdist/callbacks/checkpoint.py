@@ -23,6 +23,7 @@ import math
 import operator
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,9 @@ class Checkpoint(ClockedCallback):
         self.model._initial_epoch = self.params["epochs"] if ended else header.epoch
         if self._within_epochs:
             self.resume_batch = header.batch
+            if header.data is not None and header.steps_per_epoch == self.params.get("steps"):
+                data, entries = self.params["data"], self._stored.entries
+                training_state.restore_data_state(data, header.data, entries, self._peers)
 
     def begin_resumed_epoch(self) -> None:
         """The first epoch begins; called once all callbacks have seen it begin."""
@@ -220,8 +224,12 @@ class Checkpoint(ClockedCallback):
         # After an epoch's last batch, the epoch's end is saved instead: the loop could not go on from here to an
         # evaluation. Neither could stock Keras from within an epoch.
         at_end = self._batch == self.params.get("steps") or self.model.stop_training
-        if self._due_by_steps() and not at_end and self._within_epochs:
-            self._save(self._epoch, self._batch, logs)
+        if self._due_by_steps() and not at_end and self._within_epochs and not self._only_at_epoch_ends:
+            data = training_state.data_state(self.params["data"], self._peers)
+            if data is None:
+                self._note_only_at_epoch_ends()
+                return
+            self._save(self._epoch, self._batch, logs, data)
             elastic.leave_if_told(self._peers)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -232,7 +240,8 @@ class Checkpoint(ClockedCallback):
         due = self.every_epochs is not None and (epoch + 1) % self.every_epochs == 0
         last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
         if due or last or self._due_by_steps():
-            self._save(epoch + 1, 0, logs)
+            data = training_state.data_state(self.params["data"], self._peers) if "data" in self.params else None
+            self._save(epoch + 1, 0, logs, data)
             if not last:
                 elastic.leave_if_told(self._peers)
 
@@ -251,6 +260,7 @@ class Checkpoint(ClockedCallback):
         self._batch = 0
         self._step_of_epoch = 0  # the steps of the run before the current epoch
         self._steps_at_last_save = 0
+        self._only_at_epoch_ends = False
 
     def _choose_alike(self) -> Stored | None:
         """What the chief chooses, in every process: the others need not see its disk."""
@@ -334,7 +344,17 @@ class Checkpoint(ClockedCallback):
             self.step // self.every_steps > self._steps_at_last_save // self.every_steps
         )
 
-    def _save(self, epoch: int, batch: int, logs: dict[str, Any]) -> None:
+    def _note_only_at_epoch_ends(self) -> None:
+        self._only_at_epoch_ends = True
+        if self._peers.world.is_chief:
+            warnings.warn(
+                "The data cannot be gone on with in the middle of an epoch, as those of a Python generator cannot, or "
+                "of a `PyDataset` that does something between epochs: a run that is resumed begins at an epoch's "
+                "start, and `every_steps` saves at the end of the epoch instead",
+                stacklevel=2,
+            )
+
+    def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[checkpoint.Entry] | None) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             return
         entries = training_state.read(self.model, self._peers)
@@ -357,8 +377,10 @@ class Checkpoint(ClockedCallback):
             steps_per_epoch=self.params.get("steps"),
             seed=self.params.get("seed"),
             callbacks=states,
+            data=None if data is None else self.params["data"].place,
         )
-        self.saved = checkpoint.write(self.folder, header, [*entries, *training_state.random_state(), *arrays])
+        arrays += [*training_state.random_state(), *(data or [])]
+        self.saved = checkpoint.write(self.folder, header, [*entries, *arrays])
         checkpoint.prune(self.folder, self.keep, self.saved)
 
     def _note_best(self, epoch: int, logs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -18,10 +19,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import keras_internals
+from tfdist import keras_internals, tensorflow_internals
 from tfdist.data import order
 from tfdist.data.processes import PerProcess
-from tfdist.errors import DataError, UsageError
+from tfdist.errors import CheckpointError, DataError, UsageError
 from tfdist.keras_internals import tree
 from tfdist.world import World
 
@@ -40,6 +41,7 @@ class Request:
     steps: int | None = None
     shuffle: Any = False
     own: bool = False  # of this process; the others have theirs
+    passes: bool = False  # each pass begins anew and has `steps` batches
 
 
 def request(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Request:
@@ -95,6 +97,8 @@ def make(request: Request, seed: int) -> Feed:
         shuffle=shuffle,
         class_weight=request.class_weight,
     )
+    if request.passes and request.steps and isinstance(adapter, keras_internals.GeneratorDataAdapter):
+        adapter.generator = functools.partial(_one_more, adapter.generator, request.steps)
     if adapter.num_batches == 0:
         raise DataError(*NO_BATCHES)
     if isinstance(adapter, keras_internals.ArrayDataAdapter):
@@ -113,8 +117,10 @@ class Feed:
         batch_size: examples in a full global batch, `None` when unknown.
         spec: the `tf.TensorSpec`s of a global batch.
         batches: the graph's side of the feed.
+        own: other processes of the job have other data.
     """
 
+    own: ClassVar[bool] = False
     num_batches: Any
     examples: Any
     batch_size: Any
@@ -127,6 +133,19 @@ class Feed:
 
     def finish(self) -> None:
         """Ends a pass."""
+
+    def save(self) -> bytes | None:
+        """What `resume` needs besides the place in the pass; `None` where that pass cannot be gone on with."""
+        return b""
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
+        """As `start`, going on from where another process had `saved` its feed of the same data.
+
+        Raises:
+            CheckpointError: these are other data, and a pass has begun.
+        """
+        del saved
+        return self.start(epoch, first_batch)
 
     def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
         """The context in which these batches are read: it names the example that cannot be used."""
@@ -174,6 +193,19 @@ def tensors(x: Any, y: Any, *, on_host: bool = False) -> Any:
         if x is y:
             x = y = tf.convert_to_tensor(x)
         return keras_internals.sliceable(keras_internals.get_data_adapter(x=x, y=y))
+
+
+def _one_more(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[Any]:
+    """The batches of one pass over a generator, which loses one more, always.
+
+    Keras begins each pass with the first batches again, which it keeps, and goes on where the generator stands. That
+    depends on how many batches were prefetched, by the clock; one, mostly.
+    """
+    batches = generator()
+    for number, batch in enumerate(itertools.islice(batches, steps), 1):
+        if number == steps:
+            next(batches, None)
+        yield batch
 
 
 def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> Order:
@@ -290,6 +322,7 @@ class DatasetFeed(Feed):
         self._in_order = in_order
         self._dataset = adapter.get_tf_dataset()
         self.examples = None
+        self._iterator: Any = None  # of this pass, or of the one before
         self.batch_size = adapter.batch_size
         self.endless = bool(self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
         self.spec = self._dataset.element_spec
@@ -307,7 +340,35 @@ class DatasetFeed(Feed):
         if self._in_order is not None:
             self._in_order.set_epoch(epoch)
         self._adapter.on_epoch_begin()
-        return iter(self._dataset.skip(first_batch) if first_batch else self._dataset)
+        self._iterator = iter(self._dataset.skip(first_batch) if first_batch else self._dataset)
+        return self._iterator
+
+    def save(self) -> bytes | None:
+        if self._in_order is not None:
+            return b"" if self._in_order.always_alike else None
+        try:
+            return b"" if self._iterator is None else tensorflow_internals.iterator_state(self._iterator)
+        except tf.errors.OpError:
+            return None
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
+        if not saved:
+            return self.start(epoch, first_batch)
+        iterator = iter(self._dataset)
+        try:
+            tensorflow_internals.restore_iterator(iterator, saved)
+        except tf.errors.OpError as error:
+            if first_batch:
+                raise CheckpointError(
+                    "The checkpoint was written within an epoch of other data: this dataset is made of other parts",
+                    "resume with the dataset of the run that wrote it, or from a checkpoint of an epoch's end",
+                ) from error
+        if not first_batch:
+            # The iterator had ended, and has left behind from which seeds a shuffle draws its next order.
+            return self.start(epoch, 0)
+        self._adapter.on_epoch_begin()
+        self._iterator = iterator
+        return iterator
 
     def finish(self) -> None:
         self._adapter.on_epoch_end()
@@ -552,6 +613,13 @@ class _InOrder(keras.utils.PyDataset):
         self._dataset = dataset
         self._seed = seed
         self._order: Callable[[int], int] = lambda batch: batch
+
+    @property
+    def always_alike(self) -> bool:
+        """Whether nothing of the user's happens between two epochs: then a batch follows from its number."""
+        kind = type(self._dataset)
+        hooks = "on_epoch_begin", "on_epoch_end"
+        return all(getattr(kind, name) is getattr(keras.utils.PyDataset, name) for name in hooks)
 
     def set_epoch(self, epoch: int) -> None:
         if self._seed is not None:

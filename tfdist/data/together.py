@@ -100,6 +100,12 @@ class _Around(Feed):
     def finish(self) -> None:
         self._feed.finish()
 
+    def save(self) -> bytes | None:
+        return self._feed.save()
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
+        return self._feed.resume(saved, epoch, first_batch)
+
 
 class _SharedFeed(_Around):
     """A feed whose batches are alike in all processes; `given` takes note of them."""
@@ -133,6 +139,8 @@ class JoinedFeed(_Around):
         feed: this process' own.
         strategy: brings the processes together.
     """
+
+    own = True
 
     def __init__(self, feed: Feed, strategy: Strategy):
         super().__init__(feed)
