@@ -208,8 +208,10 @@ def test_an_iterator_goes_on_where_another_one_stood():
     tensorflow_internals.restore_iterator(second, state)
     assert [int(n) for n in second] == [int(n) for n in first]
     signature = tf.TensorSpec([], tf.int32)
-    generated = tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=signature)
+    generated = iter(tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=signature))
+    next(generated)
     with pytest.raises(tf.errors.OpError):
-        tensorflow_internals.iterator_state(iter(generated))
+        tensorflow_internals.iterator_state(generated)
+    plain = iter(tf.data.Dataset.range(9))
     with pytest.raises(tf.errors.OpError):
-        tensorflow_internals.restore_iterator(iter(tf.data.Dataset.range(9).batch(2).shuffle(3)), state)
+        tensorflow_internals.restore_iterator(iter(shuffled()), tensorflow_internals.iterator_state(plain))

@@ -1,0 +1,112 @@
+"""Pictures per second of a pipeline of one's own that decodes JPEGs, in one process and in two, a core for each.
+
+    alike          every process has the whole dataset, and decodes all of it
+    per_process    `tfdist.data.shard` before the decoding, `tfdist.data.per_process` around what comes of it
+
+The model is next to nothing, so that an epoch lasts as long as its input.
+
+Example: `python -m benchmarks.decoding --pictures 2000`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TARGET = 1.8  # two processes / one
+SIZE, BATCH_SIZE = 256, 32
+
+
+def make_pictures(folder: Path, count: int) -> None:
+    """Writes `count` JPEGs: smooth noise, which takes as long to decode as photographs do."""
+    import numpy as np
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        coarse = Image.fromarray(generator.integers(0, 255, (SIZE // 4, SIZE // 4, 3), np.uint8))
+        coarse.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(folder / f"{number:05}.jpg", quality=90)
+
+
+def pictures_per_second(folder: Path, count: int, workers: int, kind: str) -> float:
+    """Of a job of its own."""
+    command = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--log-dir", f"{folder}/logs"]
+    command += ["-m", "benchmarks.decoding", "--job", kind, "--folder", str(folder), "--pictures", str(count)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))["per_second"]
+
+
+def job(folder: Path, count: int, kind: str) -> None:
+    """One process of a job: trains three epochs, and prints how fast the later two were."""
+    from tfdist.world import World
+
+    cores = sorted(os.sched_getaffinity(0))  # one, where the launcher has divided them
+    os.sched_setaffinity(0, {cores[World.detect(os.environ).rank % len(cores)]})
+
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    strategy = tfdist.strategy("multiworker")
+    world = strategy.world
+
+    def decode(path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        picture = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
+        return tf.ensure_shape(picture, [SIZE, SIZE, 3]), tf.constant([1.0])
+
+    files = tf.data.Dataset.list_files(f"{folder}/*.jpg", shuffle=False)
+    own = kind == "per_process"
+    batch_size = BATCH_SIZE // world.world_size if own else BATCH_SIZE
+    files = tfdist.data.shard(files) if own else files
+    dataset = files.map(decode, num_parallel_calls=tf.data.AUTOTUNE).batch(batch_size).prefetch(2)
+    with strategy.scope():
+        inputs = keras.Input((SIZE, SIZE, 3), dtype="uint8")
+        corner = keras.layers.Lambda(lambda x: tf.cast(x[:, 0, 0], tf.float32), output_shape=(3,))(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(corner))
+        model.compile(keras.optimizers.SGD(1e-9), "mse", jit_compile=False)
+    data = tfdist.data.per_process(dataset) if own else dataset
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        strategy.fit(model, data, verbose=0)
+        seconds.append(time.perf_counter() - begun)
+    if world.is_chief:
+        print(json.dumps({"per_second": count / min(seconds[1:])}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        job(options.folder, options.pictures, options.job)
+        return
+    contestants = [(1, "alike"), (2, "alike"), (2, "per_process")]
+    with tempfile.TemporaryDirectory() as name:
+        make_pictures(Path(name), options.pictures)
+        found: dict[tuple[int, str], list[float]] = {contestant: [] for contestant in contestants}
+        for _ in range(options.repeats):
+            for workers, kind in contestants:
+                found[workers, kind].append(pictures_per_second(Path(name), options.pictures, workers, kind))
+    one = statistics.median(found[1, "alike"])
+    for (workers, kind), values in found.items():
+        middle = statistics.median(values)
+        spread = f"{min(values):.0f} to {max(values):.0f}"
+        print(f"{workers} x {kind:12s} {middle:7.0f} pictures/s ({spread})   {middle / one:.2f} of one process")
+    reached = statistics.median(found[2, "per_process"]) / one
+    print(f"per_process in two / one: {reached:.2f}, target {TARGET}: {'reached' if reached >= TARGET else 'missed'}")
+
+
+if __name__ == "__main__":
+    main()
