@@ -415,8 +415,9 @@ class TestResume:
     @pytest.mark.parametrize(
         ("name", "step"),
         [
-            ("shuffle", 10),
-            ("shuffle", 12),
+            ("shuffle", 4),
+            ("shuffle", 7),
+            ("shuffle", 16),
             ("repeated", 10),
             pytest.param("repeated", 15, marks=pytest.mark.thorough),
             pytest.param("in Python", 10, marks=pytest.mark.thorough),

@@ -263,3 +263,46 @@ def test_parts_of_each_process_give_what_one_device_makes_of_them_together(
     for case, values in expected.items():
         for value, wanted in zip(found[case], values, strict=True):
             np.testing.assert_allclose(value, wanted, rtol=5e-5, atol=5e-5, err_msg=case)
+
+
+RESUMED = """
+import json, pathlib, numpy as np, tfdist
+strategy = tfdist.strategy("multiworker", seed=1)
+import keras, tensorflow as tf, tfdist.callbacks
+
+rank = strategy.world.rank
+x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.optimizer.iterations.numpy() == 6:
+            raise KeyboardInterrupt
+
+def train(own, folder, *callbacks, **options):
+    tf.random.set_seed(5)
+    keras.utils.set_random_seed(5)
+    rows = x[: 20 + 8 * rank] + rank if own else x
+    dataset = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).shuffle(20, seed=2).batch(8)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    keep = tfdist.callbacks.Checkpoint(folder, every_steps=2, **options)
+    data = tfdist.data.per_process(dataset) if own else dataset
+    try:
+        strategy.fit(model, data, epochs=3, verbose=0, callbacks=[keep, *callbacks])
+    except KeyboardInterrupt:
+        pass
+    return [array.tolist() for array in model.get_weights()]
+
+found = []
+for own in (False, True):
+    unbroken = train(own, f"unbroken {own}")
+    train(own, f"broken {own}", Kill())
+    found.append([unbroken, train(own, f"broken {own}", resume=True)])
+print(json.dumps(found), flush=True)
+"""
+
+
+def test_a_dataset_is_gone_on_with_within_an_epoch_in_each_process(tmp_path, script):
+    for unbroken, resumed in printed(script, RESUMED, cwd=tmp_path):
+        assert resumed == unbroken

@@ -323,6 +323,7 @@ class DatasetFeed(Feed):
         self._dataset = adapter.get_tf_dataset()
         self.examples = None
         self._iterator: Any = None  # of this pass, or of the one before
+        self._begun = 0  # passes, of those in the run that is resumed too
         self.batch_size = adapter.batch_size
         self.endless = bool(self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
         self.spec = self._dataset.element_spec
@@ -339,6 +340,7 @@ class DatasetFeed(Feed):
     def start(self, epoch: int, first_batch: int) -> Any:
         if self._in_order is not None:
             self._in_order.set_epoch(epoch)
+        self._begun += 1
         self._adapter.on_epoch_begin()
         self._iterator = iter(self._dataset.skip(first_batch) if first_batch else self._dataset)
         return self._iterator
@@ -347,25 +349,28 @@ class DatasetFeed(Feed):
         if self._in_order is not None:
             return b"" if self._in_order.always_alike else None
         try:
-            return b"" if self._iterator is None else tensorflow_internals.iterator_state(self._iterator)
+            state = b"" if self._iterator is None else tensorflow_internals.iterator_state(self._iterator)
         except tf.errors.OpError:
             return None
+        return self._begun.to_bytes(8, "little") + state
 
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
         if not saved:
             return self.start(epoch, first_batch)
+        self._begun, state = int.from_bytes(saved[:8], "little"), saved[8:]
+        # A shuffle draws the seeds of its next order when an iterator is made; a restored one counts as the one before.
+        for _ in range(self._begun - 2 if first_batch else self._begun):
+            iter(self._dataset)
+        if not first_batch:
+            return self.start(epoch, 0)
         iterator = iter(self._dataset)
         try:
-            tensorflow_internals.restore_iterator(iterator, saved)
+            tensorflow_internals.restore_iterator(iterator, state)
         except tf.errors.OpError as error:
-            if first_batch:
-                raise CheckpointError(
-                    "The checkpoint was written within an epoch of other data: this dataset is made of other parts",
-                    "resume with the dataset of the run that wrote it, or from a checkpoint of an epoch's end",
-                ) from error
-        if not first_batch:
-            # The iterator had ended, and has left behind from which seeds a shuffle draws its next order.
-            return self.start(epoch, 0)
+            raise CheckpointError(
+                "The checkpoint was written within an epoch of other data: this dataset is made of other parts",
+                "resume with the dataset of the run that wrote it, or from a checkpoint of an epoch's end",
+            ) from error
         self._adapter.on_epoch_begin()
         self._iterator = iterator
         return iterator
