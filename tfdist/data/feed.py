@@ -477,7 +477,7 @@ class RankBatches(DatasetBatches):
         mine, size = batch
         of_rank, _ = order.part(size, self.rank, self.world_size)
         begin, end = order.part(size, index, count)
-        part = tree.map_structure(lambda tensor: _or_zeros(tensor[begin - of_rank : end - of_rank]), mine)
+        part = tree.map_structure(lambda tensor: at_least_one(tensor[begin - of_rank : end - of_rank]), mine)
         return part, (end - begin) / size
 
 
@@ -525,12 +525,20 @@ def none_if_empty(value: Any) -> Any:
     return None if isinstance(value, tf.experimental.Optional) else value
 
 
-def _or_zeros(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor`, or an example of zeros where it has none: those of other ranks are not here."""
-    if tensor.shape[0]:
-        return tensor
-    missing = tf.maximum(0, 1 - tf.shape(tensor)[0])
-    return tf.concat([tensor, tf.zeros([missing, *tensor.shape[1:]], tensor.dtype)], 0)
+def at_least_one(value: Any) -> Any:
+    """`value`, or an example of zeros where it has none, and those of other processes are not here."""
+    if not _has_examples(value) or (isinstance(value, tf.Tensor) and value.shape[0]):
+        return value
+    missing = tf.maximum(0, 1 - length(value))
+    if isinstance(value, tf.SparseTensor):
+        shape = tf.concat([value.dense_shape[:1] + tf.cast(missing, tf.int64), value.dense_shape[1:]], 0)
+        return tf.SparseTensor(value.indices, value.values, shape)
+    if isinstance(value, tf.RaggedTensor):
+        splits = value.row_splits
+        more = tf.fill([missing], splits[-1])
+        return tf.RaggedTensor.from_row_splits(value.values, tf.concat([splits, more], 0), validate=False)
+    zeros = tf.zeros([missing, *[size or 1 for size in value.shape[1:]]], value.dtype)
+    return tf.concat([value, zeros], 0)
 
 
 def _has_examples(value: Any) -> bool:

@@ -252,7 +252,7 @@ class JoinedBatches(Batches):
         mine, sizes = batch
         data, share = _local_part(self, state, mine, index, count)
         of_all = tf.cast(sizes[self.rank], tf.float64) / tf.cast(tf.reduce_sum(sizes), tf.float64)
-        return data, share * of_all
+        return tree.map_structure(feeds.at_least_one, data), share * of_all
 
 
 def _local_part(batches: Any, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
