@@ -7,7 +7,8 @@ norm, perturbs the weights along it, gives it to an optimizer that normalizes) i
 
 What is added up besides, as one device would:
 
-- A target that has a value per example stands for its sum, as a tape has it: its share is 1.
+- A target that has a value per example stands for its sum, as a tape has it: its share is 1. So is that of a scalar
+  that is a sum over the examples, as `tfdist.scaling` finds.
 - Rows of a table that were looked up by position, not by what an example says, are one dense tensor per replica. Their
   gradients are added by position, and not listed once per replica.
 """
@@ -20,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist import collectives, origins, tensorflow_internals
+from tfdist import collectives, origins, scaling, tensorflow_internals
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Replica
 
 
-def of_global_batch(gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
+def of_global_batch(gradient: Callable[[Any, Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
     """What `tf.GradientTape.gradient` returns inside a step.
 
     Args:
-        gradient: `gradient(output_gradients)` computes this replica's own.
+        gradient: `gradient(target, output_gradients)` computes this replica's own.
         target: what is differentiated.
         sources: with respect to what; of a tensor, which is this replica's alone, the gradient is too.
         output_gradients: as of `tf.GradientTape.gradient`.
@@ -38,9 +39,9 @@ def of_global_batch(gradient: Callable[[Any], Any], target: Any, sources: Any, o
     replica = collectives.current()
     flat = tf.nest.flatten(sources)
     if replica is None or not any(map(_is_variable, flat)):
-        return gradient(output_gradients)
+        return gradient(target, output_gradients)
     collectives.require_meeting(replica, "A gradient with respect to variables")
-    found = tf.nest.flatten(gradient(_weights(replica, target, output_gradients)))
+    found = tf.nest.flatten(gradient(*_weighed(replica, target, output_gradients)))
     variables = [index for index, source in enumerate(flat) if _is_variable(source)]
     reduced = _reduced(replica, [found[index] for index in variables])
     for index, one in zip(variables, reduced, strict=True):
@@ -52,17 +53,29 @@ def _is_variable(source: Any) -> bool:
     return isinstance(source, keras.Variable | tf.Variable)
 
 
-def _weights(replica: Replica, target: Any, given: Any) -> Any:
-    """The gradients to begin with: a scalar is a mean over the examples, and has the share as its weight."""
-    if isinstance(replica.share, float) and replica.share == 1.0:
-        return given
+def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
+    """What this replica differentiates, and the gradients to begin with, which are its weights."""
     targets = tf.nest.flatten(target)
-    if not any(map(_is_scalar, targets)):
-        return given
+    if (isinstance(replica.share, float) and replica.share == 1.0) or not any(map(_is_scalar, targets)):
+        return target, given
     begun = map(tf.ones_like, targets) if given is None else tf.nest.flatten(given)
+    weighed: list[tuple[Any, Any]] = []
+    for one, begin in zip(targets, begun, strict=True):
+        if _is_scalar(one) and begin is not None:
+            weighed += [(tensor, weight * begin) for tensor, weight in replica_parts(replica, one)]
+        else:
+            weighed.append((one, begin))
+    return [one for one, _ in weighed], [begin for _, begin in weighed]
+
+
+def replica_parts(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Tensors that `scalar` is made of, with weights: their sum over the replicas is the scalar of the global batch."""
+    share = tf.cast(replica.share, scalar.dtype)
+    if tf.executing_eagerly() or replica.examples is not None:
+        return [(scalar, share)]
     return [
-        tf.cast(replica.share, one.dtype) * begin if _is_scalar(one) and begin is not None else begin
-        for one, begin in zip(targets, begun, strict=True)
+        (one.tensor, (tf.cast(replica.real, scalar.dtype) if one.is_sum else share) * one.factor)
+        for one in scaling.summands(scalar, replica.data)
     ]
 
 

@@ -43,7 +43,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.utils import python_utils
 
-from tfdist import collectives, randomness, tensorflow_internals
+from tfdist import collectives, gradients, randomness, tensorflow_internals
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -411,11 +411,19 @@ def _apply_mask(
 def _mean_update_state(
     replica: Replica, original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
 ) -> Any:
-    """A scalar given to a `Mean` is a mean over the local batch: it counts with the replica's share."""
+    """A scalar given to a `Mean` is a mean over the local batch, or a sum, and counts once in the global one."""
     values = backend.convert_to_tensor(values)
-    if len(values.shape) == 0 and sample_weight is None:
-        sample_weight = replica.share
+    if len(values.shape) == 0:
+        if values.dtype.is_floating:  # a sum grows by what the share takes from it
+            values = tf.math.divide_no_nan(part_of_global(replica, values), tf.cast(replica.share, values.dtype))
+        sample_weight = replica.share if sample_weight is None else sample_weight
     return original(metric, values, sample_weight)
+
+
+def part_of_global(replica: Replica, scalar: tf.Tensor) -> tf.Tensor:
+    """This replica's part of a scalar: the sum of all parts is what one device computes."""
+    parts = [tf.math.multiply_no_nan(tensor, weight) for tensor, weight in gradients.replica_parts(replica, scalar)]
+    return tf.add_n(parts)
 
 
 def _compute_moments_sync(
@@ -698,6 +706,11 @@ def number_of_examples(arrays: Any) -> int:
     """The length of the first array of a structure that `sliceable` made."""
     first = next(array for array in tree.flatten(arrays) if array is not None)
     return int(first.shape[0])
+
+
+def is_of_keras_alone(model: Any) -> bool:
+    """Whether all classes in `model` are Keras' own, whose losses are known."""
+    return all(_is_of_keras(type(part)) for part in [model, *model._flatten_layers()])
 
 
 def fixed_batch_size(model: Any) -> int | None:

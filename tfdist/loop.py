@@ -560,5 +560,8 @@ def _program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callba
     programs = _made(model, kind).programs
     if key not in programs:
         _build(strategy, model, kind, feed)
-        programs[key] = strategy.program(model, kind, feed.batches, at_nan)
+        # Of Keras' own classes it is known what they make of a batch, and a known length makes a faster graph.
+        known = strategy.alone or keras_internals.is_of_keras_alone(model)
+        batches = feed.batches if known else feed.batches.of_any_length()
+        programs[key] = strategy.program(model, kind, batches, at_nan)
     return programs[key]

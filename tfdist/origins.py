@@ -20,16 +20,16 @@ def depends_on(tensor: tf.Tensor, examples: Sequence[tf.Tensor], alike: Sequence
         examples: the tensors of a replica's part of the global batch.
         alike: tensors that are the same on all replicas, whatever they were computed from.
     """
-    ends = {_key(one) for one in examples}
-    seen = {_key(one) for one in alike}
+    ends = {key(one) for one in examples}
+    seen = {key(one) for one in alike}
     waiting = [tensor]
     while waiting:
         one = waiting.pop()
-        if _key(one) in ends:
+        if key(one) in ends:
             return True
-        if _key(one) in seen:
+        if key(one) in seen:
             continue
-        seen.add(_key(one))
+        seen.add(key(one))
         if one.op.op_def.is_stateful and one.op.type not in _OF_VARIABLES:
             return True
         if not _is_length_of_other_axis(one):
@@ -37,7 +37,8 @@ def depends_on(tensor: tf.Tensor, examples: Sequence[tf.Tensor], alike: Sequence
     return False
 
 
-def _key(tensor: tf.Tensor) -> tuple[int, str]:
+def key(tensor: tf.Tensor) -> tuple[int, str]:
+    """What tells a tensor of a graph from others, however often TensorFlow makes an object for it."""
     return id(tensor.graph), tensor.name
 
 

@@ -332,14 +332,16 @@ class _Graph:
 
 
 def _mean(logs: Logs, replica: Replica) -> Logs:
-    """The mean of the replicas' logs, weighed by their shares."""
+    """The replicas' logs in one: means over the examples, weighed by the shares, and sums."""
 
-    def weigh(value: Any) -> tf.Tensor:
+    def part(value: Any) -> tf.Tensor:
         value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
+        if value.shape.rank == 0:
+            return keras_internals.part_of_global(replica, value)
         return tf.math.multiply_no_nan(value, tf.cast(replica.share, tf.float32))
 
-    weighed = tf.nest.map_structure(weigh, logs)
-    return tf.nest.pack_sequence_as(weighed, replica.all_reduce(tf.nest.flatten(weighed)))
+    parts = tf.nest.map_structure(part, logs)
+    return tf.nest.pack_sequence_as(parts, replica.all_reduce(tf.nest.flatten(parts)))
 
 
 def _is_count(value: Any) -> bool:

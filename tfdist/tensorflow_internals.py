@@ -106,11 +106,11 @@ def without_strategy() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-def around_gradients(around: Callable[[Callable[[Any], Any], Any, Any, Any], Any]) -> None:
+def around_gradients(around: Callable[[Callable[[Any, Any], Any], Any, Any, Any], Any]) -> None:
     """Has `tf.GradientTape.gradient` return `around(gradient, target, sources, output_gradients)` from now on.
 
-    `gradient(output_gradients)` is the original. What is computed inside another gradient stays as it is: what a
-    backward pass computes once more, and the rows of a jacobian, which are vectorized.
+    `gradient(target, output_gradients)` is the original. What is computed inside another gradient stays as it is: what
+    a backward pass computes once more, and the rows of a jacobian, which are vectorized.
     """
     original = tf.GradientTape.gradient
 
@@ -122,12 +122,12 @@ def around_gradients(around: Callable[[Callable[[Any], Any], Any, Any, Any], Any
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        def compute(output_gradients: Any) -> Any:
+        def compute(target: Any, output_gradients: Any) -> Any:
             with _differentiating():
                 return original(tape, target, sources, output_gradients, unconnected_gradients)
 
         if _thread.differentiates:
-            return compute(output_gradients)
+            return compute(target, output_gradients)
         return around(compute, target, sources, output_gradients)
 
     tf.GradientTape.gradient = gradient

@@ -142,6 +142,47 @@ class LossesPerExample(Regression):
         return loss, tape.gradient(loss, self.net.trainable_variables)
 
 
+class SumOverBatchSize(Regression):
+    """As TensorFlow's tutorials of distribution: a sum over the examples, divided by the size of the global batch."""
+
+    def gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = ops.square(self.net(x) - y)[:, 0]
+            loss = ops.sum(losses) / BATCH + 0.01 * tf.nn.l2_loss(self.kernel)
+            loss = self.optimizer.scale_loss(loss)
+        return loss, tape.gradient(loss, self.net.trainable_variables)
+
+
+class SumOverItsOwnLength(Regression):
+    def gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = ops.square(self.net(x) - y)
+            loss = ops.sum(losses) / ops.cast(ops.size(losses), "float32") + ops.sum(
+                losses / ops.cast(ops.shape(x)[0], "float32")
+            )
+        return loss, tape.gradient(loss, self.net.trainable_variables)
+
+
+class SumOfExamples(Regression):
+    """Returned as it is, and not by a metric."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = tf.reduce_sum(tf.square(self.net(x) - y)) * 0.02
+            loss = error + ops.mean(ops.abs(self.net(x)))
+        self.update(tape.gradient(loss, self.net.trainable_variables))
+        return {"loss": loss, "error": error}
+
+
+class SummedPenalty(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
 class GradientOfGradient(Regression):
     """One step of MAML: the update of a copy of the weights is differentiated."""
 
@@ -248,6 +289,13 @@ STEPS = {
     "an optimizer that normalizes gradients": (Regression, lambda: Normalizing(0.1)),
     "weights updated by hand": (WithoutOptimizer, None),
     "a loss per example": (LossesPerExample, None),
+    "a loss summed over the examples": (SumOverBatchSize, None),
+    "a scaled loss summed over the examples": (
+        SumOverBatchSize,
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+    ),
+    "a loss divided by its own length": (SumOverItsOwnLength, None),
+    "sums and means in the logs": (SumOfExamples, None),
     "a gradient of a gradient": (GradientOfGradient, None),
     "steps in functions of TensorFlow": (InAFunction, adam),
     "variables of TensorFlow": (TensorFlowVariables, None),
@@ -317,6 +365,17 @@ def test_what_is_looked_up_by_position_is_updated_as_on_one_device(lookup, optim
         return compiled(keras.Sequential(stack), optimizer())
 
     assert_same(trained(contestant, make, TOKENS), trained(STOCK, make, TOKENS))
+
+
+def test_a_penalty_summed_over_the_batch_is_that_of_one_device(contestant):
+    def make():
+        stack = [keras.Input((4,)), layers.Dense(3), SummedPenalty(), layers.Dense(1, activity_regularizer="l2")]
+        return compiled(keras.Sequential(stack))
+
+    for examples in (16, EXAMPLES):  # batches of one size, and a remainder
+        assert_same(
+            trained(contestant, make, X[:examples], Y[:examples]), trained(STOCK, make, X[:examples], Y[:examples])
+        )
 
 
 def test_a_normalized_layer_trains_as_on_one_device(contestant):

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import keras
@@ -176,6 +176,10 @@ class Batches:
         """
         raise NotImplementedError
 
+    def of_any_length(self) -> Batches:
+        """The same, but that a graph does not know the lengths of parts, which then show where it uses them."""
+        return self
+
     def take(self, state: Any, first: int, count: int) -> Iterator[Any]:
         """Up to `count` batches from number `first` on, fetched one by one outside of a graph."""
         for step in range(first, first + count):
@@ -284,19 +288,23 @@ class ArrayBatches(Batches):
     even: bool  # the batches are all of one size: a static shape makes a faster graph
     transform: Transform | None = None
     counted: bool = True
+    length_is_known: bool = True  # in the graph, where the batches are even
+
+    def of_any_length(self) -> ArrayBatches:
+        return replace(self, length_is_known=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
         _, positions = state
         return tuple(self._rows(of_each, step * self.batch_size) for of_each in positions)
 
     def _rows(self, of_each: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-        if not self.even:
+        if not (self.even and self.length_is_known):
             return of_each[begin : begin + self.batch_size]
         rest = of_each.shape[1:]
         return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
-        begin, end, share = _bounds(length(batch[0]), index, count)
+        begin, end, share = _bounds(self.batch_size if self.even else length(batch[0]), index, count)
         return self._gathered(state, [of_each[begin:end] for of_each in batch] if count > 1 else batch), share
 
     def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> Any:
@@ -393,6 +401,10 @@ class DatasetBatches(Batches):
     """A batch is fetched from the iterator; each replica slices its part."""
 
     counted: bool
+    length_is_known: bool = field(default=True, kw_only=True)
+
+    def of_any_length(self) -> DatasetBatches:
+        return replace(self, length_is_known=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         del step
@@ -407,6 +419,8 @@ class DatasetBatches(Batches):
             flat = tree.flatten(batch)
             begin, end, share = _bounds(_common_length(flat), index, count)
             parts = [_slice(tensor, begin, end) if _has_examples(tensor) else tensor for tensor in flat]
+            if not self.length_is_known:
+                parts = [_of_any_length(part) for part in parts]
         return tree.pack_sequence_as(batch, parts), share
 
 
@@ -523,6 +537,12 @@ def _spec_of_any_size(value: Any) -> Any:
 def none_if_empty(value: Any) -> Any:
     """Keras' generators carry an absent target or weight as an empty optional."""
     return None if isinstance(value, tf.experimental.Optional) else value
+
+
+def _of_any_length(tensor: Any) -> Any:
+    if not isinstance(tensor, tf.Tensor) or tensor.shape.rank in (None, 0) or tf.executing_eagerly():
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
 
 def at_least_one(value: Any) -> Any:

@@ -185,6 +185,9 @@ class SharedBatches(Batches):
     given: Given
     endless: bool
 
+    def of_any_length(self) -> SharedBatches:
+        return replace(self, whole=self.whole.of_any_length())
+
     @property
     def counted(self) -> bool:  # type: ignore[override]
         return self.whole.counted
@@ -237,6 +240,9 @@ class JoinedBatches(Batches):
     world_size: int
     counted: bool
     given: Given
+
+    def of_any_length(self) -> JoinedBatches:
+        return replace(self, part_of=self.part_of.of_any_length())
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         mine = self.part_of.fetch(state, step)
