@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
-from keras.src.backend.tensorflow import nn, numpy
+from keras.src.backend.tensorflow import nn, numpy, random
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -32,6 +32,12 @@ def test_the_version_of_keras_is_the_one_that_was_read():
     ("function", "expected"),
     [
         (loss_module.reduce_values, ["values", "sample_weight", "reduction"]),
+        (loss_module.reduce_weighted_values, ["values", "sample_weight", "mask", "reduction", "dtype"]),
+        (keras.losses.Loss.__call__, ["self", "y_true", "y_pred", "sample_weight"]),
+        (BaseOptimizer._backend_update_step, ["self", "grads", "trainable_variables", "learning_rate"]),
+        (random.draw_seed, ["seed"]),
+        (random.dropout, ["inputs", "rate", "noise_shape", "seed"]),
+        (random.categorical, ["logits", "num_samples", "dtype", "seed"]),
         (loss_module.apply_mask, ["sample_weight", "mask", "dtype", "reduction"]),
         (loss_module.scale_loss_for_distribution, ["value"]),
         (loss_module.unscale_loss_for_distribution, ["value"]),
@@ -41,7 +47,6 @@ def test_the_version_of_keras_is_the_one_that_was_read():
         (keras.metrics.Mean.update_state, ["self", "values", "sample_weight"]),
         (BaseOptimizer.apply, ["self", "grads", "trainable_variables"]),
         (keras.optimizers.LossScaleOptimizer.apply, ["self", "grads", "trainable_variables"]),
-        (keras.optimizers.LossScaleOptimizer.scale_loss, ["self", "loss"]),
         (TFOptimizer._all_reduce_sum_gradients, ["self", "grads_and_vars"]),
         (keras.StatelessScope.add_update, ["self", "update"]),
         (keras.StatelessScope.get_current_value, ["self", "variable"]),
@@ -107,6 +112,19 @@ def test_nothing_is_assigned_where_nothing_is_to_be_assigned():
     assert float(variable[0]) == 1.0
     variable.assign_add(made)
     assert float(variable[0]) == 4.0
+
+
+def test_functions_that_draw_take_a_shape_first():
+    for name in ("normal", "uniform", "truncated_normal", "randint", "gamma", "beta", "binomial"):
+        assert parameters(getattr(random, name))[0] == "shape"
+
+
+def test_metrics_of_a_compiled_model_are_found_one_by_one_and_their_functions_are_known():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae", lambda y, p: y - p, keras.metrics.AUC()])
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+    found = keras_internals.metrics_of(model)
+    assert [keras_internals.is_additive(metric) for metric in found] == [True, True, False, True]
 
 
 def test_around_the_update_of_an_optimizer_its_gradients_can_be_changed_and_none_of_it_is_saved():

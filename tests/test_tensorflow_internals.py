@@ -19,7 +19,8 @@ from tensorflow.python.distribute import (
     parameter_server_strategy_v2,
     values,
 )
-from tensorflow.python.ops import collective_ops
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 
 from tfdist import tensorflow_internals
 
@@ -215,3 +216,32 @@ def test_an_iterator_goes_on_where_another_one_stood():
     plain = iter(tf.data.Dataset.range(9))
     with pytest.raises(tf.errors.OpError):
         tensorflow_internals.restore_iterator(iter(shuffled()), tensorflow_internals.iterator_state(plain))
+
+
+def test_what_is_put_around_gradients_functions_assignments_and_draws_has_the_parameters_that_were_seen():
+    def parameters(function):
+        return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+    assert parameters(tf.GradientTape.gradient) == [
+        "self",
+        "target",
+        "sources",
+        "output_gradients",
+        "unconnected_gradients",
+    ]
+    function = tf.function(lambda: None)
+    assert function._autograph
+    assert callable(function._python_function)
+    assert function._experimental_autograph_options is None
+    for kind in (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable):
+        for name in {"assign", "assign_add", "assign_sub"} & set(vars(kind)):
+            assert parameters(vars(kind)[name])[2:] == ["use_locking", "name", "read_value"]
+    assert parameters(random_seed.get_seed) == ["op_seed"]
+    for name in tensorflow_internals._DRAWS:
+        assert parameters(getattr(random_ops, name))[0] == "shape"
+
+
+def test_a_tape_that_records_is_seen():
+    assert not tensorflow_internals.tape_is_open()
+    with tf.GradientTape():
+        assert tensorflow_internals.tape_is_open()

@@ -177,9 +177,13 @@ class _OnThisProcess(base.Strategy):
     def __init__(self, strategy: base.Strategy):  # the options are the other one's
         self.name = strategy.name  # type: ignore[misc]
         self.world, self.devices = base.World(), strategy.devices
-        self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
+        self.fused, self.steps_per_call, self.seed = strategy.fused, strategy.steps_per_call, strategy.seed
         # What is made on the way must be the same in all processes.
         self.share_variables = strategy.share_variables  # type: ignore[method-assign]
+
+    @property
+    def alone(self) -> bool:
+        return True
 
     def run(self, step: base.Step) -> list[Any]:
         with tf.device(self.devices[0]):

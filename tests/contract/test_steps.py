@@ -14,7 +14,8 @@ from tests.contract import contestants
 from tests.contract.comparison import STOCK, assert_same, start
 from tfdist.errors import DataError, UsageError
 
-REPLICAS = contestants.EACH_COUNT
+# Halves with one copy of the variables, thirds with a copy each.
+REPLICAS = contestants.OF_THE_JOB | {"single": (1,), "mirrored": (3,), "custom": (2,), "stock_mirrored": (2,)}
 EXAMPLES, BATCH = 19, 8  # the last batch has three
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(EXAMPLES, 4)).astype("float32")

@@ -7,8 +7,8 @@ import pytest
 
 from tests.processes.jobs import ROOT, clean_environment
 
-EQUALITY, CALLBACKS, CALL, ORDER = (
-    f"tests/contract/test_{name}.py" for name in ("equality", "callbacks", "same_call", "order")
+EQUALITY, CALLBACKS, CALL, ORDER, STEPS = (
+    f"tests/contract/test_{name}.py" for name in ("equality", "callbacks", "same_call", "order", "steps")
 )
 QUICK = [
     "remainder 1",
@@ -23,6 +23,7 @@ QUICK = [
     "own train_step",
     "auc",
 ]
+QUICK_STEPS = "sharpness or pairs or summed or LargestError or convolutions or circle or drawn"
 QUICK_CALLBACKS = "EarlyStopping or CSVLogger or all_hooks or backup_and_restore or once_an_epoch"
 
 
@@ -67,6 +68,10 @@ def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
     assert f"{len(tests)} passed" in run_together("multiworker", 2, *tests, cwd=tmp_path)
 
 
+def test_two_workers_take_steps_of_the_users_own_as_one_device_does(tmp_path):
+    assert "passed" in run_together("multiworker", 2, STEPS, "-k", QUICK_STEPS, cwd=tmp_path)
+
+
 def test_two_workers_have_the_callbacks_of_one_device(tmp_path):
     assert "passed" in run_together("multiworker", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
 
@@ -79,6 +84,6 @@ def test_two_workers_keep_the_states_of_streams_and_leave_out_what_is_ignored(tm
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER])
+@pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS])
 def test_the_whole_contract(tmp_path, workers, part):
     assert "passed" in run_together("multiworker", workers, part, cwd=tmp_path)

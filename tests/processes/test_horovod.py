@@ -16,6 +16,8 @@ from tests.processes.test_contract import (
     EQUALITY,
     ORDER,
     QUICK_CALLBACKS,
+    QUICK_STEPS,
+    STEPS,
     equality_cases,
     run_together,
 )
@@ -139,10 +141,14 @@ class TestContract:
     def test_two_processes_have_the_callbacks_of_one_device(self, tmp_path):
         assert "passed" in run_together("horovod", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
 
+    @RATHER_GLOO
+    def test_two_processes_take_steps_of_the_users_own_as_one_device_does(self, tmp_path, engine):
+        assert "passed" in run_together("horovod", 2, STEPS, "-k", QUICK_STEPS, cwd=tmp_path, options=engine)
+
     @THOROUGH
     @ENGINES
     @pytest.mark.parametrize("workers", [1, 2, 3])
-    @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER])
+    @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS])
     def test_the_whole_contract(self, tmp_path, engine, workers, part):
         assert "passed" in run_together("horovod", workers, part, cwd=tmp_path, options=engine)
 
