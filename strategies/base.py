@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfdist import collectives, keras_internals, reduction, tensorflow_internals
+from tfdist.communicators import opaque
 from tfdist.errors import UsageError
 from tfdist.strategies import devices as device_choice
 from tfdist.world import World
@@ -70,6 +71,9 @@ class Replica:
     def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:
         """Has the step run on the part `data` of a global batch; see `Strategy.unseeded`."""
         self.unseeded = unseeded
+        if not isinstance(share, tf.Tensor) and share == 0:
+            # A graph that knew it would leave out what is multiplied by it, exchanges among it, on this replica alone.
+            share = opaque(tf.constant(0.0, tf.float64))
         self.part, self.share = data, share
         self.data = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if tensor is not None]
         sized = [tensor for tensor in self.data if tensor.shape.rank]
@@ -147,8 +151,10 @@ class Replica:
 
     def write_metric(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Gives variables of a metric values that are the same on every replica: one has them, the others nothing."""
-        if self.metrics_in_parts and self.index > 0:
-            updates = [(variable, tf.zeros_like(value)) for variable, value in updates]
+        if self.metrics_in_parts:
+            # A replica that knew its index would leave out what the value comes from, exchanges among it.
+            first = opaque(tf.constant(self.index == 0))
+            updates = [(variable, tf.where(first, value, tf.zeros_like(value))) for variable, value in updates]
         self.write(updates)
 
     def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:

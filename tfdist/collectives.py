@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist.communicators import opaque
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +85,10 @@ def gather(tensor: Any) -> Any:
     @tf.custom_gradient
     def gathered(local: tf.Tensor) -> Any:
         count = tf.shape(local)[:1]
-        begin = tf.reduce_sum(replica.all_gather(count)[: replica.index])
+        counts = replica.all_gather(count)
+        # A graph that knew the first replica to begin at 0 would leave out the exchange, there alone.
+        before = tf.range(tf.size(counts)) < opaque(tf.constant(replica.index))
+        begin = tf.reduce_sum(tf.where(before, counts, 0))
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             (total,) = replica.all_reduce([upstream])

@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import collectives, origins
+from tfdist.communicators import opaque
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
         value = before + replica.all_reduce([replica.only_real(value - before)])[0]
     elif value.dtype.is_floating:
         first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-        weight = float(replica.index == 0) if first else replica.share
+        weight = opaque(tf.constant(float(replica.index == 0))) if first else replica.share
         (value,) = replica.all_reduce([tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))])
 
     def write(values: list[tf.Tensor]) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import collectives
+
 LOOKS = 20  # at least, before something has waited too long
 LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -71,7 +73,8 @@ class Counter:
         return result
 
     def _count(self, variable: tf.Variable) -> Any:
-        with tf.device(variable.device):  # and not that of the collective
+        # On its own device, not that of the collective; and it is no assignment of the step, on which replicas agree.
+        with tf.device(variable.device), collectives.on_replica(None):
             return variable.assign_add(1, read_value=False)
 
 
