@@ -32,9 +32,15 @@ class MirroredReplica(base.Replica):
     alone = False
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        if not tensors:
-            return []
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+        # TensorFlow packs what it is given at once, whatever its types, and adds up int32 elsewhere than floats.
+        context = tf.distribute.get_replica_context()
+        results: list[Any] = [None] * len(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[index] for index in members])
+            for index, total in zip(members, sums, strict=True):
+                results[index] = total
+        return results
 
     def all_gather(self, structure: Any) -> Any:
         flat = tf.nest.flatten(structure)

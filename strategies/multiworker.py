@@ -46,15 +46,6 @@ class WorkerReplica(distribute.MirroredReplica):
         super().__init__(base.current_index(), count)
         self.packing = packing
 
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        # TensorFlow packs what it is given at once, whatever its types.
-        results: list[Any] = [None] * len(tensors)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            for index, tensor in zip(members, super().all_reduce([tensors[i] for i in members]), strict=True):
-                results[index] = tensor
-        return results
-
     def all_gather(self, structure: Any) -> Any:
         """The examples of all replicas, in their order, on every replica."""
         context = tf.distribute.get_replica_context()

@@ -1,0 +1,21 @@
+"""What fuzzing has found, by name, each in the smallest case that failed."""
+
+import pytest
+
+from tests.contract import contestants
+from tests.fuzz import running
+from tests.fuzz.drawing import Case
+
+FOUND = {
+    "a metric of the user's own with a count and a float": Case(metrics=("moving",)),
+}
+
+
+def pytest_generate_tests(metafunc):
+    pairs = contestants.chosen(metafunc.config, contestants.EACH_COUNT)
+    metafunc.parametrize("contestant", pairs, ids=[f"{name}-{count}" for name, count in pairs])
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_ends_as_on_one_device(name, contestant):
+    assert not running.difference(FOUND[name], contestant)
