@@ -46,6 +46,7 @@ class Replica:
         unseeded: what Keras' random functions draw from that are given no seed.
         draws: how many random operations its step has made that are alike on all replicas.
         alike: tensors that its step has found to be the same on all replicas.
+        losses: what each layer has added by `add_loss`, by the layer's `id`.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
         metrics_in_parts: each replica has a part of a metric's state, which readers add up.
     """
@@ -66,6 +67,7 @@ class Replica:
         self.draws = 0
         self.unseeded: Any = None
         self.alike: list[tf.Tensor] = []
+        self.losses: dict[int, list[Any]] = {}
         self._reduced: list[Any] = []
 
     def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:

@@ -90,6 +90,9 @@ def install() -> None:
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         setattr(loss_module, name, _as_it_is(getattr(loss_module, name)))
     _patch(keras.metrics.Mean, "update_state", _mean_update_state)
+    _patch(keras.Layer, "add_loss", _add_loss)
+    _patch(keras.Layer, "_get_own_losses", _get_own_losses)
+    _patch(keras.Layer, "_clear_losses", _clear_losses)
     _patch(tensorflow_nn, "_compute_moments_sync", _compute_moments_sync)
     _patch(BaseOptimizer, "apply", _optimizer_apply)
     _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
@@ -406,6 +409,23 @@ def _apply_mask(
         return weight
     weight, sample_weight = loss_module.squeeze_or_expand_to_same_rank(weight, tf.cast(sample_weight, dtype))
     return sample_weight * weight
+
+
+# What layers add to the loss is kept per replica. Keras keeps it per layer and forgets it when the model is called again,
+# which another replica does while this one waits for it in the middle of its step.
+def _add_loss(replica: Replica, original: Callable[..., Any], layer: Any, loss: Any) -> None:
+    original(layer, loss)
+    replica.losses.setdefault(id(layer), []).extend(tree.flatten(loss))
+
+
+def _get_own_losses(replica: Replica, original: Callable[..., Any], layer: Any) -> list[Any]:
+    del original
+    return list(replica.losses.get(id(layer), ()))
+
+
+def _clear_losses(replica: Replica, original: Callable[..., Any], layer: Any) -> None:
+    replica.losses.pop(id(layer), None)
+    original(layer)  # which calls this for the layers inside
 
 
 def _mean_update_state(

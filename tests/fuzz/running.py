@@ -280,10 +280,11 @@ def given(case, x, y, weight):
         return {"x": x, "y": y, "sample_weight": weight, "batch_size": case.batch_size, "shuffle": False}
     if case.data == "dataset":
         return {"x": dataset(parts, case.batch_size)}
-    if case.data == "dataset of unknown length":
-        return {"x": dataset(parts, case.batch_size).filter(lambda *_: True)}
     if case.data == "dataset repeated":
         return {"x": dataset(parts, case.batch_size).repeat(), "steps_per_epoch": batches}
+    if case.data == "dataset of unknown length":
+        endless_batches = dataset(parts, case.batch_size).repeat().filter(lambda *_: True)
+        return {"x": endless_batches, "steps_per_epoch": batches}
     if case.data == "generator":
         return {"x": endless(case, parts, batches), "steps_per_epoch": batches}
     return {"x": PyBatches(case, parts, batches)}

@@ -8,6 +8,12 @@ from tests.fuzz.drawing import Case
 
 FOUND = {
     "a metric of the user's own with a count and a float": Case(metrics=("moving",)),
+    "a loss that a layer adds, beside a loss of the whole batch": Case(
+        layers=("dense", "add_loss"), target="marks", loss="dice"
+    ),
+    "a loss that a layer adds before a synchronized normalization": Case(
+        layers=("dense, activity regularized", "batch normalization")
+    ),
 }
 
 
