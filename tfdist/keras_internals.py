@@ -94,6 +94,7 @@ def install() -> None:
     _patch(keras.Layer, "_get_own_losses", _get_own_losses)
     _patch(keras.Layer, "_clear_losses", _clear_losses)
     _patch(tensorflow_nn, "_compute_moments_sync", _compute_moments_sync)
+    _patch(keras.layers.BatchNormalization, "_moments", _masked_moments)
     _patch(BaseOptimizer, "apply", _optimizer_apply)
     _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
     _patch(tensorflow_random, "draw_seed", _draw_seed)
@@ -411,8 +412,8 @@ def _apply_mask(
     return sample_weight * weight
 
 
-# What layers add to the loss is kept per replica. Keras keeps it per layer and forgets it when the model is called again,
-# which another replica does while this one waits for it in the middle of its step.
+# What layers add to the loss is kept per replica. Keras keeps it per layer and forgets it when the model is called
+# again, which another replica does while this one waits for it in the middle of its step.
 def _add_loss(replica: Replica, original: Callable[..., Any], layer: Any, loss: Any) -> None:
     original(layer, loss)
     replica.losses.setdefault(id(layer), []).extend(tree.flatten(loss))
@@ -451,12 +452,31 @@ def _compute_moments_sync(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance over the global batch, in one reduction."""
     del original
-    local = [x, tf.square(x), tf.ones_like(x)]
-    local = [replica.only_real(tf.reduce_sum(one, axes, keepdims=True)) for one in local]
-    total, squares, count = collectives.differentiable_sums(replica, local)
+    total, squares, count = _global_sums(replica, [x, tf.square(x), tf.ones_like(x)], axes)
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
     return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+
+
+def _masked_moments(
+    replica: Replica, original: Callable[..., Any], layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """As Keras' of a masked batch, which it does not synchronize; over the global batch."""
+    if mask is None or not layer.synchronized:
+        return original(layer, inputs, mask)
+    valid = tf.broadcast_to(tf.cast(mask, "bool")[..., tf.newaxis], tf.shape(inputs))
+    x, axes = tf.where(valid, inputs, 0), layer._reduction_axes
+    total, squares, count = _global_sums(replica, [x, tf.square(x), tf.cast(valid, x.dtype)], axes)
+    divisor = count + keras.config.epsilon()
+    mean = total / divisor
+    variance = tf.maximum((squares - 2 * mean * total + count * tf.square(mean)) / divisor, 0.0)
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def _global_sums(replica: Replica, tensors: list[tf.Tensor], axes: Any) -> list[tf.Tensor]:
+    """The sums of `tensors` along `axes`, which stay, and over the replicas."""
+    local = [replica.only_real(tf.reduce_sum(tensor, axes, keepdims=True)) for tensor in tensors]
+    return collectives.differentiable_sums(replica, local)
 
 
 class Unbuilt(Exception):  # noqa: N818 - not an error

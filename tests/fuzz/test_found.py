@@ -14,6 +14,9 @@ FOUND = {
     "a loss that a layer adds before a synchronized normalization": Case(
         layers=("dense, activity regularized", "batch normalization")
     ),
+    "a synchronized normalization of what is masked": Case(
+        inputs="tokens", layers=("embedding, masked", "batch normalization"), flattened=True
+    ),
 }
 
 
