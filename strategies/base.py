@@ -45,6 +45,7 @@ class Replica:
         updates: catches what its step assigns, see `tfdist.updates`.
         unseeded: what Keras' random functions draw from that are given no seed.
         draws: how many random operations its step has made that are alike on all replicas.
+        means: tensors that count as means over its part, whatever they were computed by.
         alike: tensors that its step has found to be the same on all replicas.
         losses: what each layer has added by `add_loss`, by the layer's `id`.
         alone: it never meets other replicas, so Keras' own code is exact as it is.
@@ -67,6 +68,7 @@ class Replica:
         self.draws = 0
         self.unseeded: Any = None
         self.alike: list[tf.Tensor] = []
+        self.means: list[tf.Tensor] = []
         self.losses: dict[int, list[Any]] = {}
         self._reduced: list[Any] = []
 
@@ -99,6 +101,10 @@ class Replica:
         """The rows of `tensor` that belong to examples of the global batch: all, or none."""
         if self.real is True:
             return tensor
+        if isinstance(tensor, tf.SparseTensor):
+            kept = tf.sparse.retain(tensor, tf.fill([tf.size(tensor.values)], self.real))
+            rows = tf.where(self.real, tensor.dense_shape[:1], 0)
+            return tf.SparseTensor(kept.indices, kept.values, tf.concat([rows, tensor.dense_shape[1:]], 0))
         return tensor[: tf.where(self.real, tf.int32.max, 0)]
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:

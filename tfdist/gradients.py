@@ -75,7 +75,7 @@ def replica_parts(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor, 
         return [(scalar, share)]
     return [
         (one.tensor, (tf.cast(replica.real, scalar.dtype) if one.is_sum else share) * one.factor)
-        for one in scaling.summands(scalar, replica.data)
+        for one in scaling.summands(scalar, replica.data, replica.means)
     ]
 
 

@@ -267,6 +267,15 @@ class _OfWholeBatch(Exception):  # noqa: N818 - not an error
 def _loss_call(
     replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
+    """A loss whose value counts with the replica's share, whatever it was reduced by."""
+    value = _loss_value(replica, original, loss, y_true, y_pred, sample_weight)
+    replica.means.append(value)
+    return value
+
+
+def _loss_value(
+    replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+) -> Any:
     """A loss that is not one value per example may be anything of its batch: it is computed on the global one."""
     kind = getattr(loss, "fn", type(loss))
     if kind not in _OF_WHOLE_BATCH:

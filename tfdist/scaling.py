@@ -38,15 +38,21 @@ class Summand:
     is_sum: bool
 
 
-def summands(scalar: tf.Tensor, examples: Sequence[tf.Tensor]) -> list[Summand]:
-    """The means and sums over `examples`, the tensors of a part of a batch, that `scalar` is made of."""
-    return _Degrees(examples).summands(scalar, 1.0)
+def summands(scalar: tf.Tensor, examples: Sequence[tf.Tensor], means: Sequence[tf.Tensor] = ()) -> list[Summand]:
+    """The means and sums over `examples`, the tensors of a part of a batch, that `scalar` is made of.
+
+    Args:
+        scalar: of a graph.
+        examples: the tensors of a part of a batch.
+        means: tensors that are known to count as means.
+    """
+    return _Degrees(examples, means).summands(scalar, 1.0)
 
 
 class _Degrees:
-    def __init__(self, examples: Sequence[tf.Tensor]):
+    def __init__(self, examples: Sequence[tf.Tensor], means: Sequence[tf.Tensor]):
         self._examples = examples
-        self._known: dict[tuple[int, str], int | None] = {}
+        self._known: dict[tuple[int, str], int | None] = {origins.key(one): 0 for one in means}
 
     def summands(self, tensor: tf.Tensor, factor: Any) -> list[Summand]:
         degree = self.of(tensor)

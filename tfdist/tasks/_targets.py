@@ -28,7 +28,12 @@ class Accuracy(keras.metrics.Mean):
         ignored_class: the class number that is left out.
         name: of the metric.
         dtype: of its state.
+
+    Attributes:
+        additive: its state is a sum over the targets, so that replicas can add up theirs.
     """
+
+    additive = True
 
     def __init__(self, ignored_class: int, name: str = "accuracy", dtype: Any = None):
         super().__init__(name=name, dtype=dtype)
