@@ -19,6 +19,8 @@ BATCH, SEED = 4, 7
 class Seen(keras.metrics.Metric):
     """How often each example was seen; an example's target is its number. States of replicas are added."""
 
+    additive = True
+
     def __init__(self, examples):
         super().__init__(name="seen")
         self.counts = self.add_weight(shape=(examples,), initializer="zeros", name="counts")

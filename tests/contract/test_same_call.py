@@ -287,6 +287,8 @@ class OwnMetrics(Subclassed):
 class Seen(keras.metrics.Metric):
     """Counts examples in whole numbers, and answers with the variable itself."""
 
+    additive = True
+
     def __init__(self):
         super().__init__(name="seen")
         self.examples = self.add_weight(shape=(), initializer="zeros", name="examples", dtype="int32")

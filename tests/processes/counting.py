@@ -26,6 +26,8 @@ def dataset(data_dir):
 class Times(keras.metrics.Metric):
     """Of the times that each example was seen, `result`."""
 
+    additive = True
+
     def __init__(self, name, result):
         super().__init__(name=name)
         self._result = result

@@ -36,6 +36,8 @@ keras.utils.set_random_seed(3)
 
 
 class Total(keras.metrics.Metric):  # of the numbers of the examples that were seen
+    additive = True
+
     def __init__(self):
         super().__init__(name="total")
         self.seen = self.add_weight(shape=(), initializer="zeros", name="seen")
