@@ -211,8 +211,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         one = number[tf.newaxis]
         if self.communicator is not None:
             return self.communicator.all_gather(one, "numbers")
-        of_replicas, _ = _all_gather(self.tf_strategy)(one, one)
-        return of_replicas[:: len(self.devices)]
+        return _all_gather(self.tf_strategy)(one)[:: len(self.devices)]
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         def on_replica(replica: base.Replica) -> None:

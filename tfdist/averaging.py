@@ -15,7 +15,6 @@ SlowMo, ICLR 2020.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import keras_internals, whole_batch
+from tfdist import keras_internals
 from tfdist.data.feed import ArrayBatches, Batches
 from tfdist.program import Logs, Outcome, StepProgram
 from tfdist.strategies import base
@@ -40,6 +39,8 @@ class AveragingProgram(StepProgram):
         batches: the graph's side of the data of all processes.
         sync_every: average after so many steps; `None` averages at the end of an epoch alone.
     """
+
+    meets_in_each_step = False
 
     def __init__(self, strategy: Any, model: Any, batches: Batches, sync_every: int | None):
         self._communicator = strategy.communicator
@@ -83,9 +84,6 @@ class AveragingProgram(StepProgram):
             return super()._step(state, batch)
         step = super()._step
         return tf.cond(has_examples, lambda: step(state, batch), lambda: (tf.constant(True), self._no_logs()))
-
-    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
-        return whole_batch.refused(self._model, self._strategy.name)
 
 
 class _Averages:

@@ -10,7 +10,6 @@ A closure that was begun twice, because its worker was gone or silent, counts on
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import exactness, keras_internals, reduction, tensorflow_internals, updates, whole_batch
+from tfdist import exactness, keras_internals, reduction, tensorflow_internals, updates
 from tfdist.data.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
 from tfdist.program import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
@@ -42,6 +41,8 @@ class ClosureProgram(StepProgram):
     """Runs `model.train_step` or `model.test_step` on the workers."""
 
     _strategy: Any
+
+    meets_in_each_step = False
 
     def __init__(self, strategy: Any, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
         self._sender = _Sender(strategy, batches)
@@ -155,8 +156,8 @@ class ClosureProgram(StepProgram):
         carried = self._model.metrics_variables + _small_states(self._model)
 
         def on_replica(replica: Any) -> Any:
-            part, share = self._batches.part(state, batch, replica.index, replica.count)
-            replica.begin(part, share, self._strategy.unseeded)
+            part = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(*part, self._strategy.unseeded)
             replica.updates = updates.Carried(replica, carried, values)
             with replica.timed(self._model.optimizer if self._trains else None) as late:
                 logs = exactness.in_step(replica, self._step_function(replica))
@@ -168,9 +169,6 @@ class ClosureProgram(StepProgram):
         if self._own_logs is None and set(logs) != self._metric_names():
             raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         return values, late, logs
-
-    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
-        return whole_batch.refused(self._model, self._strategy.name)
 
     def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         if not self._stop_at_nan:

@@ -79,6 +79,12 @@ def replica_parts(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor, 
     ]
 
 
+def part_of_global(replica: Replica, scalar: tf.Tensor) -> tf.Tensor:
+    """This replica's part of a scalar: the sum of all parts is what one device computes."""
+    parts = [tf.math.multiply_no_nan(tensor, weight) for tensor, weight in replica_parts(replica, scalar)]
+    return tf.add_n(parts)
+
+
 def _is_scalar(target: Any) -> bool:
     return isinstance(target, tf.Tensor) and target.shape.rank == 0
 

@@ -445,15 +445,11 @@ def _mean_update_state(
     values = backend.convert_to_tensor(values)
     if len(values.shape) == 0:
         if values.dtype.is_floating:  # a sum grows by what the share takes from it
-            values = tf.math.divide_no_nan(part_of_global(replica, values), tf.cast(replica.share, values.dtype))
+            values = tf.math.divide_no_nan(
+                gradients.part_of_global(replica, values), tf.cast(replica.share, values.dtype)
+            )
         sample_weight = replica.share if sample_weight is None else sample_weight
     return original(metric, values, sample_weight)
-
-
-def part_of_global(replica: Replica, scalar: tf.Tensor) -> tf.Tensor:
-    """This replica's part of a scalar: the sum of all parts is what one device computes."""
-    parts = [tf.math.multiply_no_nan(tensor, weight) for tensor, weight in gradients.replica_parts(replica, scalar)]
-    return tf.add_n(parts)
 
 
 def _compute_moments_sync(

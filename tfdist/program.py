@@ -13,12 +13,12 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
-from tfdist import building, exactness, keras_internals, reduction, tensorflow_internals, whole_batch
+from tfdist import building, exactness, gradients, keras_internals, reduction, tensorflow_internals, whole_batch
 from tfdist.data.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.strategies.base import Replica, Strategy
@@ -74,6 +74,8 @@ class StepProgram(Program):
         batches: the graph's side of the data.
         stop_at_nan: end a call at the first step after which the loss is not finite.
     """
+
+    meets_in_each_step: ClassVar[bool] = True  # the replicas of a step exchange what belongs to it
 
     def __init__(self, strategy: Strategy, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
         self._strategy = strategy
@@ -161,8 +163,8 @@ class StepProgram(Program):
         """One step on all replicas: whether the loss is still finite, and the step's own logs."""
 
         def on_replica(replica: Replica) -> Logs:
-            part, share = self._batches.part(state, batch, replica.index, replica.count)
-            replica.begin(part, share, self._strategy.unseeded)
+            part = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(*part, self._strategy.unseeded)
             logs, updated = exactness.exactly(replica, self._model, self._step_function(replica))
             self._metrics_updated |= updated
             return _mean(logs, replica) if self._own_logs is not None else logs
@@ -181,7 +183,9 @@ class StepProgram(Program):
         return finite, logs
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
-        return whole_batch.gathered(self._model)
+        if self.meets_in_each_step:
+            return whole_batch.gathered(self._model)
+        return whole_batch.refused(self._model, self._strategy.name)
 
     def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
         step = getattr(self._model, self._step_name)
@@ -266,8 +270,8 @@ class PredictProgram(Program):
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
-            part, share = self._batches.part(state, batch, replica.index, replica.count)
-            replica.begin(part, share, self._strategy.unseeded)
+            part = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(*part, self._strategy.unseeded)
             outputs, _ = exactness.exactly(replica, self._model, self._model.predict_step)
             return keras_internals.tree.map_structure(replica.real_rows, outputs)
 
@@ -337,7 +341,7 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
     def part(value: Any) -> tf.Tensor:
         value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
         if value.shape.rank == 0:
-            return keras_internals.part_of_global(replica, value)
+            return gradients.part_of_global(replica, value)
         return tf.math.multiply_no_nan(value, tf.cast(replica.share, tf.float32))
 
     parts = tf.nest.map_structure(part, logs)

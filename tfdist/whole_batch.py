@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import collectives, keras_internals
+from tfdist import collectives, gradients, keras_internals
 from tfdist.errors import UsageError
 
 
@@ -52,7 +52,7 @@ def _update(metric: Any, update_state: Callable[..., Any], *arguments: Any, **na
     collectives.require_meeting(replica, f"An update of the metric `{metric.name}`")
     arguments, named = keras_internals.gathered((arguments, named))
     arguments, named = keras_internals.tree.map_structure(
-        functools.partial(_mean_of_scalar, replica), (arguments, named)
+        functools.partial(_global_scalar, replica), (arguments, named)
     )
     with replica.updates.whole(metric.variables), collectives.on_replica(None):
         update_state(*arguments, **named)
@@ -68,8 +68,8 @@ def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *
     update_state(*arguments, **named)
 
 
-def _mean_of_scalar(replica: Any, value: Any) -> Any:
-    """A scalar that a step has computed is a mean over its part of the batch."""
+def _global_scalar(replica: Any, value: Any) -> Any:
+    """A scalar that a step has computed, over the global batch; other values as they are."""
     if not tf.is_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
         return value
-    return replica.all_reduce([tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))])[0]
+    return replica.all_reduce([gradients.part_of_global(replica, value)])[0]
