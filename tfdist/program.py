@@ -153,7 +153,8 @@ class StepProgram(Program):
         logs: Logs = {}
         for batch in self._batches.take(state, int(first), int(count)):
             self._build(state, batch)
-            finite, logs = self._step(state, batch)
+            # What tracing a function of the step's own shows is seen to here: the batch is fetched once.
+            finite, logs = self._traced(functools.partial(self._step, state, batch))
             done += 1
             if not bool(finite):
                 break
@@ -167,20 +168,24 @@ class StepProgram(Program):
             replica.begin(*part, self._strategy.unseeded)
             logs, updated = exactness.exactly(replica, self._model, self._step_function(replica))
             self._metrics_updated |= updated
-            return _mean(logs, replica) if self._own_logs is not None else logs
+            return _mean(logs, replica) if self._returns_own(logs) else logs
 
         with reduction.fused(self._model.optimizer, self._strategy.fused), self._own_metrics():
             results = self._strategy.run(on_replica)
         logs: Logs = {}
-        if self._own_logs is not None:
+        if self._returns_own(results[0]):
             logs = results[0]  # all replicas have the same
-        elif set(results[0]) != self._metric_names():
-            raise OwnLogs(tf.nest.map_structure(float_spec, results[0]))
+            if self._own_logs is None and not tf.executing_eagerly():
+                raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         finite = tf.constant(True)
         if self._stop_at_nan:
             with self._strategy.merged([self._model._loss_tracker.total], "finite"):
                 finite = tf.math.is_finite(tf.convert_to_tensor(self._model._loss_tracker.total))
         return finite, logs
+
+    def _returns_own(self, logs: Logs) -> bool:
+        """Whether a step that returned `logs` returns more, or less, than the results of the metrics."""
+        return self._own_logs is not None or set(logs) != self._metric_names()
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
         if self.meets_in_each_step:

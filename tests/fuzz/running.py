@@ -286,7 +286,7 @@ def given(case, x, y, weight):
         return {"x": endless_batches, "steps_per_epoch": batches}
     if case.data == "generator":
         return {"x": endless(case, parts, batches), "steps_per_epoch": batches}
-    return {"x": PyBatches(case, parts, batches)}
+    return {"x": PyBatches(case, parts, batches), "shuffle": False}
 
 
 def present(parts):

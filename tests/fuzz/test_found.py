@@ -17,6 +17,7 @@ FOUND = {
     "a synchronized normalization of what is masked": Case(
         inputs="tokens", layers=("embedding, masked", "batch normalization"), flattened=True
     ),
+    "a step that returns logs of its own, operation by operation": Case(step=("gradients", "apply"), eager=True),
 }
 
 
