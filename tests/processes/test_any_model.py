@@ -113,7 +113,9 @@ mine = [np.asarray(v).tolist() for v in [*model.variables, *optimizer.variables]
 everywhere = strategy.exchange(str(mine).encode())
 assert len(set(everywhere)) == 1, everywhere
 assert (sys.argv[3] == "whole") == (history.epoch == [0, 1, 2, 3])
-print("ITERATIONS", int(optimizer.iterations.numpy()), "WEIGHTS", np.round(model.get_weights()[0].ravel(), 5).tolist())
+weights = np.round(model.get_weights()[0].ravel(), 5).tolist()
+# One write a line: mpirun puts what two processes write in pieces into each other.
+sys.stdout.write(f"ITERATIONS {int(optimizer.iterations.numpy())} WEIGHTS {weights}\\n")
 """
 
 ON_BATCH = """
