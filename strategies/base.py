@@ -186,6 +186,7 @@ class Strategy:
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
+    as_one_device: ClassVar[bool] = True  # N replicas compute what one device does
     metrics_by_process: bool = False  # each has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback wants to see more
     parallel_steps: int = 10  # how many steps of the inner loop may be begun at a time
@@ -312,6 +313,15 @@ class Strategy:
     def check(self, model: Any) -> None:
         """Raises `UsageError` when `model` cannot be trained by this strategy."""
 
+    def require_as_one_device(self) -> None:
+        """Raises `UsageError` where steps differ from those of one device by design."""
+        if not self.as_one_device:
+            raise UsageError(
+                f"The steps of `{self.name}` differ from those of one device by design, so that there is nothing to "
+                "verify",
+                "verify the model with `custom`, `mirrored`, `multiworker` or `horovod`",
+            )
+
     def options(self) -> dict[str, Any]:
         """What was chosen, for the run's record."""
         return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
@@ -346,14 +356,57 @@ class Strategy:
         with self.guard():
             return getattr(loop, method)(self, model, *arguments, **named)
 
-    def prepare(self, model: Any) -> Any:
+    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """Compares a few steps of `model` on one device and on this strategy; `model` stays as it is.
+
+        See `tfdist.verification`, which says what is compared and how closely.
+
+        Args:
+            model: compiled.
+            arguments: `x`, `y`, `batch_size`, `sample_weight` and `class_weight`, as `fit` takes them.
+            named: the same by name; and `steps`, the number of global batches, 3 unless set.
+
+        Returns:
+            The `tfdist.verification.Report`.
+
+        Raises:
+            VerificationError: the steps differ by more than rounding; names the layer and the likely cause.
+            UsageError: this strategy does not compute what one device does, by design.
+        """
+        return self._in_loop("verify", model, *arguments, **named)
+
+    def prepare(self, model: Any, *, verify: bool = False) -> Any:
         """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` this strategy's own for `model`; returns it.
 
-        A class' own `fit` that calls `super().fit` so trains with this strategy.
+        A class' own `fit` that calls `super().fit` so trains with this strategy. With `verify`, the next `fit` calls
+        `verify` with its first batches before it trains.
         """
         self.check(model)
+        if verify:
+            self.require_as_one_device()
         keras_internals.set_strategy(model, self)
+        keras_internals.set_to_verify(model, verify)
         return model
+
+
+class OnThisProcess(Strategy):
+    """One replica, on the first device of another strategy, as if there were no others."""
+
+    def __init__(self, strategy: Strategy):  # the options are the other one's
+        self.name = strategy.name  # type: ignore[misc]
+        self.world, self.devices = World(), strategy.devices[:1]
+        self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
+        self.seed = strategy.seed
+        # What is made on the way must be the same in all processes.
+        self.share_variables = strategy.share_variables  # type: ignore[method-assign]
+
+    @property
+    def alone(self) -> bool:
+        return True
+
+    def run(self, step: Step) -> list[Any]:
+        with tf.device(self.devices[0]):
+            return [step(Replica())]
 
 
 def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:

@@ -32,6 +32,7 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
     """
 
     name = "mpi_split"
+    as_one_device = False
 
     def __init__(self, *, sync_every: int | str = EPOCH, **options: Any):
         if sync_every != EPOCH and not (isinstance(sync_every, int) and sync_every >= 1):

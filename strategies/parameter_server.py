@@ -105,6 +105,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     """
 
     name = "parameter_server"
+    as_one_device = False
 
     def __init__(
         self,

@@ -123,6 +123,78 @@ def test_functions_that_draw_take_a_shape_first():
         assert parameters(getattr(random, name))[0] == "shape"
 
 
+def test_a_categorical_draw_returns_what_was_seen():
+    assert inspect.signature(inspect.unwrap(random.categorical)).parameters["dtype"].default == "int64"
+
+
+def test_what_is_trained_on_plain_variables_is_what_keras_trains_and_stays_outside_of_the_model():
+    def made():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        inner = keras.optimizers.Adam(0.1)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", jit_compile=False, run_eagerly=True)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    plain, model = made(), made()
+    plain.train_on_batch(x, y)
+    before, own = [value.tolist() for value in model.get_weights()], model.layers[0].kernel._value
+    with keras_internals.on_plain_variables(model, [*model.variables, *model.optimizer.variables]):
+        model.train_on_batch(x, y)
+        trained = [value.tolist() for value in model.get_weights()]
+    assert trained == [value.tolist() for value in plain.get_weights()] != before
+    assert [value.tolist() for value in model.get_weights()] == before
+    assert model.layers[0].kernel._value is own
+    model.train_on_batch(x, y)
+    assert [value.tolist() for value in model.get_weights()] == trained
+
+
+def test_a_step_that_is_watched_tells_what_it_computes_and_keras_is_afterwards_as_before():
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.sum(x))
+            return x
+
+    model = keras.Sequential([keras.Input((2,)), Adds(name="adds"), keras.layers.Dense(1, name="dense")])
+    model.compile("sgd", keras.losses.MeanSquaredError(name="error"), jit_compile=False, run_eagerly=True)
+    watched = [keras.Layer.__call__, keras.Layer.add_loss, keras.losses.Loss.__call__, BaseOptimizer.apply]
+    told = []
+
+    def see(kind, of, value):
+        told.append((kind, [one.path for one in of] if kind == "gradients" else of.name))
+        return value
+
+    with keras_internals.watching(model, see):
+        model.train_on_batch(np.ones((4, 2)), np.ones((4, 1)))
+    assert told == [
+        ("added loss", "adds"),
+        ("output", "adds"),
+        ("output", "dense"),
+        ("output", model.name),
+        ("loss", "error"),
+        ("whole loss", model.name),
+        ("gradients", [variable.path for variable in model.trainable_variables]),
+    ]
+    assert watched == [keras.Layer.__call__, keras.Layer.add_loss, keras.losses.Loss.__call__, BaseOptimizer.apply]
+    assert "compute_loss" not in vars(type(model))
+
+
+def test_a_batch_of_a_pydataset_is_standardized_as_keras_standardizes_it():
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return np.ones((3, 2)), np.array([0, 1, 1])
+
+    adapter = keras_internals.get_data_adapter(x=Data(), class_weight={0: 1.0, 1: 2.0})
+    x, y, weight = keras_internals.standardized(adapter, Data()[0])
+    assert x.shape == (3, 2)
+    assert y.tolist() == [0, 1, 1]
+    assert np.asarray(weight).tolist() == [1.0, 2.0, 2.0]
+
+
 def test_metrics_of_a_compiled_model_are_found_one_by_one_and_their_functions_are_known():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae", lambda y, p: y - p, keras.metrics.AUC()])

@@ -197,6 +197,16 @@ def test_the_global_seed_is_what_was_set_last():
         tf.random.set_seed(before)
 
 
+def test_the_seeds_of_eager_draws_go_on_where_they_stood():
+    tf.random.set_seed(3)
+    first = random_seed.get_seed(None)
+    state = tensorflow_internals.eager_random_state()
+    taken = [random_seed.get_seed(None) for _ in range(2)]
+    tensorflow_internals.restore_eager_random_state(state)
+    assert [random_seed.get_seed(None) for _ in range(2)] == taken
+    assert first not in taken
+
+
 def test_an_iterator_goes_on_where_another_one_stood():
     def shuffled():
         numbers = tf.data.Dataset.range(9).map(lambda n: tf.numpy_function(abs, [n], tf.int64))

@@ -51,7 +51,7 @@ class AveragingProgram(StepProgram):
         self._sync_every = sync_every
         self._averages = _Averages(self._communicator, model)
         self._state: tuple[Any, Any] = (None, None)
-        super().__init__(_OnThisProcess(strategy), model, "train_step", self._own, stop_at_nan=False)
+        super().__init__(base.OnThisProcess(strategy), model, "train_step", self._own, stop_at_nan=False)
 
     def begin_epoch(self) -> None:
         self._averages.begin_epoch()
@@ -167,25 +167,6 @@ def _slots(model: Any) -> list[Any]:
 
 def _is_float(variable: Any) -> bool:
     return variable._value.dtype.is_floating
-
-
-class _OnThisProcess(base.Strategy):
-    """The strategy of a process as if it were alone."""
-
-    def __init__(self, strategy: base.Strategy):  # the options are the other one's
-        self.name = strategy.name  # type: ignore[misc]
-        self.world, self.devices = base.World(), strategy.devices
-        self.fused, self.steps_per_call, self.seed = strategy.fused, strategy.steps_per_call, strategy.seed
-        # What is made on the way must be the same in all processes.
-        self.share_variables = strategy.share_variables  # type: ignore[method-assign]
-
-    @property
-    def alone(self) -> bool:
-        return True
-
-    def run(self, step: base.Step) -> list[Any]:
-        with tf.device(self.devices[0]):
-            return [step(base.Replica())]
 
 
 @dataclass(frozen=True)

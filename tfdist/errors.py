@@ -5,6 +5,7 @@
     │   └── UnknownNameError     a name that is not registered; lists the known ones
     ├── DataError                a dataset that is missing, empty or inconsistent
     ├── NonFiniteLossError       the loss became NaN or infinite at a step
+    ├── VerificationError        steps on several replicas are not those of one device
     ├── CheckpointError          no usable checkpoint, or one that cannot be written
     ├── RunFolderError           a run folder that cannot be written or read
     └── ClusterError             a process of the job is missing, gone or silent; exit code 3
@@ -62,6 +63,20 @@ class DataError(TfdistError):
 
 class NonFiniteLossError(TfdistError):
     """The loss became NaN or infinite."""
+
+
+class VerificationError(TfdistError):
+    """Steps on the replicas of a strategy differ from those of one device by more than rounding.
+
+    Attributes:
+        layer: the layer, or the metric, loss or model, where it shows first.
+        report: the `tfdist.verification.Report`.
+    """
+
+    def __init__(self, sentence: str, hint: str, layer: str, report: object):
+        super().__init__(sentence, hint)
+        self.layer = layer
+        self.report = report
 
 
 class CheckpointError(TfdistError):

@@ -45,6 +45,7 @@ def install() -> None:
     keras_internals.install()
     tensorflow_internals.around_gradients(gradients.of_global_batch)
     tensorflow_internals.around_assignments(updates.of_tf_variable)
-    tensorflow_internals.around_draws(randomness.drawing, randomness.of_operation)
-    # Replicas that meet in a function inside their graph would wait for each other's trace.
-    tensorflow_internals.around_functions(lambda: collectives.current() is not None)
+    tensorflow_internals.around_draws(randomness.drawn, randomness.of_operation)
+    # Replicas that meet in a function inside their graph would wait for each other's trace; and what a function keeps
+    # of a step that is only compared would be there in those that train.
+    tensorflow_internals.around_functions(lambda: collectives.current() is not None or randomness.is_alike())

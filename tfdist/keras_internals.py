@@ -97,9 +97,8 @@ def install() -> None:
     _patch(keras.layers.BatchNormalization, "_moments", _masked_moments)
     _patch(BaseOptimizer, "apply", _optimizer_apply)
     _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
-    _patch(tensorflow_random, "draw_seed", _draw_seed)
-    for name, shape_of in _DRAWN.items():
-        _patch(tensorflow_random, name, functools.partial(_draw, shape_of))
+    for name, replacement in {"draw_seed": _draw_seed, **_DRAWN}.items():
+        _patch_draw(name, replacement)
     all_reduce = TFOptimizer._all_reduce_sum_gradients
 
     @functools.wraps(all_reduce)
@@ -342,6 +341,11 @@ def metrics_of(model: Any) -> list[Any]:
     return found
 
 
+def compiled_metrics_are_built(model: Any) -> bool:
+    """Whether the metrics that `model` was compiled with have results: a step of its own need not use them."""
+    return model._compile_metrics is None or bool(model._compile_metrics.built)
+
+
 def is_additive(metric: Any) -> bool:
     """Whether a metric's state is a sum over the examples: as it says by `additive`, or as Keras' own are."""
     function = metric._fn if isinstance(metric, keras.metrics.MeanMetricWrapper) else None
@@ -361,45 +365,61 @@ def values_per_example(replica: Replica | None, metric: Any, *arguments: Any, **
     return tf.is_tensor(values) and is_per_example(replica, values)
 
 
-def _shape_argument(*args: Any, **named: Any) -> Any:
-    return named["shape"] if "shape" in named else args[0]
+def _patch_draw(name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(tensorflow_random, name)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **named: Any) -> Any:
+        if collectives.current() is None and not randomness.is_alike():
+            return original(*args, **named)
+        return replacement(original, *args, **named)
+
+    setattr(tensorflow_random, name, patched)
 
 
-def _noise_shape(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
-    del rate, seed
-    return tf.shape(inputs) if noise_shape is None or noise_shape[0] is None else noise_shape
+def _draw(original: Callable[..., Any], shape: Any, *args: Any, **named: Any) -> Any:
+    return randomness.drawn(lambda shape: original(shape, *args, **named), shape)
 
 
-def _shape_of_logits(logits: Any, *args: Any, **named: Any) -> Any:
-    del args, named
-    return tf.shape(logits)
+def _draw_dropout(
+    original: Callable[..., Any], inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
+) -> Any:
+    noise_shape = randomness.noise_shape(inputs, noise_shape)
+    shape = tf.shape(inputs) if noise_shape is None or noise_shape[0] is None else noise_shape
+    return randomness.drawn_for(lambda: original(inputs, rate, noise_shape, seed), shape)
 
 
-# The functions that draw, and the shape of what they draw.
+def _draw_categorical(
+    original: Callable[..., Any], logits: Any, num_samples: int, dtype: Any = "int64", seed: Any = None
+) -> Any:
+    if randomness.is_alike():
+        # The largest of the logits that this noise is added to is drawn with their probabilities (Gumbel).
+        noise = tensorflow_random.uniform([*tf.unstack(tf.shape(logits)), num_samples], 1e-7, 1.0, seed=seed)
+        noisy = tf.cast(logits[:, :, tf.newaxis], noise.dtype) - tf.math.log(-tf.math.log(noise))
+        return tf.cast(tf.argmax(noisy, axis=1), dtype)
+    shape = tf.shape(logits)
+    return randomness.drawn_for(lambda: original(logits, num_samples, dtype, seed), shape)
+
+
+# The functions that draw, by what they do inside a step.
 _DRAWN: dict[str, Callable[..., Any]] = {
-    "normal": _shape_argument,
-    "uniform": _shape_argument,
-    "truncated_normal": _shape_argument,
-    "randint": _shape_argument,
-    "gamma": _shape_argument,
-    "beta": _shape_argument,
-    "binomial": _shape_argument,
-    "categorical": _shape_of_logits,
-    "dropout": _noise_shape,
+    "normal": _draw,
+    "uniform": _draw,
+    "truncated_normal": _draw,
+    "randint": _draw,
+    "gamma": _draw,
+    "beta": _draw,
+    "binomial": _draw,
+    "categorical": _draw_categorical,
+    "dropout": _draw_dropout,
 }
 
 
-def _draw(
-    shape_of: Callable[..., Any], replica: Replica, original: Callable[..., Any], *args: Any, **named: Any
-) -> Any:
-    del replica
-    with randomness.drawing(shape_of(*args, **named)):
-        return original(*args, **named)
-
-
-def _draw_seed(replica: Replica, original: Callable[..., Any], seed: Any) -> Any:
-    own = seed is None and replica.unseeded is not None
-    return randomness.of_keras(replica, replica.unseeded.next(ordered=False) if own else original(seed))
+def _draw_seed(original: Callable[..., Any], seed: Any) -> Any:
+    replica = collectives.current()
+    generator = randomness.unseeded(replica) if seed is None else None
+    drawn = original(seed) if generator is None else generator.next(ordered=False)
+    return drawn if replica is None else randomness.of_keras(replica, drawn)
 
 
 def seed_generator(seed: int | None) -> Any:
@@ -643,22 +663,150 @@ def optimizers(model: Any) -> list[Any]:
 
     One that is inside of another, such as `LossScaleOptimizer`, is a part of it.
     """
-    found: dict[int, Any] = {}
+    found = _held(model, BaseOptimizer, first=getattr(model, "optimizer", None))
+    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found}
+    return [optimizer for optimizer in found if id(optimizer) not in inner]
+
+
+def tensorflow_variables(model: Any) -> list[Any]:
+    """The `tf.Variable`s that `model` and its layers hold besides Keras' own variables."""
+    return _held(model, tf.Variable)
+
+
+def _held(model: Any, kind: type, first: Any = None) -> list[Any]:
+    """What `model` and its layers have of a kind in attributes, lists and dicts, after `first`, which is one."""
+    found = {} if first is None else {id(first): first}
+    return list((found | {id(container[key]): container[key] for container, key in _places(model, kind)}).values())
+
+
+def _places(model: Any, kind: type) -> list[tuple[Any, Any]]:
+    """Where `model` and its layers hold something of a kind: a dict, such as that of attributes, or a list; the key."""
+    found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
 
-    def look_into(value: Any) -> None:
-        if isinstance(value, BaseOptimizer):
-            found[id(value)] = value
-        elif isinstance(value, list | tuple | dict | keras.Layer) and id(value) not in seen:
-            seen.add(id(value))
-            value = vars(value) if isinstance(value, keras.Layer) else value
-            for one in list(value.values()) if isinstance(value, dict) else value:
-                look_into(one)
+    def look_into(container: Any) -> None:
+        container = vars(container) if isinstance(container, keras.Layer) else container
+        if id(container) in seen:
+            return
+        seen.add(id(container))
+        for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            if isinstance(value, kind):
+                found.append((container, key))
+            elif isinstance(value, list | tuple | dict | keras.Layer):
+                look_into(value)
 
-    look_into(getattr(model, "optimizer", None))
     look_into(model)
-    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
-    return [optimizer for optimizer in found.values() if id(optimizer) not in inner]
+    return found
+
+
+@contextlib.contextmanager
+def on_plain_variables(model: Any, variables: Sequence[Any]) -> Iterator[None]:
+    """Meanwhile Keras `variables` are plain ones with the same values, and the optimizers know no strategy.
+
+    What is trained in this context leaves the model's own variables as they are, however many copies they have. That
+    also holds for a `tf.Variable` with copies that is an attribute of a layer, or in a list or a dict of one.
+
+    Args:
+        model: whose optimizers.
+        variables: all that the model and its optimizers have.
+    """
+    own = [variable._value for variable in variables]
+    places = [place for place in _places(model, tf.distribute.DistributedValues) if isinstance(place[0], dict | list)]
+    raw = [container[key] for container, key in places]
+    inside = [part for o in optimizers(model) for part in (o, getattr(o, "inner_optimizer", None)) if part is not None]
+    strategies = [optimizer._distribution_strategy for optimizer in inside]
+    indices = [optimizer._trainable_variables_indices for optimizer in inside]
+    plain = {id(one): tf.Variable(one.numpy(), dtype=one.dtype, trainable=one.trainable) for one in raw}
+    try:
+        for variable in variables:
+            value = variable._value.numpy()
+            variable._value = tf.Variable(value, dtype=variable._value.dtype, trainable=variable.trainable)
+        for place, one in zip(places, raw, strict=True):
+            _put(*place, plain[id(one)])
+        for optimizer in inside:
+            optimizer._distribution_strategy = tf.distribute.get_strategy()
+            known = enumerate(optimizer._trainable_variables)
+            optimizer._trainable_variables_indices = {optimizer._var_key(one): index for index, one in known}
+        yield
+    finally:
+        for variable, value in zip(variables, own, strict=True):
+            variable._value = value
+        for place, one in zip(places, raw, strict=True):
+            _put(*place, one)
+        for optimizer, strategy, of_variables in zip(inside, strategies, indices, strict=True):
+            optimizer._distribution_strategy = strategy
+            optimizer._trainable_variables_indices = of_variables
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    """Sets an item past what Keras' containers make of it."""
+    (dict if isinstance(container, dict) else list).__setitem__(container, key, value)
+
+
+# `see(kind, of, value)` is told of what a step computes; of gradients it returns those to go on with.
+See = Callable[[str, Any, Any], Any]
+
+
+@contextlib.contextmanager
+def watching(model: Any, see: See) -> Iterator[None]:
+    """Meanwhile `see` is told of what the steps of `model` compute.
+
+    | kind | of | value |
+    |---|---|---|
+    | "output" | a layer | what its call returned |
+    | "added loss" | a layer | what it gave to `add_loss` |
+    | "loss" | a `keras.losses.Loss` | what it returned |
+    | "whole loss" | the model | what its `compute_loss` returned |
+    | "gradients" | the variables | what an optimizer applies to them |
+    """
+
+    def returned(kind: str) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], of: Any, *args: Any, **named: Any) -> Any:
+            value = original(of, *args, **named)
+            see(kind, of, value)
+            return value
+
+        return call
+
+    def add_loss(original: Callable[..., Any], layer: Any, loss: Any) -> Any:
+        see("added loss", layer, loss)
+        return original(layer, loss)
+
+    def apply(original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        of = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        return original(optimizer, see("gradients", list(of), list(grads)), trainable_variables)
+
+    around: list[tuple[Any, str, Callable[..., Any]]] = [
+        (keras.Layer, "__call__", returned("output")),
+        (keras.Layer, "add_loss", add_loss),
+        (keras.losses.Loss, "__call__", returned("loss")),
+        (type(model), "compute_loss", returned("whole loss")),
+        (BaseOptimizer, "apply", apply),
+        (keras.optimizers.LossScaleOptimizer, "apply", apply),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, call in around:
+            stack.enter_context(_surrounded(owner, name, call))
+        yield
+
+
+@contextlib.contextmanager
+def _surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile a method is `call(original, ...)`."""
+    original, is_own = getattr(owner, name), name in vars(owner)
+
+    @functools.wraps(original)
+    def method(*args: Any, **named: Any) -> Any:
+        return call(original, *args, **named)
+
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 # The methods of a model that lead to its strategy.
@@ -671,6 +819,21 @@ def set_strategy(model: Any, strategy: Any) -> None:
     _route_methods()
     # Past Keras' attribute tracking, so that nothing of it is saved with the model.
     object.__setattr__(model, _STRATEGY, strategy)
+
+
+_TO_VERIFY = "_tfdist_to_verify"
+
+
+def set_to_verify(model: Any, wish: bool) -> None:
+    """Whether the next training of `model` is to be verified first."""
+    object.__setattr__(model, _TO_VERIFY, wish)
+
+
+def take_to_verify(model: Any) -> bool:
+    """Whether it was to be; it is asked once."""
+    wish = vars(model).get(_TO_VERIFY, False)
+    object.__setattr__(model, _TO_VERIFY, False)
+    return bool(wish)
 
 
 @functools.cache
@@ -706,6 +869,11 @@ def assigning_nothing() -> Iterator[None]:
 def without_optionals(spec: Any) -> Any:
     """`spec` with `None` for what Keras' generators carry as an empty optional."""
     return tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, spec)
+
+
+def standardized(adapter: Any, batch: Any) -> Any:
+    """A batch of a `PyDataset` as its adapter gives it: `(x, y, sample_weight)` with the class weights applied."""
+    return adapter._standardize_batch(batch)
 
 
 def sliceable(adapter: ArrayDataAdapter) -> Any:

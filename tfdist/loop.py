@@ -25,12 +25,12 @@ from typing import Any
 
 import keras
 
-from tfdist import agreement, building, keras_internals, pace
+from tfdist import agreement, building, keras_internals, pace, verification
 from tfdist.data import feed as feeds
 from tfdist.data import together
 from tfdist.errors import DataError, DisagreementError, UsageError
 from tfdist.keras_internals import tree
-from tfdist.program import Logs, Outcome, Program, merged_metrics
+from tfdist.program import Logs, Outcome, Program, as_traced, merged_metrics
 from tfdist.strategies.base import Strategy
 
 # What only the chief does: where processes share a disk they would write the same files.
@@ -92,6 +92,8 @@ def fit(
         size = validation_batch_size or batch_size
         validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps, passes=True))
     _build(strategy, model, "train", feed)
+    if keras_internals.take_to_verify(model):
+        verification.verify(strategy, model, feed.first(verification.STEPS))
     passes = Passes(feed, steps)
     if strategy.world.world_size > 1:
         agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
@@ -209,6 +211,26 @@ def predict_on_batch(strategy: Strategy, model: keras.Model, x: Any) -> Any:
     feed = feeds.BatchFeed((x,))
     outcome = _program(strategy, model, "predict", feed, ()).run(feed.start(0, 0), 0, 1)
     return tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
+
+
+def verify(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    batch_size: int | None = None,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    steps: int = verification.STEPS,
+) -> verification.Report:
+    """Compares the first `steps` global batches on one device and on `strategy`; see `tfdist.verification`."""
+    strategy.require_as_one_device()
+    _check(strategy, model, "verify")
+    feed = _feed(
+        strategy, feeds.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)
+    )
+    _build(strategy, model, "train", feed)
+    return verification.verify(strategy, model, feed.first(steps))
 
 
 def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs:
@@ -560,8 +582,5 @@ def _program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callba
     programs = _made(model, kind).programs
     if key not in programs:
         _build(strategy, model, kind, feed)
-        # Of Keras' own classes it is known what they make of a batch, and a known length makes a faster graph.
-        known = strategy.alone or keras_internals.is_of_keras_alone(model)
-        batches = feed.batches if known else feed.batches.of_any_length()
-        programs[key] = strategy.program(model, kind, batches, at_nan)
+        programs[key] = strategy.program(model, kind, as_traced(strategy, model, feed.batches), at_nan)
     return programs[key]

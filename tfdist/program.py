@@ -49,6 +49,15 @@ class OwnLogs(Exception):  # noqa: N818 - not an error
         self.spec = spec
 
 
+def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:
+    """`batches` as the graph of a step of `model` is made for them.
+
+    Of Keras' own classes it is known what they make of a batch, and a known length makes a faster graph.
+    """
+    known = strategy.alone or keras_internals.is_of_keras_alone(model)
+    return batches if known else batches.of_any_length()
+
+
 class Program:
     """What the loop over an epoch runs its steps with."""
 
@@ -236,6 +245,8 @@ class StepProgram(Program):
         return own_logs | {name: value for name, value in merged.items() if name in own_logs}
 
     def _metric_names(self) -> set[str]:
+        if not keras_internals.compiled_metrics_are_built(self._model):
+            return set()  # the step has not used them, and returns logs of its own
         # Of constants, since a step that reads the metrics' variables would add them up over all processes.
         constants = [(v, tf.zeros(v.shape, v._value.dtype)) for v in self._model.metrics_variables]
         with keras.StatelessScope(constants):

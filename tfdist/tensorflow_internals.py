@@ -207,18 +207,18 @@ def _assigning_around(original: Callable[..., Any], name: str, around: Callable[
 
 
 def around_draws(
-    drawing: Callable[[Any], contextlib.AbstractContextManager[None]],
+    drawn: Callable[[Callable[[Any], Any], Any], Any],
     seeds_of: Callable[[tuple[int | None, int | None], int | None], tuple[int | None, int | None]],
 ) -> None:
     """Has the stateful random operations of TensorFlow made otherwise from now on.
 
     Args:
-        drawing: `drawing(shape)` is the context in which numbers of this shape are drawn.
+        drawn: `drawn(draw, shape)` returns the numbers of this shape; `draw(shape)` is the original.
         seeds_of: `seeds_of(seeds, given)` returns the seeds of the graph and of the operation, from what TensorFlow
             would take and from what it was given.
     """
     for name, public in _DRAWS.items():
-        around = _drawing_around(getattr(random_ops, name), drawing)
+        around = _drawing_around(getattr(random_ops, name), drawn)
         setattr(random_ops, name, around)
         setattr(tf.random, public, around)
     original = random_seed.get_seed
@@ -240,11 +240,10 @@ _DRAWS = {
 }
 
 
-def _drawing_around(original: Callable[..., Any], drawing: Callable[[Any], Any]) -> Callable[..., Any]:
+def _drawing_around(original: Callable[..., Any], drawn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def draw(shape: Any, *arguments: Any, **named: Any) -> Any:
-        with drawing(shape):
-            return original(shape, *arguments, **named)
+        return drawn(lambda shape: original(shape, *arguments, **named), shape)
 
     return draw
 
@@ -374,6 +373,18 @@ def runtime_started() -> bool:
 def global_seed() -> int | None:
     """What `tf.random.set_seed` was given last; `None` before it is called."""
     return context.global_seed()
+
+
+def eager_random_state() -> Any:
+    """Where the seeds stand that `tf.random.set_seed` gives to operations outside of a graph; `None` without it."""
+    generator = getattr(context.context(), "_rng", None)
+    return None if generator is None else generator.getstate()
+
+
+def restore_eager_random_state(state: Any) -> None:
+    """Goes on with the seeds where `eager_random_state` found them; an operation that drew with one has gone on."""
+    if state is not None:
+        context.context()._rng.setstate(state)
 
 
 def iterator_state(iterator: Any) -> bytes:

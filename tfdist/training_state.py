@@ -169,11 +169,11 @@ def random_state() -> list[Entry]:
         ]
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     if generator is not None:
-        found.append(("keras", _copies(generator.state)[0].numpy()))
+        found.append(("keras", copies(generator.state)[0].numpy()))
     generator = getattr(stateful_random_ops, "global_generator", None)
     if generator is not None:
         found += [
-            ("tensorflow", _copies(generator.state)[0].numpy()),
+            ("tensorflow", copies(generator.state)[0].numpy()),
             ("tensorflow_kind", np.array(generator.algorithm)),
         ]
     return [Entry("random", name, value) for name, value in found]
@@ -257,7 +257,7 @@ def restore_callbacks_state(
                 setattr(callback, key, value)
 
 
-def _copies(variable: Any) -> list[Any]:
+def copies(variable: Any) -> list[Any]:
     """The plain variables behind a Keras variable, or one of TensorFlow's: a copy on each replica of this process."""
     value = getattr(variable, "_value", variable)
     if isinstance(value, tf.distribute.DistributedValues):
@@ -275,30 +275,30 @@ def _has_parts(variable: Any) -> bool:
 
 
 def _read(group: str, variable: Any, is_part: bool) -> Entry:
-    copies = _copies(variable)
+    held = copies(variable)
     if is_part or _has_parts(variable):
-        return Entry(group, variable.path, np.stack([copy.numpy() for copy in copies]), by_replica=True)
-    return Entry(group, variable.path, np.asarray(copies[0].numpy()))
+        return Entry(group, variable.path, np.stack([copy.numpy() for copy in held]), by_replica=True)
+    return Entry(group, variable.path, np.asarray(held[0].numpy()))
 
 
 def _assign(variable: Any, entry: Entry) -> None:
-    copies = _copies(variable)
+    held = copies(variable)
     parts = list(entry.value) if entry.by_replica else [entry.value]
     if not _has_parts(variable):
         _assign_all(variable, sum(parts[1:], parts[0]))
-    elif len(parts) == len(copies):
-        for copy, part in zip(copies, parts, strict=True):
+    elif len(parts) == len(held):
+        for copy, part in zip(held, parts, strict=True):
             copy.assign(part)
     elif variable._value.aggregation == tf.VariableAggregation.SUM:
         # Other replicas than those that wrote it: what counts is the sum.
         _assign_all(variable, np.zeros_like(parts[0]))
-        copies[0].assign(sum(parts[1:], parts[0]))
+        held[0].assign(sum(parts[1:], parts[0]))
     else:
         _assign_all(variable, parts[0])
 
 
 def _assign_all(variable: Any, value: np.ndarray) -> None:
-    for copy in _copies(variable):
+    for copy in copies(variable):
         copy.assign(value)
 
 

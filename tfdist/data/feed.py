@@ -27,6 +27,10 @@ from tfdist.keras_internals import tree
 from tfdist.world import World
 
 NO_BATCHES = "The dataset has no batches", "pass at least one example"
+ONLY_PARTS = (
+    "Each process of the job reads its own part of the data, and to verify a model it needs whole global batches",
+    "call `strategy.verify(model, x, y)` with a few batches that every process has",
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,11 @@ class Feed:
 
     def finish(self) -> None:
         """Ends a pass."""
+
+    def first(self, count: int) -> list[Any]:
+        """Up to `count` global batches that the first pass begins with; that pass has them all the same."""
+        state, count = self.start(0, 0), min(count, self.num_batches or count)
+        return [self.batches.part(state, batch, 0, 1)[0] for batch in self.batches.take(state, 0, count)]
 
     def save(self) -> bytes | None:
         """What `resume` needs besides the place in the pass; `None` where that pass cannot be gone on with."""
@@ -331,6 +340,7 @@ class DatasetFeed(Feed):
         self._dataset = adapter.get_tf_dataset()
         self.examples = None
         self._iterator: Any = None  # of this pass, or of the one before
+        self._untouched: Any = None  # made before the first pass, and stands at its begin
         self._begun = 0  # passes, of those in the run that is resumed too
         self.batch_size = adapter.batch_size
         self.endless = bool(self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
@@ -350,8 +360,38 @@ class DatasetFeed(Feed):
             self._in_order.set_epoch(epoch)
         self._begun += 1
         self._adapter.on_epoch_begin()
-        self._iterator = iter(self._dataset.skip(first_batch) if first_batch else self._dataset)
+        if first_batch and self._untouched is None:
+            self._iterator = iter(self._dataset.skip(first_batch))
+        else:
+            self._iterator = self._new_iterator()
+            for _ in range(first_batch):
+                self._iterator.get_next_as_optional()
         return self._iterator
+
+    def _new_iterator(self) -> Any:
+        iterator, self._untouched = self._untouched, None
+        return iter(self._dataset) if iterator is None else iterator
+
+    def first(self, count: int) -> list[Any]:
+        if self._in_order is not None:
+            self._in_order.set_epoch(0)
+            numbers = range(min(count, self.num_batches or count))
+            return [keras_internals.standardized(self._adapter, self._in_order[number]) for number in numbers]
+        iterator, taken = iter(self._dataset), []
+        try:
+            state = tensorflow_internals.iterator_state(iterator)
+            taken = list(itertools.islice(iterator, count))
+            tensorflow_internals.iterator_state(iterator)  # what has not begun could always be set back
+            tensorflow_internals.restore_iterator(iterator, state)
+        except tf.errors.OpError:
+            iterator = self._put_back(taken, iterator)
+        self._untouched = iterator
+        return [tree.map_structure(none_if_empty, batch) for batch in taken]
+
+    def _put_back(self, taken: list[Any], rest: Any) -> Any:
+        """An iterator that begins with batches that were `taken` from one that cannot be set back."""
+        batches = tf.data.Dataset.from_generator(lambda: itertools.chain(taken, rest), output_signature=self.spec)
+        return iter(batches)
 
     def save(self) -> bytes | None:
         if self._in_order is not None:
@@ -368,10 +408,10 @@ class DatasetFeed(Feed):
         self._begun, state = int.from_bytes(saved[:8], "little"), saved[8:]
         # A shuffle draws the seeds of its next order when an iterator is made; a restored one counts as the one before.
         for _ in range(self._begun - 2 if first_batch else self._begun):
-            iter(self._dataset)
+            self._new_iterator()
         if not first_batch:
             return self.start(epoch, 0)
-        iterator = iter(self._dataset)
+        iterator = self._new_iterator()
         try:
             tensorflow_internals.restore_iterator(iterator, state)
         except tf.errors.OpError as error:
@@ -461,6 +501,11 @@ class FileFeed(Feed):
     def start(self, epoch: int, first_batch: int) -> Any:
         self._epoch = epoch
         return iter(self._pipeline(epoch, first_batch))
+
+    def first(self, count: int) -> list[Any]:
+        if isinstance(self.batches, RankBatches):
+            raise UsageError(*ONLY_PARTS)
+        return super().first(count)
 
     @contextlib.contextmanager
     def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist import agreement
 from tfdist.data import feed as feeds
 from tfdist.data.feed import ArrayBatches, ArrayFeed, Batches, DatasetFeed, Feed
+from tfdist.errors import UsageError
 from tfdist.keras_internals import tree
 from tfdist.tensorflow_internals import without_strategy
 from tfdist.world import World
@@ -115,6 +116,9 @@ class _SharedFeed(_Around):
         self._given = given
         self._endless = feed.endless
 
+    def first(self, count: int) -> list[Any]:
+        return self._feed.first(count)
+
     @property
     def batches(self) -> Batches:
         return SharedBatches(self._feed.batches, self._given, self._endless)
@@ -155,6 +159,9 @@ class JoinedFeed(_Around):
     @property
     def num_batches(self) -> int | None:
         return self._num_batches
+
+    def first(self, count: int) -> list[Any]:
+        raise UsageError(*feeds.ONLY_PARTS)
 
     @property
     def batches(self) -> Batches:

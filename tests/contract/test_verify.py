@@ -1,0 +1,336 @@
+"""`strategy.verify` passes what is equal, names what is not, and leaves a model as it was."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdist
+from tests.contract import cases, contestants, test_steps
+from tfdist.errors import UsageError, VerificationError
+
+REPLICAS = contestants.FEW
+EXAMPLES, BATCH = 19, 10
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(EXAMPLES, 4)).astype("float32")
+Y = _rng.normal(size=(EXAMPLES, 1)).astype("float32")
+
+
+def start(contestant):
+    keras.utils.set_random_seed(11)
+    strategy = contestants.start(*contestant)
+    if not hasattr(strategy, "verify") or not strategy.as_one_device:
+        pytest.skip("does not compute what one device does")
+    return strategy
+
+
+def verified(strategy, make, **named):
+    with strategy.scope():
+        model = make()
+    return strategy.verify(model, X, Y, batch_size=BATCH, **{"steps": 1} | named)
+
+
+def network(*inside, loss="mse", metrics=(), model=keras.Sequential, optimizer=None):
+    made = model([keras.Input((4,)), layers.Dense(6, activation="tanh", name="before"), *inside, layers.Dense(1)])
+    made.compile(optimizer or keras.optimizers.SGD(0.1), loss, metrics=list(metrics), jit_compile=False)
+    return made
+
+
+class Centred(layers.Layer):
+    """A layer of one's own that takes the mean of the batch from each example."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
+
+
+class AddsSum(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
+class Counts(layers.Layer):
+    """Keeps a running sum over the batch, which nothing of the step depends on."""
+
+    def build(self, shape):
+        self.total = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="total")
+
+    def call(self, x):
+        self.total.assign(0.9 * self.total + ops.sum(x, axis=0))
+        return x
+
+
+class HardestFirst(keras.losses.Loss):
+    """A value per example, that depends on the others of its batch."""
+
+    def call(self, y_true, y_pred):
+        error = ops.square(y_true - y_pred)[:, 0]
+        return error * ops.softmax(error)
+
+
+class Own(keras.Sequential):
+    """A step by hand, with a loss by hand."""
+
+    def loss_of(self, error):
+        raise NotImplementedError
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(tf.square(self(x, training=True) - y))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+class SumByHand(Own):
+    def loss_of(self, error):
+        return tf.reduce_sum(error)
+
+
+class RootByHand(Own):
+    def loss_of(self, error):
+        return tf.sqrt(tf.reduce_mean(error))
+
+
+class RootInComputeLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.sqrt(ops.mean(ops.square(y - y_pred)))
+
+
+class MeanOfBatchMeans(keras.metrics.Metric):
+    additive = True  # which it is not
+
+    def __init__(self):
+        super().__init__(name="planted")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.mean(ops.abs(y_pred)))
+
+    def result(self):
+        return self.total
+
+
+class SetsFromSum(keras.Sequential):
+    """A weight that the step sets from a sum over its part, after the update."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.layers[0].bias.assign(0.01 * ops.sum(data[0]) * ops.ones(6))
+        return logs
+
+
+# What is planted, the layer (or what else) to name, and words of the cause.
+PLANTED = {
+    "a normalization of each part": (
+        lambda: network(layers.BatchNormalization(name="planted")),
+        "planted",
+        "normalizes each replica's part",
+        "synchronized=True",
+    ),
+    "a layer that mixes examples": (
+        lambda: network(Centred(name="planted")),
+        "planted",
+        "from other examples",
+        "gather",
+    ),
+    "state from a sum": (lambda: network(Counts(name="planted")), "planted", "set from a sum", "all_reduce"),
+    "a loss that compares examples": (
+        lambda: network(loss=HardestFirst(name="planted")),
+        "planted",
+        "not a mean of what each example gives",
+        "gather",
+    ),
+    "a loss by hand that is a root": (lambda: network(model=RootByHand), "before", "`train_step`", "all_reduce"),
+    "a root in compute_loss": (
+        lambda: network(model=RootInComputeLoss),
+        "root_in_compute_loss",
+        "the loss",
+        "all_reduce",
+    ),
+    "a metric that calls itself additive": (
+        lambda: network(metrics=[MeanOfBatchMeans()]),
+        "planted",
+        "`additive = True`",
+        "leave `additive` out",
+    ),
+    "a weight that is set from a sum": (lambda: network(model=SetsFromSum), "before", "set from a sum", "all_reduce"),
+}
+
+
+@contestants.among({"custom": (2,)})
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_difference_is_found_and_named(name, contestant):
+    make, layer, cause, hint = PLANTED[name]
+    with pytest.raises(VerificationError) as raised:
+        verified(start(contestant), make)
+    error = raised.value
+    assert layer in error.layer, error
+    assert cause in error.sentence, error
+    assert hint in error.hint, error
+    assert error.report.first.step == 0
+    assert "differs" in str(error.report)
+
+
+def noisy():
+    drops = [layers.Dropout(0.4), layers.GaussianNoise(0.3), layers.GaussianDropout(0.2), layers.AlphaDropout(0.2)]
+    return network(*drops, layers.BatchNormalization(synchronized=True), optimizer=keras.optimizers.Adam(0.01))
+
+
+class DrawsByTensorFlow(layers.Layer):
+    def call(self, x):
+        unseeded = keras.random.normal(ops.shape(x)) + keras.random.uniform((6,))
+        chosen = keras.random.categorical(x, 2, dtype="int32")
+        return x + tf.random.normal(tf.shape(x)) + tf.random.uniform([6]) + unseeded + ops.cast(chosen[:, :1], x.dtype)
+
+
+EQUAL = {
+    "random layers": noisy,
+    "random numbers of TensorFlow, and without a seed": lambda: network(DrawsByTensorFlow()),
+    "a sum in add_loss": lambda: network(AddsSum()),
+    "a loss by hand that is a sum": lambda: network(model=SumByHand),
+    "metrics": lambda: network(metrics=["mae", keras.metrics.RootMeanSquaredError()]),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_is_equal_passes(name, contestant):
+    report = verified(start(contestant), EQUAL[name])
+    assert report.first is None
+    assert len(report) > 8
+    kernel = next(name for name in report if name.startswith("weight") and name.endswith("before/kernel"))
+    assert report[kernel].difference < 1e-5
+
+
+def test_a_difference_is_not_hidden_by_dropout(contestant):
+    strategy = start(contestant)
+    if strategy.num_replicas == 1:
+        pytest.skip("one replica")
+    with pytest.raises(VerificationError) as raised:
+        verified(strategy, lambda: network(layers.Dropout(0.5), layers.BatchNormalization(name="planted")))
+    assert raised.value.layer == "planted"
+
+
+QUICK_CASES = ["remainder 1", "mixed float16, inf on one replica", "synchronized batch norm", "auc"]
+ALL_CASES = [
+    pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.thorough, id=name) for name in cases.CASES
+]
+QUICK_STEPS = ["weights clipped after each of several updates", "variables of TensorFlow", "a loss over pairs"]
+ALL_STEPS = [
+    pytest.param(name, marks=() if name in QUICK_STEPS else pytest.mark.thorough, id=name) for name in test_steps.STEPS
+]
+ON_PARTS = {"mirrored": (3,)} | contestants.OF_THE_JOB
+
+
+@contestants.among(ON_PARTS)
+@pytest.mark.parametrize("case_name", ALL_CASES)
+def test_cases_that_are_equal_pass(case_name, contestant):
+    case = cases.CASES[case_name]
+    keras.config.set_dtype_policy(case.dtype_policy)
+    strategy = start(contestant)
+    with strategy.scope():
+        model = case.model()
+    options = {name: value for name, value in case.fit.items() if name in ("batch_size", "class_weight")}
+    data = case.data(case.examples)
+    assert strategy.verify(model, **data, **{"batch_size": cases.BATCH} | options, steps=2).first is None
+
+
+@contestants.among(ON_PARTS)
+@pytest.mark.parametrize("step_name", ALL_STEPS)
+def test_steps_that_are_equal_pass(step_name, contestant):
+    make, optimizer = test_steps.STEPS[step_name]
+    strategy = start(contestant)
+    with strategy.scope():
+        model = make()
+        model.build((None, 4))
+        chosen = (optimizer or (lambda: keras.optimizers.SGD(0.1)))()
+        chosen.build(model.trainable_variables)
+        model.compile(chosen, jit_compile=False)
+    assert verified_model(strategy, model).first is None
+
+
+def verified_model(strategy, model):
+    return strategy.verify(model, X, Y, batch_size=BATCH, steps=2)
+
+
+def data_of(kind):
+    if kind == "arrays":
+        return {"x": X, "y": Y, "batch_size": BATCH}
+    if kind == "dataset":
+        return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(EXAMPLES, seed=3).batch(BATCH)}
+    batches = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 15, 5)]
+    if kind == "generator":
+        return {"x": (batch for _ in range(2) for batch in batches), "steps_per_epoch": 3}
+    spec = (tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))
+    return {"x": tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)}
+
+
+@contestants.among({"custom": (2,)} | contestants.OF_THE_JOB)
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "generator", "dataset of a generator"])
+def test_a_training_is_the_same_with_and_without_a_verification_before_it(kind, contestant):
+    def trained(verify):
+        strategy = start(contestant)
+        with strategy.scope():
+            model = network(layers.Dropout(0.4), layers.BatchNormalization(synchronized=True))
+        strategy.prepare(model, verify=verify)
+        history = model.fit(**data_of(kind), epochs=2, verbose=0).history
+        draws = [float(np.random.random()), float(keras.random.uniform(()))]
+        return history, [value.tolist() for value in model.get_weights()], draws
+
+    assert trained(True) == trained(False)
+
+
+@contestants.among({"mirrored": (2,)})
+def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contestant):
+    strategy = start(contestant)
+    with strategy.scope():
+        model = network(layers.BatchNormalization(name="planted"))
+    strategy.prepare(model, verify=True)
+    before = [value.tolist() for value in model.get_weights()]
+    with pytest.raises(VerificationError, match="planted"):
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert [value.tolist() for value in model.get_weights()] == before
+    assert int(model.optimizer.iterations.numpy()) == 0
+    model.fit(X, Y, batch_size=BATCH, verbose=0)  # whoever insists
+
+
+@contestants.among({"custom": (2,)})
+def test_an_error_in_a_step_leaves_the_model_as_it_was(contestant):
+    class Fails(keras.Sequential):
+        fails = True
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            if self.fails and tfdist.collectives.current() is not None:
+                raise RuntimeError("planted")
+            return logs
+
+    strategy = start(contestant)
+    model = network(model=Fails)
+    before, values = model.layers[0].kernel._value, [value.tolist() for value in model.get_weights()]
+    with pytest.raises(RuntimeError, match="planted"):
+        strategy.verify(model, X, Y, batch_size=BATCH)
+    assert model.layers[0].kernel._value is before
+    assert [value.tolist() for value in model.get_weights()] == values
+    assert "train_step" not in vars(model)
+    model.fails = False
+    assert strategy.verify(model, X, Y, batch_size=BATCH).first is None
+
+
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+def test_a_step_of_ones_own_need_not_use_the_metrics_that_the_model_was_compiled_with(contestant):
+    strategy = start(contestant)
+    with strategy.scope():
+        model = network(model=RootByHand, metrics=["mae"])
+    assert list(strategy.fit(model, X, Y, batch_size=BATCH, verbose=0).history) == ["loss"]
+
+
+def test_a_strategy_that_differs_by_design_refuses():
+    class Differs(type(tfdist.strategy("single"))):
+        as_one_device = False
+
+    with pytest.raises(UsageError, match="by design"):
+        Differs().verify(network(), X, Y)
+    with pytest.raises(UsageError, match="by design"):
+        Differs().prepare(network(), verify=True)
