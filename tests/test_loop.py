@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import time
 
 import keras
 import numpy as np
@@ -246,6 +247,39 @@ def test_terminate_on_nan_hears_of_the_loss_of_a_step_of_ones_own():
         model.compile("sgd", jit_compile=False)
     strategy.fit(model, x, Y, batch_size=2, shuffle=False, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert int(model.optimizer.iterations.numpy()) == 4
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "validation", "a fit that fails"])
+def test_a_generator_is_not_read_on_after_the_call(method):
+    """A process that exits while TensorFlow still reads a generator of Python's hangs."""
+    drawn = 0
+
+    def slowly():
+        nonlocal drawn
+        while True:
+            time.sleep(0.05)
+            drawn += 1
+            yield np.ones([2, 1]), np.ones([2, 1])
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("planted")
+
+    strategy = tfdist.strategy("single")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mae", jit_compile=False)
+    if method == "fit":
+        strategy.fit(model, slowly(), steps_per_epoch=2, verbose=0)
+    elif method == "validation":
+        strategy.fit(model, np.ones([4, 1]), np.ones([4, 1]), validation_data=slowly(), validation_steps=2, verbose=0)
+    elif method == "a fit that fails":
+        with pytest.raises(RuntimeError, match="planted"):
+            strategy.fit(model, slowly(), steps_per_epoch=2, verbose=0, callbacks=[Fails()])
+    else:
+        getattr(strategy, method)(model, slowly(), steps=2, verbose=0)
+    at_the_end = drawn
+    time.sleep(0.3)
+    assert drawn == at_the_end >= 2
 
 
 def test_a_pass_over_a_generator_begins_with_its_first_batches_and_loses_one_at_its_end():

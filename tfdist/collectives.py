@@ -65,8 +65,8 @@ def gather(tensor: Any) -> Any:
     """The examples of `tensor` of all replicas, in the order of the global batch; differentiable.
 
     Args:
-        tensor: `[n, ...]`; `n` may differ from replica to replica, the rest may not. Replicas that have no example of
-            the global batch add none.
+        tensor: `[n, ...]`, dense, ragged or sparse; `n` may differ from replica to replica, the rest may not. Replicas
+            that have no example of the global batch add none.
 
     Returns:
         `[N, ...]` of the same dtype, the same on every replica: `N` is the sum of `n` over the replicas.
@@ -75,28 +75,43 @@ def gather(tensor: Any) -> Any:
         UsageError: called where replicas cannot meet: in a branch of `tf.cond`, or in a loop of the graph.
     """
     replica = _meeting("tfdist.gather")
-    tensor = tf.convert_to_tensor(tensor)
-    if replica is None:
-        return tensor
-    tensor = replica.real_rows(tensor)
+    if not isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
+        tensor = tf.convert_to_tensor(tensor)
+    return tensor if replica is None else _gathered(replica, replica.real_rows(tensor))
+
+
+def _gathered(replica: Replica, tensor: Any) -> Any:
+    if isinstance(tensor, tf.RaggedTensor):
+        lengths = replica.all_gather(tensor.row_lengths())
+        return tf.RaggedTensor.from_row_lengths(_gathered(replica, tensor.values), lengths, validate=False)
+    if isinstance(tensor, tf.SparseTensor):
+        first, rows = _rows_before(replica, tensor.dense_shape[:1])
+        indices = replica.all_gather(tensor.indices + tf.pad([first], [[0, tf.rank(tensor) - 1]]))
+        shape = tf.concat([rows[tf.newaxis], tensor.dense_shape[1:]], 0)
+        return tf.SparseTensor(indices, _gathered(replica, tensor.values), shape)
     if not tensor.dtype.is_floating:
         return replica.all_gather(tensor)
 
     @tf.custom_gradient
     def gathered(local: tf.Tensor) -> Any:
         count = tf.shape(local)[:1]
-        counts = replica.all_gather(count)
-        # A graph that knew the first replica to begin at 0 would leave out the exchange, there alone.
-        before = tf.range(tf.size(counts)) < opaque(tf.constant(replica.index))
-        begin = tf.reduce_sum(tf.where(before, counts, 0))
+        begin, _ = _rows_before(replica, count)
 
-        def backward(upstream: tf.Tensor) -> tf.Tensor:
-            (total,) = replica.all_reduce([upstream])
+        def backward(upstream: Any) -> tf.Tensor:
+            (total,) = replica.all_reduce([tf.convert_to_tensor(upstream)])  # sparse where rows were looked up
             return total[begin : begin + count[0]]
 
         return replica.all_gather(local), backward
 
     return gathered(tensor)
+
+
+def _rows_before(replica: Replica, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """How many rows the replicas before this one have, and how many all have, from how many this one has (`[1]`)."""
+    counts = replica.all_gather(count)
+    # A graph that knew the first replica to begin at 0 would leave out the exchange, there alone.
+    before = tf.range(tf.size(counts)) < opaque(tf.constant(replica.index))
+    return tf.reduce_sum(tf.where(before, counts, tf.zeros_like(counts))), tf.reduce_sum(counts)
 
 
 def all_reduce(tensor: Any) -> Any:
@@ -130,7 +145,10 @@ def differentiable_sums(replica: Replica, tensors: list[Any]) -> list[Any]:
 
     @tf.custom_gradient
     def sums(*local: tf.Tensor) -> Any:
-        return replica.all_reduce(list(local)), lambda *upstream: replica.all_reduce(list(upstream))
+        def backward(*upstream: Any) -> list[Any]:
+            return replica.all_reduce([tf.convert_to_tensor(one) for one in upstream])
+
+        return replica.all_reduce(list(local)), backward
 
     return sums(*tensors)
 

@@ -306,7 +306,7 @@ def _reduce_weighted_values(
 
 def is_per_example(replica: Replica | None, values: Any) -> bool:
     """Whether the first axis of `values` is that of the replica's examples, or of their parts."""
-    shape = values.shape
+    shape = tf.TensorShape(getattr(values, "shape", ()))  # a number has none
     if shape.rank is None or shape.rank == 0 or replica is None:
         return shape.rank != 0
     if shape[0] is None or replica.examples is None:

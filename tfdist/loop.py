@@ -94,18 +94,36 @@ def fit(
     _build(strategy, model, "train", feed)
     if keras_internals.take_to_verify(model):
         verification.verify(strategy, model, feed.first(verification.STEPS))
-    passes = Passes(feed, steps)
-    if strategy.world.world_size > 1:
-        agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
-    callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
-    run_epoch = _epoch_runner(strategy, model, "train", passes, callbacks)
+    with Passes(feed, steps) as passes:
+        if strategy.world.world_size > 1:
+            agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
+        callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
 
+        def validate(epoch: int) -> Logs:
+            if validation is None or not model._should_eval(epoch, validation_freq):
+                return {}
+            with Passes(validation, validation_steps) as unseen:
+                return _evaluate(strategy, model, unseen, callbacks)
+
+        _run_epochs(strategy, model, passes, range(initial_epoch, epochs), callbacks, validate)
+    return model.history
+
+
+def _run_epochs(
+    strategy: Strategy,
+    model: Any,
+    passes: Passes,
+    epochs: range,
+    callbacks: Any,
+    validate: Callable[[int], Logs],
+) -> None:
+    run_epoch = _epoch_runner(strategy, model, "train", passes, callbacks)
     model.stop_training = False
     callbacks.on_train_begin()
-    initial_epoch, resume_batch, next_pass = _begin_alike(strategy, model, callbacks, initial_epoch)
+    initial_epoch, resume_batch, next_pass = _begin_alike(strategy, model, callbacks, epochs.start)
     passes.begin_at(initial_epoch, resume_batch, next_pass)
     epoch_logs: Logs | None = None
-    for epoch in range(initial_epoch, epochs):
+    for epoch in range(initial_epoch, epochs.stop):
         if not resume_batch:
             strategy.reset_metrics(model)
         callbacks.on_epoch_begin(epoch)
@@ -113,17 +131,14 @@ def fit(
         # Past Keras' attribute tracking, so that it is not saved with the model.
         object.__setattr__(model, _NEXT_PASS, passes.next)
         resume_batch = None
-        if validation is not None and model._should_eval(epoch, validation_freq):
-            results = _evaluate(strategy, model, Passes(validation, validation_steps), callbacks)
-            epoch_logs.update({f"val_{name}": value for name, value in results.items()})
+        epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
         callbacks.on_epoch_end(epoch, epoch_logs)
         model.stop_training = agreement.any_of(strategy, bool(model.stop_training))
         if model.stop_training:
             break
-    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
         model.optimizer.finalize_variable_values(model.trainable_weights)
     callbacks.on_train_end(logs=epoch_logs)
-    return model.history
 
 
 def evaluate(
@@ -142,8 +157,9 @@ def evaluate(
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
     feed = _feed(strategy, feeds.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
-    passes = Passes(feed, steps)
-    logs = _evaluate(strategy, model, passes, _callback_list(strategy, model, callbacks, verbose, passes, epochs=1))
+    with Passes(feed, steps) as passes:
+        callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
+        logs = _evaluate(strategy, model, passes, callbacks)
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
@@ -161,18 +177,17 @@ def predict(
     _check_divisible(strategy, model)
     steps = _limited(steps)
     feed = _feed(strategy, feeds.request(x, batch_size=batch_size, steps=steps, passes=True), for_prediction=True)
-    passes = Passes(feed, steps)
-    callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
     outputs: list[Any] = []
-    run_epoch = _epoch_runner(
-        strategy, model, "predict", passes, callbacks, lambda logs: outputs.append(logs["outputs"])
-    )
-
-    model.stop_predicting = False
-    callbacks.on_predict_begin()
-    run_epoch(0)
-    passes.close()
-    callbacks.on_predict_end()
+    with Passes(feed, steps) as passes:
+        callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
+        run_epoch = _epoch_runner(
+            strategy, model, "predict", passes, callbacks, lambda logs: outputs.append(logs["outputs"])
+        )
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        run_epoch(0)
+        passes.close()
+        callbacks.on_predict_end()
     joined = tree.map_structure_up_to(outputs[0], lambda *parts: keras_internals.concatenate(list(parts)), *outputs)
     return tree.map_structure(keras_internals.to_numpy, joined)
 
@@ -389,6 +404,14 @@ class Passes:
         self._pass = 0
         self._saved: tuple[int, int, bytes] | None = None
         self._empty = True
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Lets go of what reads ahead: at the interpreter's exit its threads, which may run Python, would never end."""
+        self.close()
+        self.feed.release()
 
     def begin_at(self, epoch: int, resume_batch: int | None, next_pass: int) -> None:
         """Goes to epoch number `epoch`, or to where a run that is resumed has run `resume_batch` steps of it.

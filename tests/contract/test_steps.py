@@ -248,6 +248,23 @@ class Contrastive(Regression):
         self.optimizer.apply(gradients, self.net.trainable_variables[: len(gradients)])
 
 
+class RaggedAndSparse(Regression):
+    """A loss over the whole batch of what is neither of one length nor dense."""
+
+    def gradients(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            outputs = self.net(x)
+            lengths = 1 + ops.cast(x[:, 0] > 0, "int32")
+            ragged = tfdist.gather(tf.RaggedTensor.from_row_lengths(tf.repeat(outputs[:, 0], lengths), lengths))
+            rows = tf.range(tf.shape(x)[0], dtype=tf.int64)
+            indices = tf.stack([rows, ops.cast(x[:, 1] > 0, "int64")], axis=1)
+            shape = tf.stack([tf.shape(x, tf.int64)[0], 2])
+            sparse = tfdist.gather(tf.SparseTensor(indices, outputs[:, 0], shape))
+            loss = tf.math.reduce_std(ragged.to_tensor()) + tf.math.reduce_std(tf.sparse.to_dense(sparse), axis=0)[0]
+        return loss, tape.gradient(loss, self.net.trainable_variables)
+
+
 class Codebook(Regression):
     """Sums over the batch that one device keeps averages of, as vector quantization does."""
 
@@ -301,6 +318,7 @@ STEPS = {
     "steps in functions of TensorFlow": (InAFunction, adam),
     "variables of TensorFlow": (TensorFlowVariables, None),
     "a loss over pairs": (Contrastive, None),
+    "a loss over what is ragged and sparse": (RaggedAndSparse, None),
     "sums over the batch": (Codebook, None),
 }
 

@@ -138,6 +138,9 @@ class Feed:
     def finish(self) -> None:
         """Ends a pass."""
 
+    def release(self) -> None:
+        """Lets go of what passes have left open, when none is to follow."""
+
     def first(self, count: int) -> list[Any]:
         """Up to `count` global batches that the first pass begins with; that pass has them all the same."""
         state, count = self.start(0, 0), min(count, self.num_batches or count)
@@ -425,6 +428,9 @@ class DatasetFeed(Feed):
 
     def finish(self) -> None:
         self._adapter.on_epoch_end()
+
+    def release(self) -> None:
+        self._iterator = self._untouched = None
 
     @contextlib.contextmanager
     def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:

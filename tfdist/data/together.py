@@ -101,6 +101,9 @@ class _Around(Feed):
     def finish(self) -> None:
         self._feed.finish()
 
+    def release(self) -> None:
+        self._feed.release()
+
     def save(self) -> bytes | None:
         return self._feed.save()
 
