@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 TARGET = 1.8  # two processes / one
-SIZE, BATCH_SIZE = 256, 32
+SIZE = 256
 
 
 def make_pictures(folder: Path, count: int) -> None:
@@ -35,15 +35,16 @@ def make_pictures(folder: Path, count: int) -> None:
         coarse.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(folder / f"{number:05}.jpg", quality=90)
 
 
-def pictures_per_second(folder: Path, count: int, workers: int, kind: str) -> float:
+def pictures_per_second(folder: Path, count: int, batch_size: int, workers: int, kind: str) -> float:
     """Of a job of its own."""
     command = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--log-dir", f"{folder}/logs"]
     command += ["-m", "benchmarks.decoding", "--job", kind, "--folder", str(folder), "--pictures", str(count)]
+    command += ["--batch-size", str(batch_size)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))["per_second"]
 
 
-def job(folder: Path, count: int, kind: str) -> None:
+def job(folder: Path, count: int, batch_size: int, kind: str) -> None:
     """One process of a job: trains three epochs, and prints how fast the later two were."""
     from tfdist.world import World
 
@@ -64,7 +65,7 @@ def job(folder: Path, count: int, kind: str) -> None:
 
     files = tf.data.Dataset.list_files(f"{folder}/*.jpg", shuffle=False)
     own = kind == "per_process"
-    batch_size = BATCH_SIZE // world.world_size if own else BATCH_SIZE
+    batch_size = batch_size // world.world_size if own else batch_size
     files = tfdist.data.shard(files) if own else files
     dataset = files.map(decode, num_parallel_calls=tf.data.AUTOTUNE).batch(batch_size).prefetch(2)
     with strategy.scope():
@@ -85,12 +86,13 @@ def job(folder: Path, count: int, kind: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=2000)
+    parser.add_argument("--batch-size", type=int, default=32, help="global")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        job(options.folder, options.pictures, options.job)
+        job(options.folder, options.pictures, options.batch_size, options.job)
         return
     contestants = [(1, "alike"), (2, "alike"), (2, "per_process")]
     with tempfile.TemporaryDirectory() as name:
@@ -98,7 +100,9 @@ def main() -> None:
         found: dict[tuple[int, str], list[float]] = {contestant: [] for contestant in contestants}
         for _ in range(options.repeats):
             for workers, kind in contestants:
-                found[workers, kind].append(pictures_per_second(Path(name), options.pictures, workers, kind))
+                found[workers, kind].append(
+                    pictures_per_second(Path(name), options.pictures, options.batch_size, workers, kind)
+                )
     one = statistics.median(found[1, "alike"])
     for (workers, kind), values in found.items():
         middle = statistics.median(values)

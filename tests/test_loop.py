@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import time
 
 import keras
@@ -12,6 +13,7 @@ from keras import layers
 
 import tfdist
 from tfdist import pace
+from tfdist.data import feed
 from tfdist.errors import DataError, UnknownNameError, UsageError
 
 X, Y = np.ones((10, 2), "float32"), np.ones((10, 1), "float32")
@@ -280,6 +282,24 @@ def test_a_generator_is_not_read_on_after_the_call(method):
     at_the_end = drawn
     time.sleep(0.3)
     assert drawn == at_the_end >= 2
+
+
+def test_on_one_core_nothing_is_autotuned_unless_the_user_asks_for_it():
+    def autotunes(dataset):
+        return feed.make(feed.request(dataset), seed=0).start(0, 0)._dataset.options().autotune.enabled
+
+    plain = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2)
+    asked = tf.data.Options()
+    asked.autotune.enabled = True
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert autotunes(plain) is False
+        assert autotunes(plain.with_options(asked)) is True
+    finally:
+        os.sched_setaffinity(0, cores)
+    if len(cores) > 1:
+        assert autotunes(plain) is None
 
 
 def test_a_pass_over_a_generator_begins_with_its_first_batches_and_loses_one_at_its_end():

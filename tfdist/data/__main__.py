@@ -46,14 +46,15 @@ def show(
     source: data.Source, *, batch_size: int, augment: str, split: str, seed: int, seconds: float, sheet: Path
 ) -> None:
     """Measures, prints a table, and draws the contact sheet of the first batch."""
-    from tfdist.data import measure, pipeline
+    from tfdist.data import measure
     from tfdist.data import sheet as sheets
+    from tfdist.world import cores
 
     shown = max(batch_size, sheets.ROWS * sheets.COLUMNS)
     x, y = next(source.pipeline(split, shown, augment=augment, seed=seed).as_numpy_iterator())
     sheets.write(sheet, source.spec, x, y)
     found = measure.speed(source, split, batch_size, augment, seed, seconds)
-    _print_table(source, found, pipeline.cores(), measure.memory_bandwidth(), sheet)
+    _print_table(source, found, cores(), measure.memory_bandwidth(), sheet)
 
 
 def _print_table(source: data.Source, found: Any, cores: int, bandwidth: float, sheet: Path) -> None:

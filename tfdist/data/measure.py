@@ -16,6 +16,7 @@ from tfdist.data import pipeline
 from tfdist.data.decoding import Decoder
 from tfdist.data.pictures import PictureSource
 from tfdist.data.source import ALONE, Source
+from tfdist.world import cores
 
 # Stages are timed one by one on so many examples at most, each for so long.
 _EXAMPLES, _SECONDS = 512, 0.5
@@ -48,9 +49,7 @@ def speed(source: Source, split: str, batch_size: int, augment: str, seed: int, 
     if isinstance(source, PictureSource) and not source.in_memory(split, source.augmentation(augment)):
         stages = _stages_of_files(source, split, batch_size, augment)
         decoding = stages["read"] + stages["decode"]
-        return Speed(
-            rate, size, stages, (pipeline.cores() / decoding, f"reading and decoding on {pipeline.cores()} cores")
-        )
+        return Speed(rate, size, stages, (cores() / decoding, f"reading and decoding on {cores()} cores"))
     stages = _stages_of_arrays(source, split, batch_size, augment, seed)
     return Speed(rate, size, stages, (memory_bandwidth() / (2 * size), "copying in memory"))
 

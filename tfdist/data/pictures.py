@@ -23,7 +23,7 @@ from tfdist.data.records import Records
 from tfdist.data.source import ALONE, Arrays, Part, Source
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
-from tfdist.world import World
+from tfdist.world import World, cores
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -158,7 +158,6 @@ class PictureSource(Source):
         if self.in_memory(split, self.augmentation(augment)):
             return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
         from tfdist.data import feed
-        from tfdist.data import pipeline as pipelines
 
         order_of = self._order_of(split, global_batch_size, seed, shuffle)
 
@@ -173,7 +172,7 @@ class PictureSource(Source):
                 shuffle=shuffle,
                 augment=augment,
                 # The model's operations shall not wait behind decoding, however few threads they have.
-                threads=pipelines.cores(),
+                threads=cores(),
             )
 
         def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,6 @@ def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, determi
         _, positions = feed.start(epoch, first_batch)
         dataset = feed.datasets(world.rank, world.world_size, deterministic)
         return dataset(tf.constant(first_batch, tf.int64), *positions)
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: bool) -> tf.data.Dataset:
