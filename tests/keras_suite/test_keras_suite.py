@@ -40,7 +40,7 @@ FIXED_BATCH_SIZE = {
 }
 A_STRATEGY_OF_ITS_OWN = {"test_swap_ema_weights_with_tf_distribute"}
 TRACED_ONCE_PER_REPLICA_AND_REHEARSED = {"test_retracing"}
-SMALL_SPARSE_GRADIENTS_ARE_FUSED_DENSE = {
+ROWS_ARE_UPDATED_BY_A_KERNEL = {
     f"test_fit_sparse_{kind}_{mode}" for kind in ("scipy", "tf") for mode in ("eager", "graph")
 }
 NOT_ROUNDED_UP_TO_STEPS_PER_EXECUTION = {
@@ -78,7 +78,7 @@ def failed(files, folder):
         (
             ["trainers/trainer_test.py"],
             TRACED_ONCE_PER_REPLICA_AND_REHEARSED
-            | SMALL_SPARSE_GRADIENTS_ARE_FUSED_DENSE
+            | ROWS_ARE_UPDATED_BY_A_KERNEL
             | NOT_ROUNDED_UP_TO_STEPS_PER_EXECUTION,
             140,
         ),
