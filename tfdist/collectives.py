@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -153,14 +154,23 @@ def differentiable_sums(replica: Replica, tensors: list[Any]) -> list[Any]:
     return sums(*tensors)
 
 
+@dataclass
+class Asked:
+    """Whether code has called `gather` or `all_reduce`; known when its context has ended."""
+
+    any: bool = False
+
+
 @contextlib.contextmanager
-def asks() -> Iterator[Any]:
-    """Yields a function that tells whether code in this context has called `gather` or `all_reduce`."""
+def asks() -> Iterator[Asked]:
+    """Notes whether code in this context, and not before it, calls `gather` or `all_reduce`."""
     before, _current.asked = _current.asked, False
+    asked = Asked()
     try:
-        yield lambda: _current.asked
+        yield asked
     finally:
-        _current.asked = before or _current.asked
+        asked.any = _current.asked
+        _current.asked = before or asked.any
 
 
 def can_meet(replica: Replica) -> bool:

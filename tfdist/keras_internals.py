@@ -285,7 +285,7 @@ def _loss_value(
             with collectives.asks() as asked:
                 return original(loss, y_true, y_pred, sample_weight)
         except _OfWholeBatch as found:
-            if asked():  # it has seen to the other replicas itself
+            if asked.any:  # it has seen to the other replicas itself
                 _thread.per_example = False
                 return original(loss, y_true, y_pred, sample_weight)
             del found

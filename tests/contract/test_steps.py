@@ -540,6 +540,27 @@ def test_a_loss_of_the_whole_batch_is_that_of_one_device(name, contestant):
     assert_same(trained(contestant, make, x, y), trained(STOCK, make, x, y))
 
 
+def root_mean_square(y_true, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_each_of_several_losses_of_the_whole_batch_is_that_of_one_device(weighted, contestant):
+    """What the first of them asks of the other replicas does not answer for the second."""
+    x, y = X[:17], {"one": Y[:17], "other": -2 * Y[:17]}
+    weights = {name: 0.5 + np.arange(17) % 3 for name in y} if weighted else None
+
+    def make():
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(3, activation="tanh")(inputs)
+        model = keras.Model(inputs, {name: layers.Dense(1, name=name)(hidden) for name in y})
+        return compiled(model, keras.optimizers.SGD(0.1), dict.fromkeys(y, root_mean_square))
+
+    assert_same(
+        trained(contestant, make, x, y, sample_weight=weights), trained(STOCK, make, x, y, sample_weight=weights)
+    )
+
+
 PICTURES = np.random.default_rng(1).normal(size=(5, 8, 8, 1)).astype("float32")
 STACKS = {
     "convolutions": ((8, 8, 1), lambda: [layers.Conv2D(2, 3), layers.MaxPooling2D(), layers.Conv2D(2, 2)]),
