@@ -23,7 +23,7 @@ from tfdist import closures, keras_internals, ports, rendezvous, sharding, tenso
 from tfdist.errors import ClusterError, UsageError
 from tfdist.options import checked_seconds
 from tfdist.strategies import base, distribute
-from tfdist.world import Task, World
+from tfdist.world import Task, World, cores
 
 # A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
 SHARD_BYTES = 8 << 20
@@ -245,13 +245,13 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
     """Serves the chief until it ends, then ends this process."""
     task = world.task
     assert task is not None
-    cores, needed = len(os.sched_getaffinity(0)), _threads_needed(world)
+    present, needed = cores(), _threads_needed(world)
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
-        inter_op_parallelism_threads=max(cores, needed),
+        inter_op_parallelism_threads=max(present, needed),
     )
     # Threads that look for work without a pause take the cores from those that have some: a sixth of a small step.
-    config.experimental.disable_thread_spinning = needed > cores
+    config.experimental.disable_thread_spinning = needed > present
     server = tf.distribute.Server(
         cluster, job_name=task.role, task_index=task.index, protocol="grpc", config=config, start=True
     )

@@ -14,7 +14,7 @@ from keras import layers
 import tfdist
 from tfdist import pace
 from tfdist.data import feed
-from tfdist.errors import DataError, UnknownNameError, UsageError
+from tfdist.errors import DataError, UnknownNameError, UsageError, VerificationError
 
 X, Y = np.ones((10, 2), "float32"), np.ones((10, 1), "float32")
 EACH = pytest.mark.parametrize("name", ["single", "mirrored", "custom"])
@@ -281,6 +281,35 @@ def test_a_generator_is_not_read_on_after_the_call(method):
         getattr(strategy, method)(model, slowly(), steps=2, verbose=0)
     at_the_end = drawn
     time.sleep(0.3)
+    assert drawn == at_the_end >= 2
+
+
+@pytest.mark.parametrize("method", ["fit", "verify"])
+def test_a_generator_is_not_read_on_after_a_verification_that_fails(method):
+    rng, drawn = np.random.default_rng(0), 0
+
+    def slowly():
+        nonlocal drawn
+        while True:
+            time.sleep(0.05 if drawn < 2 else 1)
+            drawn += 1
+            yield rng.normal(size=[4, 1]), np.ones([4, 1])
+
+    examples = tf.TensorSpec([4, 1])
+    dataset = tf.data.Dataset.from_generator(slowly, output_signature=(examples, examples)).prefetch(1000)
+    strategy = tfdist.strategy("custom", devices=2)
+    model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(), layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    strategy.prepare(model, verify=method == "fit")
+    with pytest.raises(VerificationError) as raised:
+        if method == "fit":
+            model.fit(dataset, steps_per_epoch=2, verbose=0)
+        else:
+            strategy.verify(model, dataset)
+    at_the_end = drawn
+    time.sleep(3)
+    print('DRAWN',at_the_end,drawn)
+    assert raised  # a process that ends with the error holds its frames until it has ended
     assert drawn == at_the_end >= 2
 
 

@@ -284,11 +284,10 @@ def _loss_value(
         try:
             with collectives.asks() as asked:
                 return original(loss, y_true, y_pred, sample_weight)
-        except _OfWholeBatch as found:
+        except _OfWholeBatch:
             if asked.any:  # it has seen to the other replicas itself
                 _thread.per_example = False
                 return original(loss, y_true, y_pred, sample_weight)
-            del found
         finally:
             _thread.per_example = before
     y_true, y_pred, sample_weight = gathered((y_true, y_pred, sample_weight))

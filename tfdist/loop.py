@@ -92,9 +92,9 @@ def fit(
         size = validation_batch_size or batch_size
         validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps, passes=True))
     _build(strategy, model, "train", feed)
-    if keras_internals.take_to_verify(model):
-        verification.verify(strategy, model, feed.first(verification.STEPS))
     with Passes(feed, steps) as passes:
+        if keras_internals.take_to_verify(model):
+            verification.verify(strategy, model, feed.first(verification.STEPS))
         if strategy.world.world_size > 1:
             agreement.require(strategy, _facts(model, passes, epochs, initial_epoch))
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
@@ -245,7 +245,8 @@ def verify(
         strategy, feeds.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)
     )
     _build(strategy, model, "train", feed)
-    return verification.verify(strategy, model, feed.first(steps))
+    with Passes(feed, steps):
+        return verification.verify(strategy, model, feed.first(steps))
 
 
 def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs:

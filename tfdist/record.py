@@ -34,6 +34,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 import tfdist
 from tfdist import files
 from tfdist.errors import RunFolderError
+from tfdist.world import cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +87,7 @@ class Machine(_Part):
         """This machine; TensorFlow alone can name the GPUs."""
         return cls(
             cpu=_cpu_model(),
-            cores=_usable_cores(),
+            cores=cores(),
             memory_bytes=psutil.virtual_memory().total,
             platform=platform.platform(),
             gpus=list(gpus),
@@ -390,12 +391,6 @@ def _cpu_model() -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cannot_write(path: Path, error: OSError) -> RunFolderError:

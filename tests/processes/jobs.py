@@ -119,6 +119,24 @@ def clean_environment():
     return kept | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
+def run_script(script, *arguments, cwd, options=()):
+    """What the processes of a job of two print."""
+    if "horovod" in arguments:
+        pytest.importorskip("horovod", reason="Horovod is not installed: run `make horovod`")
+    (cwd / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.launch", "--verbose", "--workers", "2", *options, "script.py", *arguments],
+        cwd=cwd,
+        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
 def train(*options, run_dir, strategy="multiworker", **more):
     """`python -m tfdist.train` on the digits in two workers."""
     arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, *options]

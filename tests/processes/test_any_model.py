@@ -1,11 +1,8 @@
 """Models of any kind in two processes: what they answer, and that both processes hold the same."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.processes.jobs import ROOT, clean_environment
+from tests.processes.jobs import run_script
 from tests.processes.test_contract import run_together
 
 OUTPUTS = """
@@ -155,24 +152,6 @@ HOROVOD = [pytest.param("horovod", options, id=f"horovod{''.join(options)}") for
 STRATEGIES = pytest.mark.parametrize(("strategy", "options"), [("multiworker", ()), *HOROVOD])
 
 
-def run(script, *arguments, cwd, options=()):
-    """What the processes of a job of two print."""
-    if "horovod" in arguments:
-        pytest.importorskip("horovod", reason="Horovod is not installed: run `make horovod`")
-    (cwd / "script.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch", "--verbose", "--workers", "2", *options, "script.py", *arguments],
-        cwd=cwd,
-        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     ("strategy", "settings", "options"),
     [
@@ -184,14 +163,14 @@ def run(script, *arguments, cwd, options=()):
     ids=["sockets", "ring", "Gloo", "MPI"],
 )
 def test_predictions_of_any_type_are_those_of_one_device(tmp_path, strategy, settings, options):
-    assert run(OUTPUTS, strategy, str(settings), cwd=tmp_path, options=options).count("ALL RIGHT") == 2
+    assert run_script(OUTPUTS, strategy, str(settings), cwd=tmp_path, options=options).count("ALL RIGHT") == 2
 
 
 @STRATEGIES
 def test_a_backup_that_the_chief_alone_can_read_restores_all_processes(tmp_path, strategy, options):
-    run(ADVERSARIES, strategy, str(tmp_path / "backup"), "first", cwd=tmp_path, options=options)
-    resumed = run(ADVERSARIES, strategy, str(tmp_path / "backup"), "resumed", cwd=tmp_path, options=options)
-    whole = run(ADVERSARIES, strategy, str(tmp_path / "other"), "whole", cwd=tmp_path, options=options)
+    run_script(ADVERSARIES, strategy, str(tmp_path / "backup"), "first", cwd=tmp_path, options=options)
+    resumed = run_script(ADVERSARIES, strategy, str(tmp_path / "backup"), "resumed", cwd=tmp_path, options=options)
+    whole = run_script(ADVERSARIES, strategy, str(tmp_path / "other"), "whole", cwd=tmp_path, options=options)
     result = _result(whole)
     assert result.startswith("ITERATIONS 16 ")
     assert _result(resumed) == result
@@ -204,7 +183,7 @@ def _result(printed):
 
 @STRATEGIES
 def test_single_batches_are_those_of_one_device(tmp_path, strategy, options):
-    assert run(ON_BATCH, strategy, cwd=tmp_path, options=options).count("ALL RIGHT") == 2
+    assert run_script(ON_BATCH, strategy, cwd=tmp_path, options=options).count("ALL RIGHT") == 2
 
 
 def test_two_workers_build_and_follow_as_one_device(tmp_path):

@@ -1,11 +1,8 @@
 """`strategy.verify` in two processes: both pass what is equal, and both end with the same sentence on what is not."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.processes.jobs import ROOT, clean_environment
+from tests.processes.jobs import run_script
 
 VERIFIES = """
 import sys
@@ -49,19 +46,4 @@ except VerificationError as error:
 
 @pytest.mark.parametrize("strategy", ["multiworker", "horovod"])
 def test_two_processes_verify_together(strategy, tmp_path):
-    if strategy == "horovod":
-        pytest.importorskip("horovod")
-    script = tmp_path / "verifies.py"
-    script.write_text(VERIFIES)
-    launch = [sys.executable, "-m", "tfdist.launch", "--workers", "2", "--log-dir", str(tmp_path / "logs")]
-    done = subprocess.run(
-        [*launch, str(script), strategy],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "NAMED The output of the layer `norm`" in done.stdout
+    assert "NAMED The output of the layer `norm`" in run_script(VERIFIES, strategy, cwd=tmp_path)

@@ -357,6 +357,7 @@ class DatasetFeed(Feed):
         self.examples = None
         self._iterator: Any = None  # of this pass, or of the one before
         self._untouched: Any = None  # made before the first pass, and stands at its begin
+        self._rest: Any = None  # an iterator that `_untouched` goes on with
         self._begun = 0  # passes, of those in the run that is resumed too
         self.batch_size = adapter.batch_size
         self.endless = bool(self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
@@ -400,13 +401,16 @@ class DatasetFeed(Feed):
             tensorflow_internals.iterator_state(iterator)  # what has not begun could always be set back
             tensorflow_internals.restore_iterator(iterator, state)
         except tf.errors.OpError:
-            iterator = self._put_back(taken, iterator)
+            iterator, self._rest = self._put_back(taken), iterator
         self._untouched = iterator
         return [tree.map_structure(none_if_empty, batch) for batch in taken]
 
-    def _put_back(self, taken: list[Any], rest: Any) -> Any:
-        """An iterator that begins with batches that were `taken` from one that cannot be set back."""
-        batches = tf.data.Dataset.from_generator(lambda: itertools.chain(taken, rest), output_signature=self.spec)
+    def _put_back(self, taken: list[Any]) -> Any:
+        """An iterator over batches that were `taken` from one that cannot be set back, and then over its rest."""
+        # TensorFlow keeps the function for good, and what it holds.
+        batches = tf.data.Dataset.from_generator(
+            lambda: itertools.chain(taken, self._rest), output_signature=self.spec
+        )
         return iter(batches)
 
     def save(self) -> bytes | None:
@@ -443,7 +447,7 @@ class DatasetFeed(Feed):
         self._adapter.on_epoch_end()
 
     def release(self) -> None:
-        self._iterator = self._untouched = None
+        self._iterator = self._untouched = self._rest = None
 
     @contextlib.contextmanager
     def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
