@@ -408,9 +408,7 @@ class DatasetFeed(Feed):
     def _put_back(self, taken: list[Any]) -> Any:
         """An iterator over batches that were `taken` from one that cannot be set back, and then over its rest."""
         # TensorFlow keeps the function for good, and what it holds.
-        batches = tf.data.Dataset.from_generator(
-            lambda: itertools.chain(taken, self._rest), output_signature=self.spec
-        )
+        batches = tf.data.Dataset.from_generator(lambda: itertools.chain(taken, self._rest), output_signature=self.spec)
         return iter(batches)
 
     def save(self) -> bytes | None:
