@@ -243,6 +243,7 @@ def test_what_is_put_around_gradients_functions_assignments_and_draws_has_the_pa
     assert function._autograph
     assert callable(function._python_function)
     assert function._experimental_autograph_options is None
+    assert tf.vectorized_map.__module__ == tensorflow_internals.parallel_for.__name__
     for kind in (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable):
         for name in {"assign", "assign_add", "assign_sub"} & set(vars(kind)):
             assert parameters(vars(kind)[name])[2:] == ["use_locking", "name", "read_value"]

@@ -28,6 +28,7 @@ from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
+from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
 from tensorflow.python.profiler import profiler_v2
 
 from tfdist.world import World
@@ -161,14 +162,15 @@ def tape_is_open() -> bool:
 def around_functions(inlined: Callable[[], bool]) -> None:
     """From now on a call of a `tf.function` is a call of its Python function wherever `inlined()` is true.
 
-    Its control flow is converted as it would have been.
+    Its control flow is converted as it would have been. The function in which `tf.vectorized_map` puts its loop, where
+    operations run eagerly, stays one: it exists only in graphs.
     """
     kind = polymorphic_function.Function
     original = kind.__call__
 
     @functools.wraps(original)
     def call(function: Any, *arguments: Any, **named: Any) -> Any:
-        if not inlined():
+        if not inlined() or _vectorizes(function):
             return original(function, *arguments, **named)
         if not function._autograph:
             return function._python_function(*arguments, **named)
@@ -179,6 +181,10 @@ def around_functions(inlined: Callable[[], bool]) -> None:
             return inner(*arguments, **named)
 
     kind.__call__ = call
+
+
+def _vectorizes(function: Any) -> bool:
+    return bool(function._python_function.__module__ == parallel_for.__name__)
 
 
 def around_assignments(around: Callable[[Callable[[Any], Any], Any, str, Any], Any]) -> None:
