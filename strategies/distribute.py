@@ -32,15 +32,11 @@ class MirroredReplica(base.Replica):
     alone = False
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        # TensorFlow packs what it is given at once, whatever its types, and adds up int32 elsewhere than floats.
+        # One by one: what is reduced in one call comes out of one operation, so that each sum seems to be computed of
+        # all the tensors. TensorFlow's graph optimizer then drops an order that follows from that (a variable is read
+        # before it is assigned), and the operation itself afterwards. Seen in TensorFlow 2.21.0.
         context = tf.distribute.get_replica_context()
-        results: list[Any] = [None] * len(tensors)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[index] for index in members])
-            for index, total in zip(members, sums, strict=True):
-                results[index] = total
-        return results
+        return [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in tensors]
 
     def all_gather(self, structure: Any) -> Any:
         flat = tf.nest.flatten(structure)

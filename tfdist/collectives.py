@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist import reduction
 from tfdist.communicators import opaque
 from tfdist.errors import UsageError
 
@@ -145,13 +146,14 @@ def differentiable_sums(replica: Replica, tensors: list[Any]) -> list[Any]:
     """
 
     @tf.custom_gradient
-    def sums(*local: tf.Tensor) -> Any:
-        def backward(*upstream: Any) -> list[Any]:
-            return replica.all_reduce([tf.convert_to_tensor(one) for one in upstream])
+    def sum_of(local: tf.Tensor) -> Any:
+        def backward(upstream: Any) -> Any:
+            return replica.all_reduce([tf.convert_to_tensor(upstream)])[0]
 
-        return replica.all_reduce(list(local)), backward
+        return replica.all_reduce([local])[0], backward
 
-    return sums(*tensors)
+    # One function of several tensors would make each sum depend on all of them, see `MirroredReplica.all_reduce`.
+    return reduction.packed(lambda buffers: [sum_of(one) for one in buffers], reduction.Packing(None))(tensors)
 
 
 @dataclass

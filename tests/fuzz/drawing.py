@@ -187,9 +187,10 @@ def possible(case):
         callbacks = tuple(name for name in callbacks if name != "swapped averages")
     if case.data != "arrays" or case.class_weights or case.examples < 2:
         changes["validation"] = "none" if case.validation == "split" else case.validation
-    if case.loss == "dice of each channel":
+    # A weight per example does not weigh positions: Keras lays it along them where there are as many of both.
+    if case.loss == "dice of each channel" or case.target == "tags":
         changes["sample_weights"] = False
-    if case.outputs == 2 or case.target not in ("classes",) or case.sample_weights:
+    if case.outputs == 2 or case.target != "classes" or case.sample_weights or case.data == "generator":
         changes["class_weights"] = False
     if case.data in ENDLESS:
         changes["steps_per_execution"] = 1

@@ -18,6 +18,9 @@ FOUND = {
         inputs="tokens", layers=("embedding, masked", "batch normalization"), flattened=True
     ),
     "a step that returns logs of its own, operation by operation": Case(step=("gradients", "apply"), eager=True),
+    "a rate that is set after an update, before weights are": Case(
+        target="one hot", loss="focal", step=("gradients", "apply", "set the rate", "decay"), batch_size=7
+    ),
     "a metric that vectorizes a function, operation by operation": Case(
         target="marks", loss="binary crossentropy", metrics=("auc, several labels",), eager=True
     ),
