@@ -137,9 +137,19 @@ class Replica:
         """Has `apply(gradients)` update each copy of the variables once with the gradients of the global batch."""
         del optimizer
         known = {id(gradient) for gradient in self._reduced}
-        local = [None if id(gradient) in known else gradient for gradient in gradients]
+        rows = {id(gradient.indices) for gradient in self._reduced if isinstance(gradient, tf.IndexedSlices)}
+
+        def is_rescaled(gradient: Any) -> bool:
+            """Whether it has the rows of a reduced one, clipped perhaps: they are the same on all replicas."""
+            return isinstance(gradient, tf.IndexedSlices) and id(gradient.indices) in rows
+
+        local = [None if id(g) in known else g.values if is_rescaled(g) else g for g in gradients]
         summed = self.reduce(reduction.weigh(local, self.share))
-        self.once_per_copy(apply, [g if new is None else new for g, new in zip(gradients, summed, strict=True)])
+        reduced = [
+            tf.IndexedSlices(new, g.indices, g.dense_shape) if is_rescaled(g) and new is not None else new
+            for g, new in zip(gradients, summed, strict=True)
+        ]
+        self.once_per_copy(apply, [g if new is None else new for g, new in zip(gradients, reduced, strict=True)])
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Assigns to Keras variables values that are the same on every replica."""

@@ -56,7 +56,8 @@ def _is_variable(source: Any) -> bool:
 def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
     """What this replica differentiates, and the gradients to begin with, which are its weights."""
     targets = tf.nest.flatten(target)
-    if (isinstance(replica.share, float) and replica.share == 1.0) or not any(map(_is_scalar, targets)):
+    whole = isinstance(replica.share, float) and replica.share == 1.0
+    if whole or (replica.real is True and not any(map(_is_scalar, targets))):
         return target, given
     begun = map(tf.ones_like, targets) if given is None else tf.nest.flatten(given)
     weighed: list[tuple[Any, Any]] = []
@@ -64,7 +65,8 @@ def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
         if _is_scalar(one) and begin is not None:
             weighed += [(tensor, weight * begin) for tensor, weight in replica_parts(replica, one)]
         else:
-            weighed.append((one, begin))
+            # Through what replicas have added up in between, an example that is none would reach the others.
+            weighed.append((one, begin if begin is None else replica.only_real(begin)))
     return [one for one, _ in weighed], [begin for _, begin in weighed]
 
 

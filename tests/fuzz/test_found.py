@@ -21,6 +21,21 @@ FOUND = {
     "a rate that is set after an update, before weights are": Case(
         target="one hot", loss="focal", step=("gradients", "apply", "set the rate", "decay"), batch_size=7
     ),
+    "values per example on a replica without examples, through a synchronized normalization": Case(
+        inputs="series",
+        layers=("simple rnn, unrolled", "batch normalization"),
+        step=("gradients per example", "update by hand"),
+        batch_size=1,
+        examples=1,
+    ),
+    "rows of a table that are clipped before an optimizer squares them": Case(
+        inputs="tokens",
+        layers=("embedding",),
+        flattened=True,
+        optimizer="adam",
+        step=("gradients", "clip", "apply"),
+        batch_size=3,
+    ),
     "a metric that vectorizes a function, operation by operation": Case(
         target="marks", loss="binary crossentropy", metrics=("auc, several labels",), eager=True
     ),
