@@ -161,7 +161,7 @@ def move_by_one_unit(model, seed):
     """Moves each initial weight but zeros, and the optimizer's rates of decay, by one unit in the last place."""
     rng = np.random.default_rng(seed)
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    for name in sorted({"beta_1", "beta_2", "rho"} & set(vars(optimizer))):  # 1 - beta has few digits: kernels differ there
+    for name in sorted({"beta_1", "beta_2", "rho"} & set(vars(optimizer))):  # 1 - beta has few digits left
         decay = np.float32(getattr(optimizer, name))
         setattr(optimizer, name, float(np.nextafter(decay, np.float32(rng.choice([-1.0, 2.0])))))
     for variable in model.trainable_variables:
