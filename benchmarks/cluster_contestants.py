@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import contestants
 from benchmarks.contestants import compile_model, new_model
 from benchmarks.race import Job, Turns
-from tfdist import environment
+from tfdist import startup
 
 RANK = "TFDIST_BENCHMARK_RANK"
 STEPS_OF_A_CALL = 50
@@ -238,7 +238,7 @@ def _one_thread() -> None:
 
 def _as_launched() -> None:
     """One thread to compute, for tfdist: with what its launcher prepares."""
-    environment.prepare_imports()
+    startup.prepare_imports()
     _one_thread()
 
 

@@ -111,11 +111,11 @@ def single(job: Job, turns: Turns) -> None:
 
 
 def _chosen_threads(job: Job) -> int | None:
-    from tfdist import cost
     from tfdist.data.spec import DataSpec
+    from tfdist.run import flops
 
     spec = DataSpec("fashion_mnist", "classification", (28, 28, 1), 10, {"train": job.examples})
-    return 1 if cost.step_is_small(job.model, spec, job.batch_size) else None
+    return 1 if flops.step_is_small(job.model, spec, job.batch_size) else None
 
 
 def mirrored(job: Job, turns: Turns) -> None:

@@ -46,7 +46,7 @@ def pictures_per_second(folder: Path, count: int, batch_size: int, workers: int,
 
 def job(folder: Path, count: int, batch_size: int, kind: str) -> None:
     """One process of a job: trains three epochs, and prints how fast the later two were."""
-    from tfdist.world import World
+    from tfdist.cluster.world import World
 
     cores = sorted(os.sched_getaffinity(0))  # one, where the launcher has divided them
     os.sched_setaffinity(0, {cores[World.detect(os.environ).rank % len(cores)]})

@@ -1,4 +1,4 @@
-"""The share of a step that waits for input, as `tfdist.profiler` reports it: every model, on made-up data in memory.
+"""The share of a step that waits for input, as `tfdist.profiling.trace` reports it: every model, on synthetic data.
 
 Each model is trained by the command, small, for an epoch of 40 steps of which `--profile` traces the last 20.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tfdist.models
 from benchmarks import race
-from tfdist import profiler
+from tfdist.profiling import trace
 
 TARGET = 0.02
 BATCH_SIZE, STEPS, TRACED = 32, 40, 20
@@ -24,7 +24,7 @@ SHAPE = {"classification": "32,32,3", "segmentation": "64,64,3", "autoencoding":
 WIDTH = {"vgg11": 0.125, "vgg16": 0.125, "resnet18": 0.125, "resnet50": 0.125, "unet": 0.125, "segnet": 0.125}
 
 
-def traced(model: str, strategy: str, folder: Path) -> profiler.Summary:
+def traced(model: str, strategy: str, folder: Path) -> trace.Summary:
     """Trains `model` with `--profile`; what its trace says.
 
     Raises:
@@ -39,7 +39,7 @@ def traced(model: str, strategy: str, folder: Path) -> profiler.Summary:
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise RuntimeError(f"`{model}` ended with code {done.returncode}:\n{done.stdout[-2000:]}")
-    return profiler.summarize(folder)
+    return trace.summarize(folder)
 
 
 def main() -> None:

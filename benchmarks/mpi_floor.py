@@ -35,9 +35,9 @@ def measure(job: race.Job, repeats: int) -> None:
 
     import tfdist
     from benchmarks import contestants
-    from tfdist import reduction
     from tfdist.communicators import opaque
     from tfdist.communicators.mpi import MpiCommunicator
+    from tfdist.core import gradient_reduction
 
     mpi = MpiCommunicator()
     strategy = tfdist.strategy("horovod", seed=job.seed, timeout_seconds=3600.0)
@@ -57,11 +57,13 @@ def measure(job: race.Job, repeats: int) -> None:
 
     gradients = compute()
     sent: list[Any] = []
-    reduction.packed(lambda buffers: sent.extend(buffers) or buffers, strategy.packing)(gradients)
+    gradient_reduction.packed(lambda buffers: sent.extend(buffers) or buffers, strategy.packing)(gradients)
 
     @tf.function(autograph=False)
     def pack(gradients: list[Any]) -> list[Any]:
-        return reduction.packed(lambda buffers: [opaque(buffer) for buffer in buffers], strategy.packing)(gradients)
+        return gradient_reduction.packed(lambda buffers: [opaque(buffer) for buffer in buffers], strategy.packing)(
+            gradients
+        )
 
     @tf.function(autograph=False)
     def communicate(buffers: list[Any]) -> list[Any]:
@@ -69,7 +71,7 @@ def measure(job: race.Job, repeats: int) -> None:
 
     @tf.function(autograph=False)
     def update(gradients: list[Any]) -> None:
-        with reduction.fused(model.optimizer):
+        with gradient_reduction.fused(model.optimizer):
             model.optimizer.apply(gradients, model.trainable_variables)
 
     def seconds(function: Callable[[], Any]) -> list[float]:

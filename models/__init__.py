@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tfdist import plugins
+from tfdist import registry
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ FOR_TASK = {
 
 def names() -> list[str]:
     """The names of the models that come with tfdist, sorted."""
-    return plugins.names(__name__)
+    return registry.names(__name__)
 
 
 def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
@@ -71,7 +71,7 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
             f"The model `{name}` does {does}, dataset `{spec.name}` is for {spec.task.replace('_', ' ')}",
             f"use `--model {FOR_TASK[spec.task]}`, or another that docs/models.md lists for this task",
         )
-    model = plugins.call(function, spec, kind="model", name=name, options=options)
+    model = registry.call(function, spec, kind="model", name=name, options=options)
     import keras
 
     if not isinstance(model, keras.Model):
@@ -107,4 +107,4 @@ def _said(name: str, what: str, default: Any) -> Any:
 
 
 def _builder(name: str) -> Callable[..., Any]:
-    return plugins.find(name, "model", __name__, "build")
+    return registry.find(name, "model", __name__, "build")

@@ -15,18 +15,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfdist import plugins
+from tfdist import registry
 from tfdist.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
-_SHARED = {"base", "collective", "devices", "distribute"}
-
 
 def names() -> list[str]:
     """The names that `create` knows."""
-    return [name for name in plugins.names(__name__) if name not in _SHARED]
+    return [name for name in registry.names(__name__) if name != "base"]
 
 
 def create(name: str, **options: Any) -> Strategy:
@@ -39,4 +37,4 @@ def create(name: str, **options: Any) -> Strategy:
     if name not in names():
         raise UnknownNameError("strategy", name, names())
     constructor = importlib.import_module(f"{__name__}.{name}").STRATEGY
-    return plugins.call(constructor, kind="strategy", name=name, options=options)
+    return registry.call(constructor, kind="strategy", name=name, options=options)

@@ -8,8 +8,9 @@ A strategy answers a few questions and nothing else:
     check(model)       whether a model can be trained here
     exchange(message)  what the other processes say, where there are any
 
-Everything that can be written once lives elsewhere: the loop over batches in `tfdist.loop`, the weighing and packing of
-gradients and the fused update in `tfdist.reduction`, Keras' side of exactness in `tfdist.keras_internals`.
+Everything that can be written once lives elsewhere: the loop over batches in `tfdist.core.outer_loop`, the weighing and
+packing of gradients and the fused update in `tfdist.core.gradient_reduction`, Keras' side of exactness in
+`tfdist.internals.keras`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist import collectives, keras_internals, reduction, tensorflow_internals
+from tfdist.cluster.world import World
 from tfdist.communicators import opaque
+from tfdist.core import gradient_reduction, replica_context
 from tfdist.errors import UsageError
-from tfdist.strategies import devices as device_choice
-from tfdist.world import World
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.strategies import _devices as device_choice
 
 Step = Callable[["Replica"], Any]
 
@@ -42,7 +45,7 @@ class Replica:
         part: its part of the global batch.
         data: the tensors of that.
         graph: the graph in which its step is traced; `None` where there is none.
-        updates: catches what its step assigns, see `tfdist.updates`.
+        updates: catches what its step assigns, see `tfdist.core.assignments`.
         unseeded: what Keras' random functions draw from that are given no seed.
         draws: how many random operations its step has made that are alike on all replicas.
         means: tensors that count as means over its part, whatever they were computed by.
@@ -54,7 +57,7 @@ class Replica:
 
     alone: ClassVar[bool] = True
     metrics_in_parts: ClassVar[bool] = True
-    packing: reduction.Packing = reduction.Packing()
+    packing: gradient_reduction.Packing = gradient_reduction.Packing()
 
     def __init__(self, index: int = 0, count: int = 1):
         self.index = index
@@ -117,7 +120,9 @@ class Replica:
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """The sums of `gradients` over the replicas, sent in few buffers; `None` stays `None`, sparse stays sparse."""
-        return reduction.without_none(reduction.packed(self.all_reduce, self.packing))(list(gradients))
+        return gradient_reduction.without_none(gradient_reduction.packed(self.all_reduce, self.packing))(
+            list(gradients)
+        )
 
     def know(self, reduced: list[Any]) -> list[Any]:
         """Notes that these gradients are those of the global batch already; returns them."""
@@ -144,7 +149,7 @@ class Replica:
             return isinstance(gradient, tf.IndexedSlices) and id(gradient.indices) in rows
 
         local = [None if id(g) in known else g.values if is_rescaled(g) else g for g in gradients]
-        summed = self.reduce(reduction.weigh(local, self.share))
+        summed = self.reduce(gradient_reduction.weigh(local, self.share))
         reduced = [
             tf.IndexedSlices(new, g.indices, g.dense_shape) if is_rescaled(g) and new is not None else new
             for g, new in zip(gradients, summed, strict=True)
@@ -159,7 +164,7 @@ class Replica:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(tf.cast(value, variable.dtype))
 
-        with collectives.on_replica(None):
+        with replica_context.on_replica(None):
             self.once_per_copy(assign, [value for _, value in updates])
 
     def read_metric(self, variables: Sequence[Any]) -> list[tf.Tensor]:
@@ -295,8 +300,11 @@ class Strategy:
 
     @functools.cached_property
     def given(self) -> Any:
-        """The batches that this process was given so far, see `tfdist.data.together`; `None` of one that is alone."""
-        from tfdist.data import together
+        """The batches that this process was given so far; `None` of one that is alone.
+
+        See `tfdist.data.pipeline.together`.
+        """
+        from tfdist.data.pipeline import together
 
         return together.Given(self.numbers_of_all) if self.world.world_size > 1 else None
 
@@ -306,12 +314,12 @@ class Strategy:
             tf.random.set_seed(self.seed)
 
     def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
-        """The inner loop of `kind`: "train", "test" or "predict"; see `tfdist.program`."""
-        from tfdist import program
+        """The inner loop of `kind`: "train", "test" or "predict"; see `tfdist.core.inner_loop`."""
+        from tfdist.core import inner_loop
 
         if kind == "predict":
-            return program.PredictProgram(self, model, batches)
-        return program.StepProgram(self, model, f"{kind}_step", batches, stop_at_nan)
+            return inner_loop.PredictProgram(self, model, batches)
+        return inner_loop.StepProgram(self, model, f"{kind}_step", batches, stop_at_nan)
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         """Gives Keras `variables` the chief's values in every process."""
@@ -361,15 +369,15 @@ class Strategy:
         return self._in_loop("predict_on_batch", model, *arguments, **named)
 
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
-        from tfdist import loop
+        from tfdist.core import outer_loop
 
         with self.guard():
-            return getattr(loop, method)(self, model, *arguments, **named)
+            return getattr(outer_loop, method)(self, model, *arguments, **named)
 
     def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """Compares a few steps of `model` on one device and on this strategy; `model` stays as it is.
 
-        See `tfdist.verification`, which says what is compared and how closely.
+        See `tfdist.core.verification`, which says what is compared and how closely.
 
         Args:
             model: compiled.
@@ -377,7 +385,7 @@ class Strategy:
             named: the same by name; and `steps`, the number of global batches, 3 unless set.
 
         Returns:
-            The `tfdist.verification.Report`.
+            The `tfdist.core.verification.Report`.
 
         Raises:
             VerificationError: the steps differ by more than rounding; names the layer and the likely cause.

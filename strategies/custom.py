@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import reduction
+from tfdist.core import gradient_reduction
+from tfdist.internals.tensorflow import without_strategy
 from tfdist.strategies import base
-from tfdist.tensorflow_internals import without_strategy
 
 
 class Tower(base.Replica):
@@ -31,7 +31,7 @@ class Tower(base.Replica):
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         def add(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
             with tf.device(self._home):
-                return [reduction.add(strategy.experimental_local_results(part)) for part in parts]
+                return [gradient_reduction.add(strategy.experimental_local_results(part)) for part in parts]
 
         return _meet(add, tensors) if tensors else []
 

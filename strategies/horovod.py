@@ -16,13 +16,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import reduction
-from tfdist import timeline as timelines
+from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, gloo
 from tfdist.communicators import horovod as engine
+from tfdist.communicators import horovod_timeline as timelines
+from tfdist.core import gradient_reduction
 from tfdist.errors import UnknownNameError
-from tfdist.strategies import collective
-from tfdist.world import World
+from tfdist.strategies import _collective as collective
 
 # Horovod looks for new tensors so often, in milliseconds. Its default, 1, is a part of a small step.
 CYCLE_TIME_MS = "0.1"
@@ -37,8 +37,8 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         buffer_bytes: gradients below this size travel together, in buffers of this size.
         dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
             for adaptive optimizers, see `tfdist.communicators.Communicator`.
-        timeline: a file for Horovod's timeline of this job, see `tfdist.timeline`.
-        options: see `tfdist.strategies.collective.CommunicatingStrategy`.
+        timeline: a file for Horovod's timeline of this job, see `tfdist.communicators.horovod_timeline`.
+        options: see `tfdist.strategies._collective.CommunicatingStrategy`.
     """
 
     name = "horovod"
@@ -55,7 +55,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         if compression not in WIRE_DTYPES:
             raise UnknownNameError("compression", compression, WIRE_DTYPES)
         self.compression = compression
-        self.packing = reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
+        self.packing = gradient_reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
         self._dense_below_bytes = dense_below_bytes
         self._timeline = timeline
         super().__init__(**options)
@@ -103,7 +103,7 @@ def _settings(timeout_seconds: float) -> dict[str, str]:
         "HOROVOD_CYCLE_TIME": CYCLE_TIME_MS,
         # Gradients come packed; Horovod's own packing would copy them once more.
         "HOROVOD_FUSION_THRESHOLD": "0",
-        # It takes one that is busy for one that is gone; `tfdist.heartbeat` tells them apart.
+        # It takes one that is busy for one that is gone; `tfdist.cluster.heartbeat` tells them apart.
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.strategies import distribute
+from tfdist.strategies import _distribute as distribute
 
 
 class MirroredStrategy(distribute.DistributeStrategy):

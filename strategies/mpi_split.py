@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tfdist import averaging, ending
+from tfdist.cluster import process_exit
 from tfdist.communicators import mpi
-from tfdist.data import together
+from tfdist.data.pipeline import together
 from tfdist.errors import UsageError
-from tfdist.strategies import collective
+from tfdist.strategies import _collective as collective
+from tfdist.strategies import _local_sgd as local_sgd
 
 EPOCH = "epoch"
 
@@ -28,7 +29,7 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
 
     Args:
         sync_every: "epoch", or the number of steps after which the weights are averaged.
-        options: see `tfdist.strategies.collective.CommunicatingStrategy`.
+        options: see `tfdist.strategies._collective.CommunicatingStrategy`.
     """
 
     name = "mpi_split"
@@ -53,7 +54,7 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
                     "`mpi_split` divides the data among the processes itself, and `per_process` has them divided",
                     "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
                 )
-            return averaging.AveragingProgram(self, model, batches, self._sync_every)
+            return local_sgd.AveragingProgram(self, model, batches, self._sync_every)
         return super().program(model, kind, batches, stop_at_nan)
 
 
@@ -62,7 +63,7 @@ def _join() -> mpi.MpiCommunicator:
     """Joins MPI's world, which a process can do once."""
     communicator = mpi.MpiCommunicator()
     # Whoever waits for this process in MPI would wait for ever.
-    ending.at_failure(communicator.abort)
+    process_exit.at_failure(communicator.abort)
     return communicator
 
 

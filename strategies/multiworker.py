@@ -17,14 +17,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import reduction, tensorflow_internals, waiting
+from tfdist.cluster import watchdog
+from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
+from tfdist.cluster.world import World
 from tfdist.communicators import CARRIED_AS, gathered_in_pieces, structures
 from tfdist.communicators.sockets import SocketCommunicator
+from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
-from tfdist.heartbeat import Heartbeat, Limits, gone
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.options import checked_seconds
-from tfdist.strategies import base, collective, distribute
-from tfdist.world import World
+from tfdist.strategies import _collective as collective
+from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import base
 
 SOCKETS = "sockets"
 COMMUNICATIONS = {
@@ -42,7 +46,7 @@ SECONDS_TO_CONNECT = 10.0
 class WorkerReplica(distribute.MirroredReplica):
     """A replica that meets those of other processes by TensorFlow's collective operations."""
 
-    def __init__(self, count: int, packing: reduction.Packing):
+    def __init__(self, count: int, packing: gradient_reduction.Packing):
         super().__init__(base.current_index(), count)
         self.packing = packing
 
@@ -176,8 +180,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
         def on_replica() -> Any:
             if self.communicator is None:
-                return step(WorkerReplica(self.num_replicas, reduction.Packing(None, wire_dtype)))
-            return step(ConnectedReplica(self.communicator, reduction.Packing(BUFFER_BYTES, wire_dtype)))
+                return step(WorkerReplica(self.num_replicas, gradient_reduction.Packing(None, wire_dtype)))
+            return step(ConnectedReplica(self.communicator, gradient_reduction.Packing(BUFFER_BYTES, wire_dtype)))
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
@@ -218,7 +222,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             values = [tf.convert_to_tensor(variable._value) for variable in variables]
             mine = tf.constant(replica.index == 0)
             kept = [tf.where(mine, value, tf.zeros_like(value)) for value in map(_summable, values)]
-            shared = reduction.packed(replica.all_reduce, reduction.Packing(None))(kept)
+            shared = gradient_reduction.packed(replica.all_reduce, gradient_reduction.Packing(None))(kept)
             replica.write([(v, tf.cast(s, v._value.dtype)) for v, s in zip(variables, shared, strict=True)])
 
         if variables:
@@ -274,7 +278,7 @@ def _summable(value: tf.Tensor) -> tf.Tensor:
 def _heartbeat(
     world: World,
     strategy: tf.distribute.Strategy,
-    watch: waiting.Watch,
+    watch: watchdog.Watch,
     communicator: SocketCommunicator | None,
     limits: Limits,
 ) -> Heartbeat:
@@ -336,7 +340,7 @@ def _all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
     def all_gather(values: tf.Tensor) -> Any:
         def on_replica() -> Any:
-            replica = WorkerReplica(strategy.num_replicas_in_sync, reduction.Packing())
+            replica = WorkerReplica(strategy.num_replicas_in_sync, gradient_reduction.Packing())
             return replica.all_gather(values)
 
         return base.local_results(strategy, strategy.run(on_replica))[0]
@@ -363,7 +367,7 @@ def _connected(
 @functools.cache
 def _join(
     world: World, communication: str, timeout_seconds: float, start_timeout_seconds: float, card: tuple[Any, ...]
-) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, waiting.Watch | None]:
+) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, watchdog.Watch | None]:
     """Joins the job, which a process can do once; a job of several has a watch on its collectives."""
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATIONS[communication])
     if world.world_size == 1:
@@ -381,7 +385,7 @@ def _join(
     )
     with tensorflow_internals.sigterm_as_it_was():
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
-    watch = waiting.Watch(timeout_seconds, tensorflow_internals.abort_collectives)
+    watch = watchdog.Watch(timeout_seconds, tensorflow_internals.abort_collectives)
     tensorflow_internals.around_collectives(watch.around)
     return strategy, watch
 

@@ -19,11 +19,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import closures, keras_internals, ports, rendezvous, sharding, tensorflow_internals
+from tfdist.cluster import ports, rendezvous
+from tfdist.cluster.world import Task, World, cores
 from tfdist.errors import ClusterError, UsageError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.options import checked_seconds
-from tfdist.strategies import base, distribute
-from tfdist.world import Task, World, cores
+from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import _parameter_server_loop as parameter_server_loop
+from tfdist.strategies import _sharded_variable as sharded_variable
+from tfdist.strategies import base
 
 # A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
 SHARD_BYTES = 8 << 20
@@ -42,7 +47,7 @@ class ServedReplica(base.Replica):
 
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
         # What an update needs beside the gradients comes from the servers, and need not travel to the worker and back.
-        with tf.device(self._home), sharding.by_part(optimizer):
+        with tf.device(self._home), sharded_variable.by_part(optimizer):
             self.once_per_copy(apply, list(gradients))
 
     def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
@@ -150,7 +155,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        with self.tf_strategy.scope(), sharding.above(self.shard_bytes):
+        with self.tf_strategy.scope(), sharded_variable.above(self.shard_bytes):
             yield
 
     @property
@@ -176,8 +181,8 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
         if kind == "predict":
-            return closures.ClosurePredictProgram(self, model, batches)
-        return closures.ClosureProgram(self, model, f"{kind}_step", batches, stop_at_nan)
+            return parameter_server_loop.ClosurePredictProgram(self, model, batches)
+        return parameter_server_loop.ClosureProgram(self, model, f"{kind}_step", batches, stop_at_nan)
 
     def run(self, step: base.Step) -> list[Any]:
         return base.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(ServedReplica())))
@@ -237,7 +242,7 @@ def _join(world: World, start_timeout_seconds: float, card: tuple[Any, ...]) -> 
         cluster, task_type="chief", task_id=0, rpc_layer="grpc"
     )
     strategy = tf.distribute.ParameterServerStrategy(resolver)
-    sharding.install(strategy, parts=len(world.tasks_of("ps")))
+    sharded_variable.install(strategy, parts=len(world.tasks_of("ps")))
     return strategy, tensorflow_internals.coordinator(strategy)
 
 

@@ -6,9 +6,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
-from tfdist import environment
+from tfdist import startup
 
-environment.require_tensorflow_backend()
+startup.require_tensorflow_backend()
 
 import tensorflow as tf  # noqa: E402 - it comes with Keras, a sixth faster than by itself
 

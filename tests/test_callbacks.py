@@ -25,8 +25,8 @@ from tfdist.callbacks import (
     memory,
     steps,
 )
+from tfdist.cluster.world import World
 from tfdist.errors import UsageError
-from tfdist.world import World
 
 X = np.linspace(-1, 1, 70, dtype="float32").reshape(70, 1)
 Y = 3 * X
@@ -226,7 +226,7 @@ class FakeProfiler:
     def __init__(self, monkeypatch):
         self.events = []
         for name in ("start", "stop", "step_marker"):
-            monkeypatch.setattr(f"tfdist.profiler.{name}", getattr(self, name))
+            monkeypatch.setattr(f"tfdist.profiling.trace.{name}", getattr(self, name))
 
     def start(self, log_dir):
         self.events.append("start")

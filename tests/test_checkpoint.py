@@ -28,9 +28,10 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tfdist import checkpoint, training_state
 from tfdist.callbacks import Checkpoint, LearningRateWarmup
-from tfdist.checkpoint import Entry, Header
+from tfdist.checkpointing import format as checkpoint_format
+from tfdist.checkpointing import state as training_state
+from tfdist.checkpointing.format import Entry, Header
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +147,7 @@ def refuses(error, *words):
 
 
 def test_the_synopsis_runs():
-    assert doctest.testmod(checkpoint).failed == 0
+    assert doctest.testmod(checkpoint_format).failed == 0
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def trained(tmp_path_factory):
     """The checkpoints of two epochs of a run, and its weights."""
     folder = tmp_path_factory.mktemp("trained")
     found = run(callbacks=[Checkpoint(folder)], epochs=2)
-    return {path.name: path.read_bytes() for path in checkpoint.paths(folder)}, values(found.model)
+    return {path.name: path.read_bytes() for path in checkpoint_format.paths(folder)}, values(found.model)
 
 
 @pytest.fixture
@@ -194,10 +195,10 @@ class TestDamage:
         assert keep.resumed_from == folder / "step-00000006.ckpt"
         assert found.model.optimizer.iterations == 12
         assert_same_bits(values(found.model), trained[1])
-        assert checkpoint.latest(folder).step == 12  # written anew
+        assert checkpoint_format.latest(folder).step == 12  # written anew
 
     def test_where_all_are_damaged_the_run_is_refused_before_its_first_step(self, folder):
-        for path in checkpoint.paths(folder):
+        for path in checkpoint_format.paths(folder):
             path.write_bytes(path.read_bytes()[:-5])
         model = network()
         none_whole = refuses(CheckpointError, f"None of the checkpoints in `{folder}` is whole: 2 damaged")
@@ -207,13 +208,13 @@ class TestDamage:
         assert names(folder) == ["step-00000006.ckpt", "step-00000012.ckpt"]
 
     def test_no_byte_can_be_altered_and_none_be_missing_unnoticed(self, tmp_path):
-        path = checkpoint.write(tmp_path, Header(0, 1, 1, "SGD"), [Entry("model", "w", np.ones(5, "float32"))])
+        path = checkpoint_format.write(tmp_path, Header(0, 1, 1, "SGD"), [Entry("model", "w", np.ones(5, "float32"))])
         content = path.read_bytes()
         for position in range(len(content)):
             for damaged in (altered(content, position), content[:position]):
                 path.write_bytes(damaged)
                 with pytest.raises(CheckpointError, match=re.escape(f"`{path}` cannot be used")):
-                    checkpoint.read(path)
+                    checkpoint_format.read(path)
 
     def test_a_damaged_newer_file_does_not_push_out_what_the_resumed_run_saves(self, folder):
         newest = folder / "step-00000012.ckpt"
@@ -221,7 +222,7 @@ class TestDamage:
         with pytest.warns(UserWarning, match="cannot be used"):
             killed(11, callbacks=[Checkpoint(folder, every_steps=2, keep=1, resume=True)])
         with pytest.warns(UserWarning, match="cannot be used"):
-            assert checkpoint.latest(folder).step == 10
+            assert checkpoint_format.latest(folder).step == 10
 
 
 class TestFullDisk:
@@ -390,7 +391,7 @@ class TestResume:
     def test_in_the_middle_of_an_epoch(self, strategy, step, tmp_path):
         killed(step, strategy, [Checkpoint(tmp_path, EVERY)])
         last = step // EVERY * EVERY
-        assert checkpoint.latest(tmp_path).step == last
+        assert checkpoint_format.latest(tmp_path).step == last
         keep = Checkpoint(tmp_path, EVERY, resume=True)
         found = resumed(strategy, [keep])
         assert keep.resumed_from == tmp_path / f"step-{last:08d}.ckpt"
@@ -470,7 +471,7 @@ class TestResume:
 
         with pytest.warns(match="a run that is resumed begins at an epoch's start"), pytest.raises(KilledError):
             train(Kill(2 * STEPS + 3))
-        assert [path.name for path in checkpoint.paths(tmp_path)] == ["step-00000012.ckpt", "step-00000006.ckpt"]
+        assert [path.name for path in checkpoint_format.paths(tmp_path)] == ["step-00000012.ckpt", "step-00000006.ckpt"]
         with pytest.warns(match="saves at the end of the epoch"):
             keep = train(resume=True)
         assert (keep.resumed_from.name, keep.step) == ("step-00000012.ckpt", 3 * STEPS)
@@ -488,7 +489,7 @@ class TestResume:
         unbroken = train("unbroken", Nothing())
         with pytest.raises(KilledError):
             train("broken", Kill(STEPS + 3))
-        assert checkpoint.latest(tmp_path / "broken").batch == 2
+        assert checkpoint_format.latest(tmp_path / "broken").batch == 2
         assert_same_bits(train("broken", resume=True), unbroken)
 
     def test_other_data_are_refused_within_an_epoch(self, tmp_path):
@@ -708,7 +709,7 @@ class TestNotFinite:
         history = fit(X, y, batch_size=8, shuffle=False, verbose=0, callbacks=[keep]).history
         assert np.isnan(history["loss"]).all()
         assert all(np.isfinite(weight).all() for weight in model.get_weights())
-        steps = [path.name for path in checkpoint.paths(tmp_path)]
+        steps = [path.name for path in checkpoint_format.paths(tmp_path)]
         assert steps == (["step-00000003.ckpt", "step-00000002.ckpt", "step-00000001.ckpt"] if strategy else [])
 
     def test_what_is_resumed_is_the_last_that_was_finite(self, tmp_path, trained):
@@ -758,7 +759,7 @@ class TestFolder:
         for content in (pickle.dumps(Bomb()), crafted(pickle.dumps(Bomb()))):
             path.write_bytes(content)
             with refuses(CheckpointError, f"`{path}` cannot be used"):
-                checkpoint.read(path)
+                checkpoint_format.read(path)
         assert names(tmp_path) == ["step-00000001.ckpt"]
         pickle.loads(pickle.dumps(Bomb()))  # it would have
         assert "exploded" in names(tmp_path)
@@ -770,9 +771,9 @@ class TestFolder:
         path = tmp_path / "step-00000001.ckpt"
         path.write_bytes(crafted(json.dumps({"header": header, "arrays": [row]}).encode(), bytes(64)))
         with refuses(CheckpointError, f"`{path}` cannot be used"):
-            checkpoint.read(path)
+            checkpoint_format.read(path)
         with pytest.raises(CheckpointError, match="cannot be stored: its dtype is `object`"):
-            checkpoint.write(tmp_path, Header(**header), [Entry("model", "w", np.array([{}]))])
+            checkpoint_format.write(tmp_path, Header(**header), [Entry("model", "w", np.array([{}]))])
 
     def test_no_source_imports_pickle_or_marshal(self):
         sources = [path for room in ("tfdist", "strategies", "models") for path in (ROOT / room).rglob("*.py")]

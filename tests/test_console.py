@@ -12,18 +12,18 @@ ROOT = Path(__file__).parents[1]
 # Python's own handler of a signal would wait for the second lock for ever.
 BUSY = """
 import ctypes, os
-from tfdist import console
+from tfdist.cluster import process_exit
 mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-with console.closed_by(lambda status, reason: print(status, reason, os.getpid(), flush=True)):
+with process_exit.closed_by(lambda status, reason: print(status, reason, os.getpid(), flush=True)):
     print("busy", flush=True)
     lock(mutex)
     lock(mutex)
 """
 CLOSED_TWICE = """
 import signal, time
-from tfdist import console
+from tfdist.cluster import process_exit
 for _ in range(2):
-    with console.closed_by(print):
+    with process_exit.closed_by(print):
         pass
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 print("busy", flush=True)
@@ -69,8 +69,8 @@ def test_after_a_run_signals_do_what_they_did_before():
 
 GOES_ON = """
 import os, sys
-from tfdist import console
-with console.any_stdout():
+from tfdist import terminal
+with terminal.any_stdout():
     for _ in range(3):
         print("shown", flush=True)
     os.write(1, b"as a library writes")

@@ -18,9 +18,10 @@ import tfdist
 import tfdist.data
 from tests.shared_data import FILES, needs
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks
-from tfdist.data import augment, coco, disk_cache, pictures
+from tfdist.cluster.world import World
+from tfdist.data.formats import coco
+from tfdist.data.pipeline import augmentation, disk_cache, pictures
 from tfdist.errors import DataError, UsageError
-from tfdist.world import World
 
 SEED = 3
 
@@ -262,7 +263,7 @@ def test_labels_are_kept_on_the_disk_too(folder_of_classes, tmp_path_factory, mo
 @needs("camvid")
 def test_where_examples_are_kept_follows_from_their_size(monkeypatch):
     data = camvid(FILES / "camvid", 10)
-    crop = augment.RESIZED_CROP
+    crop = augmentation.RESIZED_CROP
     assert (data.cache_of("train"), data.cache_of("train", crop)) == ("memory", "disk")
     monkeypatch.setattr(pictures, "SHARE_OF_MEMORY", 0)
     assert (data.cache_of("train"), data.limit(9).cache_of("train")) == ("memory", "disk")  # it stays as it is

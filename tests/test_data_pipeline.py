@@ -10,14 +10,18 @@ import pytest
 import tensorflow as tf
 
 from tests.test_data import flat, numbered
-from tfdist.data import Source, augment, bad, order, padding, text
+from tfdist.cluster.world import World
+from tfdist.data import Source
+from tfdist.data.formats import text
+from tfdist.data.pipeline import augmentation, bad_examples, order, padding
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.world import World
 
 SEED = 3
 
 
-@pytest.mark.parametrize("module", [order, augment, bad, padding, text], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [order, augmentation, bad_examples, padding, text], ids=lambda module: module.__name__
+)
 def test_the_synopsis_of_a_module_runs(module):
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
@@ -109,8 +113,8 @@ def test_crop_flip_moves_a_picture_by_an_eighth_at_most_and_flips_half_of_them()
 
 
 def test_resized_crops_have_the_areas_and_ratios_of_the_paper():
-    draws = augment.table(2000, 5, SEED, 0)
-    boxes = augment.random_boxes(tf.constant([300, 400]), draws, augment.CROPPED_AREA).numpy()
+    draws = augmentation.table(2000, 5, SEED, 0)
+    boxes = augmentation.random_boxes(tf.constant([300, 400]), draws, augmentation.CROPPED_AREA).numpy()
     height, width = boxes[:, 2] - boxes[:, 0], np.abs(boxes[:, 3] - boxes[:, 1])
     assert boxes.min() >= 0 and boxes.max() <= 1 + 1e-6
     assert 0.079 < (height * width).min() < 0.1 and (height * width).max() > 0.9

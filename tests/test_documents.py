@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 WITH_SYNOPSIS = [
-    "tfdist.config",
-    "tfdist.data.order",
+    "tfdist.run.config",
+    "tfdist.data.pipeline.order",
     "tfdist.errors",
     "tfdist.launcher.emit",
     "tfdist.models",
     "tfdist.options",
-    "tfdist.plugins",
-    "tfdist.record",
+    "tfdist.registry",
+    "tfdist.run.record",
     "tfdist.strategies",
-    "tfdist.world",
+    "tfdist.cluster.world",
 ]
 
 

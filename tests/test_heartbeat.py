@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist import console, heartbeat
-from tfdist.heartbeat import Heartbeat, Limits
-from tfdist.world import World
+from tfdist import terminal
+from tfdist.cluster import heartbeat
+from tfdist.cluster.heartbeat import Heartbeat, Limits
+from tfdist.cluster.world import World
 
 SECONDS = 0.4
 WAITS, BUSY = (2, 1), (1, 1)
@@ -67,7 +68,7 @@ def start():
 def said(monkeypatch):
     """The lines that were shown to the user."""
     lines = []
-    monkeypatch.setattr(console, "say", lines.append)
+    monkeypatch.setattr(terminal, "say", lines.append)
     return lines
 
 

@@ -8,9 +8,10 @@ from keras import layers
 
 import tfdist
 from tests.test_checkpoint import KilledError, assert_same_bits, refuses
-from tfdist import keras_internals, training_state
 from tfdist.callbacks import Checkpoint
+from tfdist.checkpointing import state as training_state
 from tfdist.errors import CheckpointError
+from tfdist.internals import keras as keras_internals
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 FIT = {"batch_size": 4, "verbose": 0}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.launcher.job import Job, new_name, parse_hosts, read_hostfile
-from tfdist.world import World
 
 
 def test_jobs_of_one_second_have_names_of_their_own():

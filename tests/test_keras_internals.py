@@ -1,4 +1,4 @@
-"""Fails when Keras changes what `tfdist.keras_internals` reaches into, and says what was seen before."""
+"""Fails when Keras changes what `tfdist.internals.keras` reaches into, and says what was seen before."""
 
 import inspect
 import itertools
@@ -16,8 +16,8 @@ from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer
 
-from tfdist import keras_internals
 from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
 
 
 def parameters(function):
@@ -245,7 +245,7 @@ def test_outside_of_a_replica_keras_is_as_it_was():
 
 MEMORY = """
 import keras, numpy as np, tensorflow as tf
-from tfdist import keras_internals
+from tfdist.internals import keras as keras_internals
 from tfdist.callbacks import memory
 
 keras_internals.fill_large_variables_in_place()

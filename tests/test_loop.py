@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tfdist import pace
-from tfdist.data import feed
+from tfdist.core import steps_per_call
+from tfdist.data.pipeline import feed
 from tfdist.errors import DataError, UnknownNameError, UsageError, VerificationError
 
 X, Y = np.ones((10, 2), "float32"), np.ones((10, 1), "float32")
@@ -178,14 +178,14 @@ class TestPace:
     """A call lasts until a callback must be called, and about half a second at most."""
 
     def steps_of(self, *callbacks, kind="train", steps_per_execution=1, at_most=None, seconds=None):
-        chosen = pace.Pace(callbacks, kind, steps_per_execution, at_most)
+        chosen = steps_per_call.Pace(callbacks, kind, steps_per_execution, at_most)
         if seconds is not None:
             chosen.ran(1, 100.0)  # builds the graph
             chosen.ran(1, seconds)
         return chosen.steps(0)
 
     def test_the_clock_alone_decides_where_no_callback_needs_to_know(self):
-        assert self.steps_of() == pace.STEPS_OF_FIRST_CALL
+        assert self.steps_of() == steps_per_call.STEPS_OF_FIRST_CALL
         assert self.steps_of(seconds=0.001) == 500
         assert self.steps_of(seconds=10.0) == 1
         assert self.steps_of(at_most=50, seconds=0.001) == 50

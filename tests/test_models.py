@@ -16,11 +16,11 @@ import tensorflow as tf
 
 import tfdist.models
 from tests import zoo
-from tfdist.config import OPTIMIZERS
 from tfdist.data import DataSpec
 from tfdist.data.spec import END, START
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.models import _search, segnet, seq2seq
+from tfdist.run.config import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
 SHAPES = [(28, 28, 1), (8, 8, 1), (32, 32, 3), (2, 3, 1)]

@@ -9,7 +9,7 @@ import pytest
 import tfdist.data
 import tfdist.models
 from tests import zoo
-from tfdist import options, plugins
+from tfdist import options, registry
 from tfdist.errors import UsageError
 
 MODELS = [("tfdist.models", name, "build") for name in tfdist.models.names()]
@@ -60,7 +60,7 @@ def test_a_number_may_be_written_as_a_text_and_a_text_as_a_number():
 
     given = {"units": "64", "folder": 2024, "anything": "as it is"}
     expected = {"units": 64, "folder": "2024", "anything": "as it is"}
-    assert plugins.call(build, None, kind="model", name="mine", options=given) == expected
+    assert registry.call(build, None, kind="model", name="mine", options=given) == expected
 
 
 @dataclass
@@ -75,7 +75,7 @@ def test_annotations_of_the_users_own_that_nothing_can_be_checked_by_are_let_be(
 
     build.__annotations__["own"] = annotation
     layout = Layout(3)
-    assert plugins.call(build, None, kind="model", name="mine", options={"own": layout}) is layout
+    assert registry.call(build, None, kind="model", name="mine", options={"own": layout}) is layout
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 1e300, "inf", "soon"])

@@ -20,9 +20,10 @@ import tensorflow as tf
 
 import tfdist
 from tests import zoo
-from tfdist import models, profiler, tasks
+from tfdist import models, tasks
 from tfdist.callbacks import Profile
 from tfdist.errors import RunFolderError, UsageError
+from tfdist.profiling import trace
 
 FIRST, LAST = 3, 7
 INPUT_SECONDS = 0.05  # what the slow pipeline takes for a batch
@@ -67,32 +68,32 @@ def slow_trace(tmp_path_factory):
 
 class TestSummarize:
     def test_the_ten_most_expensive_ops_come_in_order_with_their_share(self, plain_trace):
-        summary = profiler.summarize(plain_trace)
+        summary = trace.summarize(plain_trace)
         assert len(summary.ops) == 10
         times = [op.self_microseconds for op in summary.ops]
         assert times == sorted(times, reverse=True)
         assert all(0 < op.share < 1 for op in summary.ops)
-        assert sum(op.share for op in profiler.summarize(plain_trace, top=10_000).ops) == pytest.approx(1)
+        assert sum(op.share for op in trace.summarize(plain_trace, top=10_000).ops) == pytest.approx(1)
         assert any("conv2d" in op.name and "Conv2D" in op.type for op in summary.ops)
 
     def test_each_traced_step_is_seen(self, plain_trace):
-        summary = profiler.summarize(plain_trace)
+        summary = trace.summarize(plain_trace)
         assert summary.steps == LAST - FIRST
         assert summary.step_seconds > 0
 
     def test_a_slow_pipeline_shows_as_waiting_and_a_fast_one_does_not(self, plain_trace, slow_trace):
-        slow = profiler.summarize(slow_trace)
+        slow = trace.summarize(slow_trace)
         assert slow.input_share > 0.5
         assert slow.step_seconds > 0.7 * INPUT_SECONDS
-        assert profiler.summarize(plain_trace).input_share < 0.7 * slow.input_share
+        assert trace.summarize(plain_trace).input_share < 0.7 * slow.input_share
 
     def test_our_own_measure_of_waiting_agrees_with_xprofs(self, slow_trace):
         # The one used where a `while` loop in the graph hides the steps from xprof.
-        files = profiler._newest_trace(slow_trace)
-        steps = profiler._marked_steps(profiler._events(files[0]))
+        files = trace._newest_trace(slow_trace)
+        steps = trace._marked_steps(trace._events(files[0]))
         share = sum(wait for _, wait in steps) / sum(step for step, _ in steps)
         assert len(steps) == LAST - FIRST
-        assert share == pytest.approx(profiler.summarize(slow_trace).input_share, abs=0.1)
+        assert share == pytest.approx(trace.summarize(slow_trace).input_share, abs=0.1)
 
     def test_steps_that_loop_inside_the_graph_are_still_seen(self, tmp_path):
         batches = iter(tf.data.Dataset.range(100).map(lambda x: delayed(tf.zeros([1, 28, 28, 1]))))
@@ -105,11 +106,11 @@ class TestSummarize:
             return total
 
         run(tf.constant(1))
-        with profiler.trace(tmp_path):
+        with trace.trace(tmp_path):
             for number in range(3):
-                with profiler.step_marker(number):
+                with trace.step_marker(number):
                     run(tf.constant(2))
-        summary = profiler.summarize(tmp_path)
+        summary = trace.summarize(tmp_path)
         assert summary.steps == 3
         assert summary.input_share > 0.5
 
@@ -124,8 +125,8 @@ class TestSummarize:
             model.compile("sgd", "mse")
         for name, batches in {"slow": data.map(lambda x, y: (delayed(x), y)), "fast": data.cache()}.items():
             strategy.fit(model, batches, callbacks=[Profile(FIRST, last, tmp_path / name)], verbose=0)
-        slow, fast = profiler.summarize(tmp_path / "slow"), profiler.summarize(tmp_path / "fast")
-        assert any("MatMul" in op.type for op in profiler.summarize(tmp_path / "slow", top=100).ops)
+        slow, fast = trace.summarize(tmp_path / "slow"), trace.summarize(tmp_path / "fast")
+        assert any("MatMul" in op.type for op in trace.summarize(tmp_path / "slow", top=100).ops)
         assert slow.input_share > 0.5
         assert fast.input_share < 0.7 * slow.input_share
 
@@ -142,29 +143,29 @@ class TestSummarize:
             tasks.compile(model, small.spec, "sgd")
         profile = Profile(FIRST, LAST, tmp_path)
         strategy.fit(model, x, y, batch_size=zoo.STREAMS, callbacks=[profile], verbose=0)
-        found = profiler.summarize(tmp_path)
+        found = trace.summarize(tmp_path)
         assert any("MatMul" in op.type or "Conv2D" in op.type for op in found.ops)
         assert found.input_share <= 0.02
 
     def test_without_markers_the_wait_is_unknown(self, tmp_path):
         multiply = tf.function(tf.linalg.matmul)
         multiply(tf.ones([300, 300]), tf.ones([300, 300]))
-        with profiler.trace(tmp_path):
+        with trace.trace(tmp_path):
             multiply(tf.ones([300, 300]), tf.ones([300, 300]))
-        summary = profiler.summarize(tmp_path)
+        summary = trace.summarize(tmp_path)
         assert summary.input_share is None
         assert summary.steps == 0
         assert any("MatMul" in op.type for op in summary.ops)
 
     def test_reading_leaves_the_run_folder_as_it_was_and_the_terminal_quiet(self, plain_trace, capfd):
         before = sorted(plain_trace.rglob("*"))
-        profiler.summarize(plain_trace)
+        trace.summarize(plain_trace)
         assert [path.name for path in sorted(plain_trace.rglob("*")) if path not in before] == []
         assert capfd.readouterr() == ("", "")
 
     def test_the_module_prints_a_table(self, plain_trace):
         answer = subprocess.run(
-            [sys.executable, "-m", "tfdist.profiler", str(plain_trace)],
+            [sys.executable, "-m", "tfdist.profiling.trace", str(plain_trace)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -175,7 +176,7 @@ class TestSummarize:
 
     def test_a_folder_without_a_trace_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="No trace in") as error:
-            profiler.summarize(tmp_path)
+            trace.summarize(tmp_path)
         assert "--profile 10:20" in error.value.hint
 
     @pytest.mark.parametrize("keep", [0, 10_000])
@@ -185,17 +186,17 @@ class TestSummarize:
         broken.parent.mkdir(parents=True)
         broken.write_bytes(whole.read_bytes()[:keep])
         with pytest.raises(RunFolderError, match="cannot be read"):
-            profiler.summarize(tmp_path)
+            trace.summarize(tmp_path)
 
 
 def test_covered_time_is_counted_once():
-    assert profiler._covered([(0, 2), (1, 3), (5, 9)], 1, 6) == 3
-    assert profiler._covered([], 1, 6) == 0
+    assert trace._covered([(0, 2), (1, 3), (5, 9)], 1, 6) == 3
+    assert trace._covered([], 1, 6) == 0
 
 
 def test_a_second_trace_in_the_process_is_refused(tmp_path):
-    with profiler.trace(tmp_path), pytest.raises(UsageError, match="another one is running"):
-        profiler.start(tmp_path / "second")
+    with trace.trace(tmp_path), pytest.raises(UsageError, match="another one is running"):
+        trace.start(tmp_path / "second")
 
 
 class Server:

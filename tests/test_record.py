@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from pydantic import BaseModel, ValidationError
 
-from tfdist import record as records
 from tfdist.errors import RunFolderError
-from tfdist.record import EpochRecord, RunFolder, RunRecord, load
+from tfdist.run import record as records
+from tfdist.run.record import EpochRecord, RunFolder, RunRecord, load
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "run.json.md"
 
@@ -45,7 +45,9 @@ def test_the_synopsis_runs():
 
 
 def test_neither_tensorflow_nor_keras_nor_matplotlib_is_imported():
-    code = "import sys, tfdist.record; print([m for m in ('tensorflow', 'keras', 'matplotlib') if m in sys.modules])"
+    code = (
+        "import sys, tfdist.run.record; print([m for m in ('tensorflow', 'keras', 'matplotlib') if m in sys.modules])"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert answer.stdout == "[]\n"
 

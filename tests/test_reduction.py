@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfdist.reduction import Packing, packed
+from tfdist.core.gradient_reduction import Packing, packed
 
 FLOATS = tf.constant([1.0, 2.0])  # 8 bytes
 

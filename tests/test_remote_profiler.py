@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from tests.processes.jobs import clean_environment, free_addresses
-from tfdist import profiler, remote_profiler
+from tfdist.profiling import remote as remote_profiler
+from tfdist.profiling import trace
 
 SERVER = """
 import sys, tensorflow as tf
@@ -28,7 +29,7 @@ def test_a_server_sends_its_trace_and_one_that_is_not_there_is_named(tmp_path):
     try:
         assert server.stdout.readline() == b"serving\n"
         traces = remote_profiler.RemoteTraces({"host-worker-0": here, "host-worker-1": nowhere})
-        folder = profiler.folder_of(tmp_path, "run")
+        folder = trace.folder_of(tmp_path, "run")
         with pytest.warns(UserWarning, match="No trace of host-worker-1: .*refused"):
             traces.stop(folder)
     finally:

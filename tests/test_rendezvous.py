@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist import rendezvous, world
+from tfdist.cluster import rendezvous, world
 from tfdist.errors import ClusterError, DisagreementError
 
 CARD = {"TensorFlow": "2.21.0"}

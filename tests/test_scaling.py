@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from tfdist import origins, scaling
+from tfdist.core import dependencies, means_and_sums
 
 WEIGHT = tf.Variable([[1.0], [2.0]])
 
@@ -40,7 +40,7 @@ def test_a_scalar_is_taken_apart_into_means_and_sums(name):
     @tf.function(autograph=False)
     def step(x):
         scalar = make(x)
-        parts = scaling.summands(scalar, [x])
+        parts = means_and_sums.summands(scalar, [x])
         found.extend(part.is_sum for part in parts)
         return scalar, tf.add_n([part.tensor * part.factor for part in parts])
 
@@ -67,7 +67,7 @@ def test_what_examples_enter_into_is_known_from_the_graph(name):
 
     @tf.function(autograph=False)
     def step(x):
-        found.append(origins.depends_on(make(x), [x]))
+        found.append(dependencies.depends_on(make(x), [x]))
 
     step.get_concrete_function(tf.TensorSpec([None, 2]))
     assert found == [expected]

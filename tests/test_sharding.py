@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import keras_internals, sharding
+from tfdist.internals import keras as keras_internals
+from tfdist.strategies import _sharded_variable as sharded_variable
 
 VALUES = np.arange(14, dtype="float32").reshape(7, 2)
 
@@ -13,7 +14,7 @@ VALUES = np.arange(14, dtype="float32").reshape(7, 2)
 @pytest.fixture
 def table():
     parts = np.split(VALUES, [3, 5])  # as the first parts have the rows that are left over
-    return sharding.Table([tf.Variable(part) for part in parts], "table")
+    return sharded_variable.Table([tf.Variable(part) for part in parts], "table")
 
 
 @pytest.fixture

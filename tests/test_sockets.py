@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tfdist import communicators
+from tfdist.cluster.world import World
 from tfdist.communicators.sockets import SECRET_BYTES, SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError
-from tfdist.world import World
 
 
 class Meeting:

@@ -12,11 +12,12 @@ import pytest
 import tfdist
 from tests import zoo
 from tests.test_train import refuse, run
-from tfdist import config, data, models, optimizers, recipes, tasks, train
+from tfdist import data, models, tasks, train
 from tfdist.data import Source
 from tfdist.data.spec import TASKS
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.models.stateful_rnn import StreamLSTM
+from tfdist.run import config, optimizers, recipes
 from tfdist.tasks import characters, translation
 
 

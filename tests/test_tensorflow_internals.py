@@ -1,4 +1,4 @@
-"""Fails when TensorFlow changes what `tfdist.tensorflow_internals` reaches into."""
+"""Fails when TensorFlow changes what `tfdist.internals.tensorflow` reaches into."""
 
 import inspect
 import multiprocessing.pool
@@ -22,7 +22,7 @@ from tensorflow.python.distribute import (
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 
-from tfdist import tensorflow_internals
+from tfdist.internals import tensorflow as tensorflow_internals
 
 
 def test_the_version_of_tensorflow_is_the_one_that_was_read():

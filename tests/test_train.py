@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tfdist import config as configs
-from tfdist import cost, data, models, record, train
+from tfdist import data, models, train
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.run import config as configs
+from tfdist.run import flops, record
 
 QUICK = ["--dataset", "synthetic", "--model", "mlp", "--limit", "640"]
 
@@ -134,9 +135,9 @@ def test_a_config_is_checked_when_it_is_made_in_python_too():
 
 def test_a_small_step_is_told_from_a_large_one():
     spec = data.load("synthetic").spec
-    assert cost.step_operations("mlp", spec, 32) == 3 * 32 * 2 * (784 * 128 + 128 * 10)
-    assert cost.step_is_small("mlp", spec, 32)
-    assert not cost.step_is_small("cnn", spec, 128)
+    assert flops.step_operations("mlp", spec, 32) == 3 * 32 * 2 * (784 * 128 + 128 * 10)
+    assert flops.step_is_small("mlp", spec, 32)
+    assert not flops.step_is_small("cnn", spec, 128)
 
 
 def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path):
@@ -257,7 +258,8 @@ class Deaf(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGINT)
         except KeyboardInterrupt:
             {then}
-from tfdist import session, train
+from tfdist import train
+from tfdist.run import session
 of_session = session.Session._callbacks
 session.Session._callbacks = lambda self, strategy: [Deaf(), *of_session(self, strategy)]
 train.main()

@@ -8,13 +8,13 @@ import pickle
 import pytest
 
 from tests.test_train import refuse, run
-from tfdist import plugins
+from tfdist import registry
 from tfdist.errors import UsageError
 
 
 def test_options_of_a_dataset_are_numbers_truths_tuples_or_texts():
     settings = ["classes=5", "shape=(8,8,3)", "buckets=true", "encoding=latin-1", "train=a.txt,b.txt", "fold=none"]
-    found = plugins.parse_options(settings, "--data-option")
+    found = registry.parse_options(settings, "--data-option")
     assert found == {
         "classes": 5,
         "shape": (8, 8, 3),
@@ -25,9 +25,9 @@ def test_options_of_a_dataset_are_numbers_truths_tuples_or_texts():
     }
     for wrong in ("classes", "=5", "a b=5"):
         with pytest.raises(UsageError, match=f"`--data-option` is `{wrong}`, which is not NAME=VALUE"):
-            plugins.parse_options([wrong], "--data-option")
+            registry.parse_options([wrong], "--data-option")
     with pytest.raises(UsageError, match="`--data-option` sets `classes` twice"):
-        plugins.parse_options(["classes=5", "classes=6"], "--data-option")
+        registry.parse_options(["classes=5", "classes=6"], "--data-option")
 
 
 @pytest.mark.parametrize(

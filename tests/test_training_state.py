@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tfdist import training_state
-from tfdist.checkpoint import Entry
-from tfdist.strategies.collective import CommunicatingStrategy
-from tfdist.world import World
+from tfdist.checkpointing import state as training_state
+from tfdist.checkpointing.format import Entry
+from tfdist.cluster.world import World
+from tfdist.strategies._collective import CommunicatingStrategy
 
 
 class Peer:

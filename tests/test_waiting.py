@@ -6,7 +6,7 @@ import time
 import pytest
 import tensorflow as tf
 
-from tfdist.waiting import Watch
+from tfdist.cluster.watchdog import Watch
 
 SECONDS = 0.5
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from tfdist.cluster.world import ROLES, Task, World, expand_hosts
 from tfdist.errors import EXIT_USAGE, UsageError
-from tfdist.world import ROLES, Task, World, expand_hosts, main
+from tfdist.world import main
 
 # Other tests may have the cores at the same time.
 quick = settings(deadline=None, max_examples=50)

@@ -39,21 +39,21 @@ def strategy(name: str, **options: Any) -> Strategy:
         UnknownNameError: no strategy, or no device, has that name.
         UsageError: an option is unknown or cannot work here, or Keras runs on another backend than TensorFlow.
     """
-    from tfdist import environment, strategies
+    from tfdist import startup, strategies
 
-    environment.require_tensorflow_backend()
+    startup.require_tensorflow_backend()
     return strategies.create(name, **options)
 
 
 def gather(tensor: Any) -> Any:
-    """The examples of `tensor` of all replicas, in a step; see `tfdist.collectives.gather`."""
-    from tfdist import collectives
+    """The examples of `tensor` of all replicas, in a step; see `tfdist.core.replica_context.gather`."""
+    from tfdist.core import replica_context
 
-    return collectives.gather(tensor)
+    return replica_context.gather(tensor)
 
 
 def all_reduce(tensor: Any) -> Any:
-    """The sum of `tensor` over the replicas, in a step; see `tfdist.collectives.all_reduce`."""
-    from tfdist import collectives
+    """The sum of `tensor` over the replicas, in a step; see `tfdist.core.replica_context.all_reduce`."""
+    from tfdist.core import replica_context
 
-    return collectives.all_reduce(tensor)
+    return replica_context.all_reduce(tensor)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
-from tfdist import console
+from tfdist import terminal
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launcher import job
-from tfdist.launcher.wishes import ElasticWishes, elastic_options
+from tfdist.launcher.elastic_options import ElasticWishes, elastic_options
 
 
 @click.command(
@@ -102,7 +102,7 @@ def _emit(wanted: job.Job, kind: str) -> int:
     printers = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
     if kind not in printers:
         raise UsageError(f"`--emit` is `{kind}`", "use `slurm` or `kubernetes`")
-    with console.any_stdout(needed=True):
+    with terminal.any_stdout(needed=True):
         click.echo(printers[kind](wanted), nl=False)
     return 0
 

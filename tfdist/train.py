@@ -23,18 +23,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 import psutil
 
-from tfdist import config as configs
-from tfdist import console, data, ending, environment, models, plugins, recipes, strategies
-from tfdist.data import augment
+from tfdist import data, models, registry, startup, strategies, terminal
+from tfdist.cluster import process_exit
+from tfdist.cluster.world import World
+from tfdist.data.pipeline import augmentation
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
 from tfdist.launcher import job
-from tfdist.launcher.wishes import ElasticWishes, elastic_options
-from tfdist.world import World
+from tfdist.launcher.elastic_options import ElasticWishes, elastic_options
+from tfdist.run import config as configs
+from tfdist.run import recipes
 
 if TYPE_CHECKING:
-    from tfdist.config import TrainConfig
-    from tfdist.record import RunFolder, RunRecord
-    from tfdist.session import Session
+    from tfdist.run.config import TrainConfig
+    from tfdist.run.record import RunFolder, RunRecord
+    from tfdist.run.session import Session
 
 EXIT_UNEXPECTED = 1
 # The strategies that need a package of their own, and the communicator that says how to install it.
@@ -106,7 +108,7 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
 @click.option("--limit", type=int, metavar="N", help="only the first N training examples")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="where the dataset's files lie")
 @click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="what the dataset is told; often as needed")
-@click.option("--augment", default="none", show_default=True, metavar="NAME", help=_names(augment.NAMES))
+@click.option("--augment", default="none", show_default=True, metavar="NAME", help=_names(augmentation.NAMES))
 @click.option("--on-bad-example", metavar="NAME", help="a file or line that cannot be used: fail, skip")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="the run's folder; below runs/ if not given")
 @click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
@@ -140,8 +142,8 @@ def command(
             devices=None if devices is None else configs.parse_devices(devices),
             profile=None if profile is None else configs.parse_range(profile),
             sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
-            data_options=plugins.parse_options(data_option, "--data-option"),
-            model_options=plugins.parse_options(model_option, "--model-option"),
+            data_options=registry.parse_options(data_option, "--data-option"),
+            model_options=registry.parse_options(model_option, "--model-option"),
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}
@@ -159,7 +161,7 @@ def command(
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     if code:
-        ending.fail(code)
+        process_exit.fail(code)
     sys.exit(code)
 
 
@@ -169,7 +171,7 @@ def run(config: TrainConfig, world: World) -> int:
     Raises:
         TfdistError: before training began; later ones are shown, recorded and returned as their exit code.
     """
-    from tfdist.record import RunFolder
+    from tfdist.run.record import RunFolder
 
     run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job.JOB) or job.new_name(world))
     if os.environ.get(job.RESTART, "0") != "0" and run_dir.exists():
@@ -180,9 +182,9 @@ def run(config: TrainConfig, world: World) -> int:
     serves = config.strategy in configs.WITH_SERVERS and not world.is_chief
     path = run_dir if world.is_chief else run_dir / f"rank-{world.rank}"
     folder = RunFolder(path, resume=config.resume or serves)
-    with console.any_stdout(), console.stderr_to(None if config.verbose else folder.log) as terminal:
+    with terminal.any_stdout(), terminal.stderr_to(None if config.verbose else folder.log) as stderr:
         show = (lambda *lines: None) if config.quiet else click.echo
-        return _reported(config, folder, show, terminal)
+        return _reported(config, folder, show, stderr)
 
 
 def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | None]) -> None:
@@ -247,7 +249,7 @@ def _launch(
     )
     # The job may get a network in which nothing can be fetched.
     options = [f"{name}={value!r}" for name, value in config.load_options.items()]
-    fetching = [sys.executable, "-m", "tfdist.data.fetch", config.dataset, str(config.data_dir or ""), *options]
+    fetching = [sys.executable, "-m", "tfdist.data.tools.fetch", config.dataset, str(config.data_dir or ""), *options]
     fetched = subprocess.run(fetching, check=False, stderr=None)
     if fetched.returncode:
         return fetched.returncode
@@ -261,30 +263,30 @@ def _require_engine(strategy: str) -> None:
         importlib.import_module(f"tfdist.communicators.{communicator}").load()
 
 
-def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], terminal: TextIO) -> int:
+def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:
     """Runs the session and says, on the terminal and in the record, how it ended."""
     session: Session | None = None
     try:
-        environment.require_tensorflow_backend()
-        from tfdist.session import Session
+        startup.require_tensorflow_backend()
+        from tfdist.run.session import Session
 
         session = Session(config, folder, _command(), _process_start(), show)
-        close = functools.partial(_close, session, terminal)
-        with console.noticed_interrupts(session.interrupt), console.closed_by(close):
+        close = functools.partial(_close, session, stderr)
+        with terminal.noticed_interrupts(session.interrupt), process_exit.closed_by(close):
             record = _run(session)
     except TfdistError as error:
-        _close(session, terminal, "failed", error.sentence)
-        click.echo(f"error: {error}", file=terminal)
+        _close(session, stderr, "failed", error.sentence)
+        click.echo(f"error: {error}", file=stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        _close(session, terminal, "interrupted", "Ctrl-C")
+        _close(session, stderr, "interrupted", "Ctrl-C")
         return EXIT_INTERRUPTED
     except Exception as error:
-        _close(session, terminal, "failed", f"{type(error).__name__}: {error}")
+        _close(session, stderr, "failed", f"{type(error).__name__}: {error}")
         traceback.print_exc()
         if not config.verbose:
-            traceback.print_exc(file=terminal)
-        click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=terminal)
+            traceback.print_exc(file=stderr)
+        click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
         return EXIT_UNEXPECTED
     if not config.quiet:
         _print_table(record, folder)
@@ -300,14 +302,14 @@ def _run(session: Session) -> RunRecord:
         raise
 
 
-def _close(session: Session | None, terminal: TextIO, status: Any, reason: str) -> None:
-    """Writes how the run ended, unless it had ended already; `terminal` may be gone."""
+def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) -> None:
+    """Writes how the run ended, unless it had ended already; `stderr` may be gone."""
     if session is None or (session.record is not None and session.record.status != "running"):
         return
     session.close(status, reason)
     if session.record is not None and status == "interrupted":
         with contextlib.suppress(OSError):
-            click.echo(f"Interrupted; go on with `--resume --run-dir {session.folder.path}`", file=terminal)
+            click.echo(f"Interrupted; go on with `--resume --run-dir {session.folder.path}`", file=stderr)
 
 
 def _print_table(record: RunRecord, folder: RunFolder) -> None:

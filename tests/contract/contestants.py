@@ -6,7 +6,7 @@ import os
 import tensorflow as tf
 
 import tfdist
-from tfdist.world import World
+from tfdist.cluster.world import World
 
 # This process may be one of several that run the suite together, each of them all tests: `tests/processes` starts them.
 WORLD = World.detect(os.environ)

@@ -10,7 +10,7 @@ from keras import layers
 
 from tests.contract import contestants
 from tests.contract.comparison import assert_same, start
-from tfdist.data import order
+from tfdist.data.pipeline import order
 
 REPLICAS = contestants.EACH_COUNT
 BATCH, SEED = 4, 7

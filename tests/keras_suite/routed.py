@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 import tfdist
-from tfdist import keras_internals
+from tfdist.internals import keras as keras_internals
 
 DEVICES = ["CPU:0", "CPU:1"]
 tf.config.set_logical_device_configuration(

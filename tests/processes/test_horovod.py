@@ -156,7 +156,7 @@ class TestContract:
 STOCK = """
 import sys
 import keras, numpy as np, tfdist
-from tfdist.strategies.collective import CollectiveStrategy
+from tfdist.strategies._collective import CollectiveStrategy
 
 communicator = tfdist.strategy("horovod").communicator
 x = np.random.default_rng(0).normal(size=(128, 6)).astype("float32")

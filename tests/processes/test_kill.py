@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist import record
+from tfdist.run import record
 
 OPTIONS = ["--dataset", "synthetic", "--model", "mlp", "--epochs", "12", "--quiet"]
 

@@ -215,8 +215,8 @@ def test_an_error_of_tfdist_is_one_sentence(tmp_path, script):
 
 LISTEN = """
 import json, os, socket, time
-from tfdist import ports
-from tfdist.world import World
+from tfdist.cluster import ports
+from tfdist.cluster.world import World
 with ports.listen(World.detect().task.port) as listener:
     print("listening", listener.getsockname()[1], flush=True)
     time.sleep(100)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tfdist import record
 from tfdist.launcher import emit
 from tfdist.launcher.job import Job
+from tfdist.run import record
 
 # Daemons lie where only an administrator looks.
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"

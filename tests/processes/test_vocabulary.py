@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.processes import jobs
-from tfdist.data import text
+from tfdist.data.formats import text
 
 # Notes by which vocabulary each process numbers its words, but for the one that fetches the data before there is a job.
 DATASET = """

@@ -14,7 +14,7 @@ All optimizers that the model holds are saved, in whatever attribute. What has n
 not be given back: a model that Keras' own `fit`, or `run_eagerly=True`, would build on the way is refused at the start.
 And metrics that would be made on the way are the reason why a run that is eager is saved at the ends of epochs alone.
 
-The format of the files is in `tfdist.checkpoint`, what is in them in `tfdist.training_state`.
+The format of the files is in `tfdist.checkpointing.format`, what is in them in `tfdist.checkpointing.state`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from typing import Any
 
 import keras
 
-from tfdist import agreement, checkpoint, elastic, training_state
 from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpoint import Header, Stored
+from tfdist.checkpointing import format as checkpoint_format
+from tfdist.checkpointing import state as training_state
+from tfdist.checkpointing.format import Header, Stored
+from tfdist.cluster import consensus, elastic
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
 
 
@@ -107,7 +109,7 @@ class Checkpoint(ClockedCallback):
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._stored: Stored | None = None
         self._within_epochs = False  # a run can begin there
-        self._peers: agreement.Peers = agreement.Alone()
+        self._peers: consensus.Peers = consensus.Alone()
         self._begin()
 
     def set_model(self, model: keras.Model) -> None:
@@ -132,17 +134,17 @@ class Checkpoint(ClockedCallback):
         if self.saved is None:
             self._begin()
         self.resumed_from, self.resume_batch, self._stored = None, None, None
-        self._peers = self.params.get("peers") or agreement.Alone()
+        self._peers = self.params.get("peers") or consensus.Alone()
         self._refuse_what_cannot_be_resumed()
         # A model that runs eagerly makes its metrics with the first batch, and they could not be given back before.
         made = not self.model.run_eagerly or training_state.metrics_are_made(self.model)
         self._within_epochs = _loop_is_tfdists(self.params) and made
         if self._peers.world.is_chief:
-            checkpoint.remove_temporaries(self.folder)
+            checkpoint_format.remove_temporaries(self.folder)
         # A machine of its own may not know that the run is resumed, and all must ask the chief, or none.
-        if agreement.of_chief(self._peers, self.resume):
+        if consensus.of_chief(self._peers, self.resume):
             self._stored = self._choose_alike()
-        elif self._peers.world.is_chief and self.saved is None and (found := checkpoint.paths(self.folder)):
+        elif self._peers.world.is_chief and self.saved is None and (found := checkpoint_format.paths(self.folder)):
             raise CheckpointError(
                 f"The folder `{self.folder}` already holds checkpoints, `{found[0].name}` the newest, and a new run "
                 "would replace them",
@@ -269,13 +271,13 @@ class Checkpoint(ClockedCallback):
             return stored
         path = stored.header.path if stored is not None else None
         content = self._peers.exchange(path.read_bytes() if path is not None else b"")[0]
-        return checkpoint.parse(self.folder / "of the chief", content) if content else None
+        return checkpoint_format.parse(self.folder / "of the chief", content) if content else None
 
     def _choose(self) -> Stored | None:
         if self._within_epochs:
-            return checkpoint.newest(self.folder)
-        stored = checkpoint.newest(self.folder, lambda header: header.batch == 0)
-        if stored is None and (found := checkpoint.paths(self.folder)):
+            return checkpoint_format.newest(self.folder)
+        stored = checkpoint_format.newest(self.folder, lambda header: header.batch == 0)
+        if stored is None and (found := checkpoint_format.paths(self.folder)):
             raise CheckpointError(
                 f"Keras' own `fit`, and a model that runs eagerly, cannot resume within an epoch, and `{self.folder}` "
                 f"holds no checkpoint of an epoch's end; `{found[0].name}` is the newest",
@@ -354,7 +356,7 @@ class Checkpoint(ClockedCallback):
                 stacklevel=2,
             )
 
-    def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[checkpoint.Entry] | None) -> None:
+    def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[checkpoint_format.Entry] | None) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             return
         entries = training_state.read(self.model, self._peers)
@@ -380,8 +382,8 @@ class Checkpoint(ClockedCallback):
             data=None if data is None else self.params["data"].place,
         )
         arrays += [*training_state.random_state(), *(data or [])]
-        self.saved = checkpoint.write(self.folder, header, [*entries, *arrays])
-        checkpoint.prune(self.folder, self.keep, self.saved)
+        self.saved = checkpoint_format.write(self.folder, header, [*entries, *arrays])
+        checkpoint_format.prune(self.folder, self.keep, self.saved)
 
     def _note_best(self, epoch: int, logs: dict[str, Any]) -> None:
         monitor = self.monitor or ("val_loss" if "val_loss" in logs else "loss")

@@ -1,4 +1,4 @@
-"""A trace of a range of training steps, for TensorBoard's Profile plugin and `tfdist.profiler.summarize`.
+"""A trace of a range of training steps, for TensorBoard's Profile plugin and `tfdist.profiling.trace.summarize`.
 
 Synopsis:
 
@@ -17,9 +17,11 @@ from typing import Any
 
 import keras
 
-from tfdist import agreement, profiler, remote_profiler
 from tfdist.callbacks.steps import StepCounter
+from tfdist.cluster import consensus
 from tfdist.errors import UsageError
+from tfdist.profiling import remote as remote_profiler
+from tfdist.profiling import trace
 
 
 class Profile(keras.callbacks.Callback):
@@ -73,11 +75,11 @@ class Profile(keras.callbacks.Callback):
         if self._running:
             self._running = False
             self._end_marker()
-            profiler.stop()
+            trace.stop()
             if self._run is not None:
-                profiler.put_beside(self._own_dir, self.log_dir, self._run, self._name)
+                trace.put_beside(self._own_dir, self.log_dir, self._run, self._name)
                 if self._remote is not None:
-                    self._remote.stop(profiler.folder_of(self.log_dir, self._run))
+                    self._remote.stop(trace.folder_of(self.log_dir, self._run))
             self.traced = True
 
     def batches_until_hook(self, batch: int) -> int | None:
@@ -96,10 +98,10 @@ class Profile(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts counting."""
         self._reset()
-        peers = self.params.get("peers") or agreement.Alone()
+        peers = self.params.get("peers") or consensus.Alone()
         self._servers = peers.servers
         if peers.world.world_size > 1 or self._servers:
-            self._run = agreement.of_chief(peers, time.strftime("%Y_%m_%d_%H_%M_%S"))
+            self._run = consensus.of_chief(peers, time.strftime("%Y_%m_%d_%H_%M_%S"))
             self._name = "chief-0" if self._servers else f"rank-{peers.world.rank}"
             self._own_dir = os.path.join(self.log_dir, f"of-{self._name}")
 
@@ -114,10 +116,10 @@ class Profile(keras.callbacks.Callback):
         if self.traced or step >= self.last or step + self._chunk_length() <= self.first:
             return
         if not self._running:
-            profiler.start(self._own_dir)
+            trace.start(self._own_dir)
             self._running = True
             self._remote = remote_profiler.RemoteTraces(self._servers) if self._servers else None
-        self._marker = profiler.step_marker(step)
+        self._marker = trace.step_marker(step)
         self._marker.__enter__()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

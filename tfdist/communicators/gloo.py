@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 import psutil
 
-from tfdist import ports, rendezvous
+from tfdist.cluster import ports, rendezvous
+from tfdist.cluster.world import World, means_itself
 from tfdist.errors import UsageError
-from tfdist.world import World, means_itself
 
 RANK = "HOROVOD_RANK"
 
@@ -29,7 +29,7 @@ def meet(world: World, card: Mapping[str, str], start_timeout_seconds: float) ->
         start_timeout_seconds: how long to wait.
 
     Raises:
-        ClusterError: as `tfdist.rendezvous.meet`.
+        ClusterError: as `tfdist.cluster.rendezvous.meet`.
     """
     rendezvous.meet(world, card, start_timeout_seconds)
     if world.world_size > 1 and world.is_chief:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import waiting
+from tfdist.cluster import watchdog
 from tfdist.communicators import Communicator, mpi
 from tfdist.errors import ClusterError, UsageError
 
@@ -57,7 +57,7 @@ class HorovodCommunicator(Communicator):
             ) from error
         self.rank, self.size = self._hvd.rank(), self._hvd.size()
         self.engine = "MPI" if self._hvd.mpi_enabled() else "Gloo"
-        self._counter = waiting.Counter()
+        self._counter = watchdog.Counter()
 
     def close(self) -> None:
         self._hvd.shutdown()

@@ -25,10 +25,10 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import tensorflow as tf
 
-from tfdist import ports, waiting
+from tfdist.cluster import ports, watchdog
+from tfdist.cluster.world import World
 from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.errors import ClusterError, DisagreementError
-from tfdist.world import World
 
 # What a process says first to the next one: a secret that this one has made for it.
 SECRET_BYTES = 16
@@ -161,7 +161,7 @@ class SocketCommunicator(ArrayCommunicator):
         `received(begin, end)` is called when the elements from `begin` to `end` are there.
         """
         outgoing, incoming = _bytes(out), _bytes(into)
-        patience = waiting.Patience(self._timeout_seconds)
+        patience = watchdog.Patience(self._timeout_seconds)
         sent = got = done = 0
         while sent < len(outgoing) or got < len(incoming):
             try:
@@ -177,7 +177,7 @@ class SocketCommunicator(ArrayCommunicator):
             if patience.ends(moved):
                 if not self.excused():
                     self._fail(self._lost(sent < len(outgoing), got < len(incoming)))
-                patience = waiting.Patience(self._timeout_seconds)
+                patience = watchdog.Patience(self._timeout_seconds)
 
     def _send(self, data: memoryview) -> int:
         with contextlib.suppress(BlockingIOError):
@@ -193,7 +193,7 @@ class SocketCommunicator(ArrayCommunicator):
                 return count
         return 0
 
-    def _look(self, sending: bool, receiving: bool, patience: waiting.Patience) -> bool:
+    def _look(self, sending: bool, receiving: bool, patience: watchdog.Patience) -> bool:
         """Whether anything can be sent or received before the next look."""
         readers, writers = [self._previous] if receiving else [], [self._next] if sending else []
         return any(select.select(readers, writers, [], patience.between_looks_seconds))

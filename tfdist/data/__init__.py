@@ -21,9 +21,9 @@ import inspect
 from os import PathLike
 from typing import Any
 
-from tfdist import plugins
-from tfdist.data.processes import per_process, shard
-from tfdist.data.source import Source, check_labels
+from tfdist import registry
+from tfdist.data.pipeline.processes import per_process, shard
+from tfdist.data.pipeline.source import Source, check_labels
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 
@@ -34,12 +34,12 @@ _SOURCES = "tfdist.data.sources"
 
 def names() -> list[str]:
     """The names of the datasets that come with tfdist, sorted."""
-    return plugins.names(_SOURCES)
+    return registry.names(_SOURCES)
 
 
 def knows(name: str, option: str) -> bool:
     """Whether the dataset `name` has such an option."""
-    return option in inspect.signature(plugins.find(name, "dataset", _SOURCES, "load")).parameters
+    return option in inspect.signature(registry.find(name, "dataset", _SOURCES, "load")).parameters
 
 
 def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any) -> Source:
@@ -57,8 +57,8 @@ def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any)
         UsageError: an option that the dataset does not know, or a `module:function` that gives no source.
         DataError: the files are missing or damaged and cannot be fetched.
     """
-    function = plugins.find(name, "dataset", _SOURCES, "load")
-    source = plugins.call(function, data_dir, kind="dataset", name=name, options=options)
+    function = registry.find(name, "dataset", _SOURCES, "load")
+    source = registry.call(function, data_dir, kind="dataset", name=name, options=options)
     if not isinstance(source, Source):
         raise UsageError(
             f"The dataset `{name}` returned a `{type(source).__name__}`, not a `tfdist.data.Source`",

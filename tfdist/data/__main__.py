@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from tfdist import console, data, plugins
-from tfdist.data import augment as augmentations
-from tfdist.data import bad
+from tfdist import data, registry, terminal
+from tfdist.data.pipeline import augmentation as augmentations
+from tfdist.data.pipeline import bad_examples
 from tfdist.errors import TfdistError, UnknownNameError
 
 
@@ -23,7 +23,9 @@ from tfdist.errors import TfdistError, UnknownNameError
 @click.option("--data-dir", type=click.Path(path_type=Path), help="where the dataset's files lie")
 @click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="what the dataset is told; often as needed")
 @click.option("--augment", default="none", show_default=True, metavar="NAME", help=", ".join(augmentations.NAMES))
-@click.option("--on-bad-example", metavar="NAME", help="a file or line that cannot be used: " + ", ".join(bad.POLICIES))
+@click.option(
+    "--on-bad-example", metavar="NAME", help="a file or line that cannot be used: " + ", ".join(bad_examples.POLICIES)
+)
 @click.option("--split", default="train", show_default=True, metavar="NAME", help=", ".join(data.SPLITS))
 @click.option("--seed", type=int, default=0, show_default=True, help="of order and augmentation")
 @click.option("--seconds", type=float, default=3.0, show_default=True, help="how long the pipeline runs")
@@ -33,7 +35,7 @@ def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], *
     try:
         if options["split"] not in data.SPLITS:
             raise UnknownNameError("split", options["split"], data.SPLITS)
-        settings = plugins.parse_options(data_option, "--data-option")
+        settings = registry.parse_options(data_option, "--data-option")
         policy = options.pop("on_bad_example")
         source = data.load(dataset, data_dir, **settings, **({} if policy is None else {"on_bad_example": policy}))
         show(source, **options)
@@ -46,15 +48,15 @@ def show(
     source: data.Source, *, batch_size: int, augment: str, split: str, seed: int, seconds: float, sheet: Path
 ) -> None:
     """Measures, prints a table, and draws the contact sheet of the first batch."""
-    from tfdist.data import measure
-    from tfdist.data import sheet as sheets
-    from tfdist.world import cores
+    from tfdist.cluster.world import cores
+    from tfdist.data.tools import contact_sheet as sheets
+    from tfdist.data.tools import pipeline_speed
 
     shown = max(batch_size, sheets.ROWS * sheets.COLUMNS)
     x, y = next(source.pipeline(split, shown, augment=augment, seed=seed).as_numpy_iterator())
     sheets.write(sheet, source.spec, x, y)
-    found = measure.speed(source, split, batch_size, augment, seed, seconds)
-    _print_table(source, found, cores(), measure.memory_bandwidth(), sheet)
+    found = pipeline_speed.speed(source, split, batch_size, augment, seed, seconds)
+    _print_table(source, found, cores(), pipeline_speed.memory_bandwidth(), sheet)
 
 
 def _print_table(source: data.Source, found: Any, cores: int, bandwidth: float, sheet: Path) -> None:
@@ -83,7 +85,7 @@ def _print_table(source: data.Source, found: Any, cores: int, bandwidth: float, 
     table = Table(show_header=False, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    with console.any_stdout(needed=True):
+    with terminal.any_stdout(needed=True):
         Console(soft_wrap=True).print(table)
 
 

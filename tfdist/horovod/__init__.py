@@ -18,13 +18,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tfdist.cluster.world import World
 from tfdist.communicators import gloo
 from tfdist.communicators import horovod as engine
 from tfdist.horovod import callbacks
 from tfdist.horovod.collectives import allgather, allreduce, broadcast, broadcast_variables, reducescatter
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
-from tfdist.strategies import distribute
-from tfdist.world import World
+from tfdist.strategies import _distribute as distribute
 
 # One of these is set where `horovodrun`, `mpirun`, or Slurm by `srun --mpi`, has told Horovod itself who it is.
 KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.communicators import horovod as engine
-from tfdist.reduction import Packing, packed
+from tfdist.core.gradient_reduction import Packing, packed
 
 
 def allreduce(value: Any, *arguments: Any, **options: Any) -> Any:

@@ -14,10 +14,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import keras_internals, reduction
 from tfdist.communicators import horovod as engine
 from tfdist.communicators import opaque
+from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
 
 # Arguments of Horovod's own function that have no place here, and what to do instead.
 LEFT_OUT = {
@@ -87,8 +88,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     def all_reduce(tensors: list[Any]) -> list[Any]:
         return [send(tensor, f"{name}.{index}") for index, tensor in enumerate(tensors)]
 
-    pack_all = reduction.packed(all_reduce, reduction.Packing(None))
-    reduce = reduction.without_none(lambda gradients: pack_all(_dense(gradients) if sparse_as_dense else gradients))
+    pack_all = gradient_reduction.packed(all_reduce, gradient_reduction.Packing(None))
+    reduce = gradient_reduction.without_none(
+        lambda gradients: pack_all(_dense(gradients) if sparse_as_dense else gradients)
+    )
     divisor = backward_passes_per_step if average_aggregated_gradients else 1
     add_up = _SeveralPasses(backward_passes_per_step, divisor) if backward_passes_per_step > 1 else None
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tfdist.cluster.world import means_itself
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.launcher import job
 from tfdist.launcher import run as launcher
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Screen
-from tfdist.world import means_itself
 
 ENDS = (0, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 

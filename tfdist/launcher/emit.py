@@ -19,9 +19,9 @@ import re
 import shlex
 import textwrap
 
+from tfdist.cluster.world import PARAMETER_SERVERS
 from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.launcher.job import JOB, RESTART, START_SECONDS, Job
-from tfdist.world import PARAMETER_SERVERS
 
 IMAGE = "registry.example.com/tfdist:edit-me"
 

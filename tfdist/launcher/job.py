@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.options import checked_seconds
-from tfdist.world import World
 
 # The variables by which a started process knows of its job, beside TF_CONFIG.
 JOB = "TFDIST_JOB"  # the job's name: the same in all processes, and after a restart

@@ -18,9 +18,9 @@ from typing import Any
 from rich.panel import Panel
 from rich.text import Text
 
-from tfdist import elastic, ports
+from tfdist.cluster import elastic, ports
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
-from tfdist.launcher import doors, job, keeper
+from tfdist.launcher import job, network_namespace, supervisor
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
 
@@ -38,14 +38,14 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Process:
-    """One process of the job, and the keeper that has it."""
+    """One process of the job, and the supervisor that has it."""
 
     role: str
     index: int
     host: str | None
     log: Output
-    keeper: asyncio.subprocess.Process
-    terminal: int | None  # what the keeper has as its terminal, seen from here
+    supervisor: asyncio.subprocess.Process
+    terminal: int | None  # what the supervisor has as its terminal, seen from here
     port: int = 0
     starts: int = 1
     last: bytes = b""  # of what it has said
@@ -61,16 +61,16 @@ class Process:
         return f"{self.host or 'localhost'}:{self.port}"
 
     def tell(self, line: str) -> None:
-        """Says something to the keeper, if it is still there."""
-        assert self.keeper.stdin is not None
+        """Says something to the supervisor, if it is still there."""
+        assert self.supervisor.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
-            self.keeper.stdin.write(f"{line}\n".encode())
+            self.supervisor.stdin.write(f"{line}\n".encode())
 
     def end(self) -> None:
-        """Has the keeper end its process."""
-        assert self.keeper.stdin is not None
+        """Has the supervisor end its process."""
+        assert self.supervisor.stdin is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
-            self.keeper.stdin.close()
+            self.supervisor.stdin.close()
 
     async def keep(self, said: bytes) -> None:
         """Keeps what the process says, in its log too."""
@@ -84,7 +84,7 @@ class Process:
 
     def how_it_ended(self) -> str:
         """How the process ended, as the end of a sentence."""
-        code = self.keeper.returncode or 0
+        code = self.supervisor.returncode or 0
         if code > 128 and code - 128 in set(signal.Signals):
             return f"was ended by {signal.Signals(code - 128).name}"
         return f"ended with exit code {code}"
@@ -100,7 +100,7 @@ def run(wanted: Job) -> int:
         ClusterError: a process did not start.
         UsageError: the logs cannot be written.
     """
-    closed = not wanted.hosts and not wanted.expose and doors.close()
+    closed = not wanted.hosts and not wanted.expose and network_namespace.close()
     wanted.argv()  # whatever is missing is said before anything starts
     with Screen(wanted.log_dir) as screen:
         for restart in range(wanted.restarts + 1):
@@ -162,7 +162,7 @@ class OneStart:
                 f"The logs cannot be written to `{self.job.log_dir}`: {error.strerror}", "choose another `--log-dir`"
             ) from error
         for rank in range(len(self.job.roles)):
-            self.processes.append(await self._start_keeper(rank))
+            self.processes.append(await self._start_supervisor(rank))
         deadline = asyncio.get_running_loop().time() + self.job.start_seconds
         for process in self.processes:
             await self._read_port(process, deadline)
@@ -184,17 +184,17 @@ class OneStart:
     async def _start_again(self, process: Process) -> Process:
         """Starts a process in the place of one that has ended, with its address."""
         rank = self.processes.index(process)
-        again = await self._start_keeper(rank, process.port)
+        again = await self._start_supervisor(rank, process.port)
         again.starts = process.starts + 1
         await self._read_port(again, asyncio.get_running_loop().time() + self.job.start_seconds)
         self.processes[rank] = again
         again.tell(json.dumps(self._order(again)))
         return again
 
-    async def _start_keeper(self, rank: int, port: int = 0) -> Process:
+    async def _start_supervisor(self, rank: int, port: int = 0) -> Process:
         role, index = self.job.roles[rank]
         host = self.job.host(rank)
-        command = [sys.executable, "-m", keeper.__name__, str(port)]
+        command = [sys.executable, "-m", supervisor.__name__, str(port)]
         if host is not None:
             remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
             command = ["ssh", *self.job.ssh_arguments(), "--", host.strip("[]"), remote]
@@ -234,8 +234,8 @@ class OneStart:
             pipe = os.fdopen(process.terminal, "rb", buffering=0)
             await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         else:
-            assert process.keeper.stdout is not None
-            reader = process.keeper.stdout
+            assert process.supervisor.stdout is not None
+            reader = process.supervisor.stdout
         said, in_time = b"", False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -247,11 +247,11 @@ class OneStart:
         await process.keep(said)
         if not process.port:
             self.culprits = [self.processes.index(process)]
-            raise self._did_not_start(process, said + await _rest(process.keeper.stderr), in_time)
+            raise self._did_not_start(process, said + await _rest(process.supervisor.stderr), in_time)
         is_first = process is self.processes[0]
         self._pump(reader, self.screen.out if is_first else None, process)
-        if process.keeper.stderr is not None:
-            self._pump(process.keeper.stderr, self.screen.err, process)
+        if process.supervisor.stderr is not None:
+            self._pump(process.supervisor.stderr, self.screen.err, process)
 
     def _did_not_start(self, process: Process, said: bytes, in_time: bool) -> ClusterError:
         where = f" on the host `{process.host}`" if process.host else ""
@@ -296,7 +296,7 @@ class OneStart:
 
     async def _wait(self) -> int:
         """Until all processes have ended, one has failed, or the user wants an end."""
-        ends = {asyncio.create_task(process.keeper.wait()): process for process in self.processes}
+        ends = {asyncio.create_task(process.supervisor.wait()): process for process in self.processes}
         signalled = asyncio.create_task(self.signals.get())
         watching = asyncio.create_task(self._watch())
         running = set(ends)
@@ -311,22 +311,22 @@ class OneStart:
                         return EXIT_INTERRUPTED if number == signal.SIGINT else 128 + number
                     signalled = asyncio.create_task(self.signals.get())
                 running -= done
-                failed = [ends[end] for end in done if end in ends and ends[end].keeper.returncode]
+                failed = [ends[end] for end in done if end in ends and ends[end].supervisor.returncode]
                 for process in [process for process in failed if self._can_come_back(process)]:
                     self.console.print(f"{process.name} {process.how_it_ended()}; it is started again.")
                     failed.remove(process)
                     again = await self._start_again(process)
-                    end = asyncio.create_task(again.keeper.wait())
+                    end = asyncio.create_task(again.supervisor.wait())
                     ends[end] = again
                     running.add(end)
-                if failed and all(process.keeper.returncode == EXIT_RESHAPED for process in failed):
+                if failed and all(process.supervisor.returncode == EXIT_RESHAPED for process in failed):
                     if running:  # they have left too, and end now
                         await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE)
                     return EXIT_RESHAPED
                 if failed:
                     return await self._failed(failed, running, ends)
                 # Servers serve until the chief, whom they serve, has ended.
-                if self.job.ps and self.processes[0].keeper.returncode == 0:
+                if self.job.ps and self.processes[0].supervisor.returncode == 0:
                     return 0
             return 0
         finally:
@@ -341,18 +341,18 @@ class OneStart:
                 self.processes[0].tell(str(int(elastic.SIGNAL)))
 
     def _can_come_back(self, process: Process) -> bool:
-        told = process.keeper.returncode in (EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
+        told = process.supervisor.returncode in (EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
         return bool(self.job.ps) and process.role == "worker" and process.starts < STARTS_OF_A_WORKER and not told
 
     async def _failed(self, failed: list[Process], running: set[Any], ends: dict[Any, Process]) -> int:
         """Shows what the process said that failed first, and returns its exit code."""
-        if all(process.keeper.returncode == EXIT_CLUSTER for process in failed) and running:
+        if all(process.supervisor.returncode == EXIT_CLUSTER for process in failed) and running:
             done, _ = await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE, return_when=asyncio.FIRST_COMPLETED)
-            failed += [ends[end] for end in done if ends[end].keeper.returncode]
-        first = min(failed, key=lambda process: process.keeper.returncode == EXIT_CLUSTER)
+            failed += [ends[end] for end in done if ends[end].supervisor.returncode]
+        first = min(failed, key=lambda process: process.supervisor.returncode == EXIT_CLUSTER)
         # Where all others say that one is gone or silent, it is the one that says nothing.
-        silent = [process for process in self.processes if process.keeper.returncode is None]
-        told = first.keeper.returncode == EXIT_CLUSTER
+        silent = [process for process in self.processes if process.supervisor.returncode is None]
+        told = first.supervisor.returncode == EXIT_CLUSTER
         self.culprits = [self.processes.index(process) for process in (silent if told and silent else [first])]
         await asyncio.wait(self._pumps, timeout=0.5)
         self.screen.out.drain()  # what it said comes before what is said about it
@@ -360,7 +360,7 @@ class OneStart:
         # What a program prints is text: it must not be taken for markup.
         self.console.print(Panel(Text(first.last_lines()), title=title, title_align="left"), soft_wrap=False)
         self.console.print(f"All output: {self.job.log_dir}", highlight=False)
-        code = first.keeper.returncode
+        code = first.supervisor.returncode
         assert code
         return code if code > 0 else 128 - code
 
@@ -372,12 +372,12 @@ class OneStart:
         for process in self.processes:
             process.end()
         if self.processes:
-            waits = [asyncio.create_task(process.keeper.wait()) for process in self.processes]
-            await asyncio.wait(waits, timeout=keeper.SECONDS_TO_END + 2.0)
+            waits = [asyncio.create_task(process.supervisor.wait()) for process in self.processes]
+            await asyncio.wait(waits, timeout=supervisor.SECONDS_TO_END + 2.0)
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
-                if process.keeper.returncode is None:
-                    process.keeper.kill()  # which also kills what it keeps
+                if process.supervisor.returncode is None:
+                    process.supervisor.kill()  # which also kills what it keeps
         if self._pumps:
             await asyncio.wait(self._pumps, timeout=1.0)
         for log in self._logs:
@@ -385,7 +385,7 @@ class OneStart:
 
 
 def _port_in(line: bytes) -> int:
-    """The port that a keeper says it holds; 0 if the line is none of its own."""
+    """The port that a supervisor says it holds; 0 if the line is none of its own."""
     try:
         return int(json.loads(line)["port"])
     except (ValueError, KeyError, TypeError):

@@ -10,21 +10,22 @@ import runpy
 import sys
 from pathlib import Path
 
-from tfdist import elastic, ending, environment
+from tfdist import startup
+from tfdist.cluster import elastic, process_exit
+from tfdist.cluster.world import World
 from tfdist.errors import TfdistError
-from tfdist.launcher import job, keeper
-from tfdist.world import World
+from tfdist.launcher import job, supervisor
 
 
 def main(arguments: list[str]) -> None:
     """Runs `arguments` as `python` would."""
     if job.SHARE_CORES in os.environ:
         world = World.detect(os.environ)
-        mine = keeper.share(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
+        mine = supervisor.share(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
     if job.ELASTIC in os.environ:
         elastic.listen()
-    environment.prepare_imports()
+    startup.prepare_imports()
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> None:
             runpy.run_path(arguments[0], run_name="__main__")
     except TfdistError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        ending.fail(error.exit_code)
+        process_exit.fail(error.exit_code)
         sys.exit(error.exit_code)
 
 

@@ -6,8 +6,8 @@ from os import PathLike
 
 import numpy as np
 
-from tfdist.data import plain
-from tfdist.data.source import Arrays, Source
+from tfdist.data.formats import local_files
+from tfdist.data.pipeline.source import Arrays, Source
 from tfdist.errors import DataError
 from tfdist.options import Count, Share
 
@@ -35,9 +35,9 @@ def load(
     Raises:
         DataError: no such file, not in that encoding, or too short for one example.
     """
-    directory = plain.folder(data_dir, "characters")
-    (path,) = plain.find(directory, file, "characters", "file")[:1]
-    text = plain.text(path, encoding)
+    directory = local_files.folder(data_dir, "characters")
+    (path,) = local_files.find(directory, file, "characters", "file")[:1]
+    text = local_files.text(path, encoding)
     vocabulary = tuple(sorted(set(text)))
     number = {character: index for index, character in enumerate(vocabulary)}
     tokens = np.fromiter(map(number.__getitem__, text), np.int32, len(text))

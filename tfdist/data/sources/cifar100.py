@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data import tfds_images
-from tfdist.data.source import Source
+from tfdist.data.formats import tfds_images
+from tfdist.data.pipeline.source import Source
 
 
 def load(data_dir: str | PathLike[str] | None = None) -> Source:

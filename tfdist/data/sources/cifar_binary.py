@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdist.data import plain
-from tfdist.data.bad import BadExamples
-from tfdist.data.source import Arrays, Source
+from tfdist.data.formats import local_files
+from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.data.pipeline.source import Arrays, Source
 from tfdist.errors import UsageError
 from tfdist.options import Count, Share
 
@@ -47,9 +47,9 @@ def load(
         raise UsageError(
             f"CIFAR has 10 or 100 classes, and `classes` is {classes}", "use `classes=10` or `classes=100`"
         )
-    directory, bad = plain.folder(data_dir, "cifar_binary"), BadExamples(on_bad_example)
-    test_files = plain.find(directory, test, "cifar_binary", "test")
-    train_files = plain.find(directory, train or "*.bin*", "cifar_binary", "train")
+    directory, bad = local_files.folder(data_dir, "cifar_binary"), BadExamples(on_bad_example)
+    test_files = local_files.find(directory, test, "cifar_binary", "test")
+    train_files = local_files.find(directory, train or "*.bin*", "cifar_binary", "train")
     x, y = _read([path for path in train_files if path not in test_files], classes, bad)
     first = len(y) - round(len(y) * validation)
     return Source.from_arrays(
@@ -70,7 +70,7 @@ def _read(files: list[Path], classes: int, bad: BadExamples) -> Arrays:
 
 def _read_file(path: Path, classes: int, bad: BadExamples) -> Arrays:
     labels = 2 if classes == 100 else 1
-    data = np.frombuffer(plain.content(path), np.uint8)
+    data = np.frombuffer(local_files.content(path), np.uint8)
     records, rest = divmod(len(data), labels + _PIXELS)
     if rest:
         bad.found(f"`{path}` is truncated: {rest} bytes follow its {records} whole examples", "fetch it again")

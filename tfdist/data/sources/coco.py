@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data import coco, prepare
-from tfdist.data.pictures import PictureSource
+from tfdist.data.formats import coco, tfds_prepare
+from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.sources.coco_folder import of_parts
 from tfdist.options import Share, Size
 
@@ -34,16 +34,16 @@ def load(
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
         size: height and width to bring pictures and masks to.
         validation: the share of the training pictures, drawn at random, that is for validation.
-        cache: one of `tfdist.data.pictures.CACHES`.
+        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
         DataError: neither there nor to be downloaded.
     """
-    folder = prepare.data_folder(data_dir)
+    folder = tfds_prepare.data_folder(data_dir)
     import tensorflow_datasets as tfds
 
-    there = prepare.extracted(tfds.builder("coco/2017", data_dir=folder), folder, ARCHIVES)
+    there = tfds_prepare.extracted(tfds.builder("coco/2017", data_dir=folder), folder, ARCHIVES)
     parts = {
         split: coco.read(there["annotations"] / "annotations" / f"instances_{name}.json", there[name] / name)
         for split, name in (("train", "train2017"), ("test", "val2017"))

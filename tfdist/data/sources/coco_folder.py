@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdist.data import coco, plain
-from tfdist.data.pictures import PictureSource
+from tfdist.data.formats import coco, local_files
+from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Count, Share, Size
@@ -37,7 +37,7 @@ def load(
         year: of the annotations and folders.
         size: height and width to bring pictures and masks to.
         validation: the share of the training pictures, drawn at random, that is for validation.
-        cache: one of `tfdist.data.pictures.CACHES`.
+        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
@@ -45,7 +45,7 @@ def load(
         DataError: no such files; when it is read, a picture that cannot be decoded, or is not of the size that the
             annotations say.
     """
-    directory = plain.folder(data_dir, "coco_folder")
+    directory = local_files.folder(data_dir, "coco_folder")
     parts = {split: _read(directory, f"{name}{year}") for split, name in (("train", "train"), ("test", "val"))}
     return of_parts("coco_folder", parts, size, validation, cache, on_bad_example)
 
@@ -53,7 +53,7 @@ def load(
 def of_parts(
     name: str, parts: Mapping[str, coco.Part], size: Sequence[int], validation: float, cache: str, policy: str
 ) -> PictureSource:
-    """The source of the name `name` of what `tfdist.data.coco.read` gave for "train" and "test"; see `load`."""
+    """The source of the name `name` of what `tfdist.data.formats.coco.read` gave for "train" and "test"; see `load`."""
     (train, names), (test, names_of_test) = parts["train"], parts["test"]
     if names != names_of_test:
         raise DataError(
@@ -71,7 +71,7 @@ def of_parts(
 
 
 def _read(directory: Path, split: str) -> coco.Part:
-    (annotations,) = plain.find(directory, f"annotations/instances_{split}.json", "coco", "year")
+    (annotations,) = local_files.find(directory, f"annotations/instances_{split}.json", "coco", "year")
     folders = [directory / split, directory / "images" / split]
     pictures = next((folder for folder in folders if folder.is_dir()), None)
     if pictures is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdist.data.source import Arrays, Source
+from tfdist.data.pipeline.source import Arrays, Source
 from tfdist.data.spec import DataSpec
 
 SPEC = DataSpec(

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from tfdist.data import plain
-from tfdist.data.pictures import Pictures, PictureSource, size_of
+from tfdist.data.formats import local_files
+from tfdist.data.pipeline.pictures import Pictures, PictureSource, size_of
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Size
@@ -35,14 +35,14 @@ def load(
         data_dir: the folder.
         size: height and width to bring the pictures to; None is the size of the first one.
         channels: 3 for colours, 1 for grey.
-        cache: one of `tfdist.data.pictures.CACHES`.
+        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
         UsageError: no folder.
         DataError: no pictures, or a class without training pictures; when it is read, one that cannot be decoded.
     """
-    directory = plain.folder(data_dir, "image_folder")
+    directory = local_files.folder(data_dir, "image_folder")
     if (directory / "train").is_dir():
         there = {
             split: directory / name
@@ -61,7 +61,7 @@ def load(
 
 
 def _classes(folder: Path) -> list[str]:
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and plain.pictures_in(path))
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and local_files.pictures_in(path))
     if not classes:
         raise DataError(f"`{folder}` has no folders with pictures", "make a folder a class, with its pictures")
     return classes
@@ -74,7 +74,9 @@ def _pictures(folder: Path, classes: list[str]) -> Pictures:
             f"`{folder / unknown[0]}` is no class of the training pictures, which are {', '.join(classes[:10])}",
             "use the same names of classes for all splits",
         )
-    found = [(str(path), label) for label, name in enumerate(classes) for path in plain.pictures_in(folder / name)]
+    found = [
+        (str(path), label) for label, name in enumerate(classes) for path in local_files.pictures_in(folder / name)
+    ]
     files = Pictures([path for path, _ in found], np.array([label for _, label in found], np.int32))
     # The first examples shall have all classes.
     return files.keep(np.random.default_rng(1).permutation(len(files)).tolist())

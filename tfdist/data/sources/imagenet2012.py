@@ -8,8 +8,8 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from tfdist.data import tfds_records
-from tfdist.data.pictures import PictureSource
+from tfdist.data.formats import tfds_records
+from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.errors import DataError
 from tfdist.options import Size
 
@@ -31,7 +31,7 @@ def load(
     Args:
         data_dir: the folder of prepared datasets; your archives belong into `downloads/manual` in it.
         size: height and width to bring the pictures to.
-        cache: one of `tfdist.data.pictures.CACHES`.
+        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:

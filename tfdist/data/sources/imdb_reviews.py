@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data import labelled_text, text, tfds_records
-from tfdist.data.bad import FAIL, BadExamples
-from tfdist.data.source import Source
+from tfdist.data.formats import labelled_text, text, tfds_records
+from tfdist.data.pipeline.bad_examples import FAIL, BadExamples
+from tfdist.data.pipeline.source import Source
 from tfdist.options import Count
 
 

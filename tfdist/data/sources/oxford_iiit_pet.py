@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data import tfds_records
-from tfdist.data.pictures import PictureSource
+from tfdist.data.formats import tfds_records
+from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.options import Size
 
 
@@ -23,7 +23,7 @@ def load(
     Args:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
         size: height and width to bring pictures and masks to.
-        cache: one of `tfdist.data.pictures.CACHES`.
+        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from tfdist.data import plain
-from tfdist.data.bad import BadExamples
-from tfdist.data.source import Source
-from tfdist.data.translations import Pairs, source_of
+from tfdist.data.formats import local_files
+from tfdist.data.formats.translations import Pairs, source_of
+from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.data.pipeline.source import Source
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count
 
@@ -51,7 +51,7 @@ def load(
         UsageError: no folder, or not two files.
         DataError: no such files, files of different length, or a line that is not in that encoding.
     """
-    directory, bad = plain.folder(data_dir, "parallel_text"), BadExamples(on_bad_example)
+    directory, bad = local_files.folder(data_dir, "parallel_text"), BadExamples(on_bad_example)
     given = {"train": train, "validation": validation, "test": test}
     parts = {split: _read(directory, names, split, encoding, bad) for split, names in given.items() if names}
     return source_of(
@@ -67,13 +67,13 @@ def load(
 
 
 def _read(directory: Path, names: str, split: str, encoding: str, bad: BadExamples) -> Pairs:
-    files = plain.find(directory, names, "parallel_text", split)
+    files = local_files.find(directory, names, "parallel_text", split)
     if len(files) != 2:
         raise UsageError(
             f"`{split}` of `parallel_text` is `{names}`, which is {len(files)} files",
             f"name the source and the target, as in `--data-option {split}=train.en.gz,train.de.gz`",
         )
-    source, target = (list(plain.lines(path, encoding, bad)) for path in files)
+    source, target = (list(local_files.lines(path, encoding, bad)) for path in files)
     if len(source) != len(target):
         raise DataError(
             f"`{files[0]}` has {len(source)} lines, and `{files[1]}` has {len(target)}",

@@ -14,8 +14,8 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from tfdist.data import plain
-from tfdist.data.pictures import Pictures, PictureSource, size_of
+from tfdist.data.formats import local_files
+from tfdist.data.pipeline.pictures import Pictures, PictureSource, size_of
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count, Size
@@ -45,7 +45,7 @@ def load(
         ignored_class: the label of pixels that loss and metrics leave out, or None.
         class_names: one name a class, divided by commas.
         size: height and width to bring pictures and masks to; None is the size of the first picture.
-        cache: one of `tfdist.data.pictures.CACHES`.
+        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
@@ -53,7 +53,7 @@ def load(
         DataError: no such lists or folders, or a picture without a mask; when it is read, a picture that cannot be
             decoded, a mask of another size than its picture, or a label outside the classes.
     """
-    directory = plain.folder(data_dir, "segmentation_folder")
+    directory = local_files.folder(data_dir, "segmentation_folder")
     given = {"train": train, "validation": validation, "test": test}
     files = {split: _pairs(directory, names, split) for split, names in given.items() if names}
     height, width = size or size_of(files["train"].pictures[0])
@@ -85,9 +85,9 @@ def _pairs(directory: Path, names: str, option: str) -> Pictures:
 
 
 def _of_list(directory: Path, name: str, option: str) -> list[tuple[Path, Path]]:
-    (path,) = plain.find(directory, name, "segmentation_folder", option)[:1]
+    (path,) = local_files.find(directory, name, "segmentation_folder", option)[:1]
     pairs = []
-    for number, line in enumerate(plain.text(path, "utf-8").splitlines(), 1):
+    for number, line in enumerate(local_files.text(path, "utf-8").splitlines(), 1):
         entries = line.split()
         if len(entries) != 2:
             raise DataError(
@@ -99,8 +99,8 @@ def _of_list(directory: Path, name: str, option: str) -> list[tuple[Path, Path]]
 
 
 def _of_folders(pictures: Path, masks: Path) -> list[tuple[Path, Path]]:
-    of_name = {path.stem: path for path in plain.pictures_in(masks)}
-    found = plain.pictures_in(pictures)
+    of_name = {path.stem: path for path in local_files.pictures_in(masks)}
+    found = local_files.pictures_in(pictures)
     alone = [path for path in found if path.stem not in of_name]
     if alone:
         raise DataError(

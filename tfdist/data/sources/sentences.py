@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdist.data import plain, text
-from tfdist.data.bad import BadExamples
-from tfdist.data.labelled_text import Sentences, source_of
-from tfdist.data.source import Source
+from tfdist.data.formats import local_files, text
+from tfdist.data.formats.labelled_text import Sentences, source_of
+from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.data.pipeline.source import Source
 from tfdist.errors import UsageError
 from tfdist.options import Count, CountOrZero
 
@@ -64,14 +64,14 @@ def load(
         UsageError: no folder, or folds that cannot be.
         DataError: no such files, a label outside the classes, or a line that is not in that encoding.
     """
-    directory, bad = plain.folder(data_dir, "sentences"), BadExamples(on_bad_example)
+    directory, bad = local_files.folder(data_dir, "sentences"), BadExamples(on_bad_example)
     if folds and test:
         raise UsageError("`folds` and `test` are both set", "use one of them: a fold is the test of its run")
     if not 0 <= fold < max(folds, 1) or folds == 1:
         raise UsageError(f"`fold` is {fold} of {folds}", "use 2 folds or more, and a fold from 0 to folds - 1")
 
     def read(names: str, option: str) -> Sentences:
-        files = plain.find(directory, names, "sentences", option)
+        files = local_files.find(directory, names, "sentences", option)
         found: Sentences = []
         for index, path in enumerate(files):
             found += _read(path, index, len(files), classes, encoding, bad)
@@ -95,7 +95,7 @@ def _read(
     path: Path, index: int, count: int, classes: int, encoding: str, bad: BadExamples
 ) -> Iterator[tuple[list[str], int]]:
     """The words and the label of each sentence of a file, which is number `index` of `count` files of a split."""
-    for number, line in plain.lines(path, encoding, bad):
+    for number, line in local_files.lines(path, encoding, bad):
         if line is None or not line.strip():
             continue
         label, sentence = (str(index), line) if count > 1 else _divided(line)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data import padding
-from tfdist.data.source import Arrays, Source
+from tfdist.data.pipeline import padding
+from tfdist.data.pipeline.source import Arrays, Source
 from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSpec
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import Count, CountOrZero

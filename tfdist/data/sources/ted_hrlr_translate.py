@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data import tfds_records, translations
-from tfdist.data.bad import FAIL, BadExamples
-from tfdist.data.source import Source
+from tfdist.data.formats import tfds_records, translations
+from tfdist.data.pipeline.bad_examples import FAIL, BadExamples
+from tfdist.data.pipeline.source import Source
 from tfdist.errors import UnknownNameError
 from tfdist.options import Count
 

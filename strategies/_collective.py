@@ -1,0 +1,266 @@
+"""What the strategies over a `Communicator` share: one replica a process, which meets the others by its operations.
+
+The variables are ordinary ones, a copy in each process: every process computes the same updates from the same reduced
+gradients. A metric's state is each process' own part, and is added up when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.cluster import consensus, process_exit
+from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
+from tfdist.cluster.world import World
+from tfdist.communicators import Communicator, structures
+from tfdist.core import gradient_reduction
+from tfdist.errors import ClusterError, DisagreementError, UsageError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.options import checked_seconds
+from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import base
+
+
+class CollectiveReplica(base.Replica):
+    """This process' replica while its step is traced."""
+
+    alone = False
+
+    def __init__(self, communicator: Communicator, packing: gradient_reduction.Packing):
+        super().__init__(communicator.rank, communicator.size)
+        self.packing = packing
+        self._communicator = communicator
+        self._exchanges = 0  # of this step so far: the same in all processes, however often each traces
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        return self._communicator.all_reduce(tensors, self._next_name()) if tensors else []
+
+    def all_gather(self, structure: Any) -> Any:
+        def gather(part: tf.Tensor) -> tf.Tensor:
+            return self._communicator.all_gather(part, self._next_name())
+
+        return structures.gathered(structure, gather, self.index)
+
+    def _next_name(self) -> str:
+        self._exchanges += 1
+        return f"step.{self._exchanges}"
+
+
+class CollectiveStrategy(tf.distribute.Strategy):
+    """A `tf.distribute.Strategy` over a `Communicator`, for Keras code of one's own and stock `model.fit`.
+
+        communicator = tfdist.strategy("horovod").communicator
+        with CollectiveStrategy(communicator).scope():
+            model = ...
+
+    Each process is one replica, and feeds it with data of its own. Gradients are packed and added up before Keras'
+    optimizer sees them. What `fit` under this strategy logs is each process' own; tfdist's strategies, which are exact
+    for uneven batches and merge metrics, do not need it.
+
+    Args:
+        communicator: brings the processes together.
+        packing: how gradients travel.
+        device: of this process' replica.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        packing: gradient_reduction.Packing = gradient_reduction.Packing(1 << 20),  # noqa: B008 - frozen
+        device: str = "CPU:0",
+    ):
+        self._communicator = communicator
+        self._exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        reduce = gradient_reduction.packed(lambda sent: communicator.all_reduce(sent, self._next_name()), packing)
+        super().__init__(
+            tensorflow_internals.ReducingExtended(self, device, communicator.rank, communicator.size, reduce)
+        )
+
+    def _next_name(self) -> str:
+        """A name of its own for each exchange of a graph and of those inside it."""
+        if tf.executing_eagerly():
+            return "eager"
+        graph = tf.compat.v1.get_default_graph()
+        while (outer := getattr(graph, "outer_graph", None)) is not None and hasattr(outer, "outer_graph"):
+            graph = outer
+        self._exchanges[graph] = self._exchanges.get(graph, 0) + 1
+        return f"keras.{self._exchanges[graph]}"
+
+
+class CommunicatingStrategy(base.Strategy):
+    """Trains on all processes of a job, of which each has one device.
+
+    Args:
+        timeout_seconds: how long a process may be silent.
+        callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
+            is without end.
+        start_timeout_seconds: how long the start waits for all; `None` is what the launcher says, else 60.
+        card: what must be the same in all processes besides the versions.
+        options: see `tfdist.strategies.base.Strategy`.
+
+    Raises:
+        UsageError: an unknown option, or the engine is not installed.
+        ClusterError: a process is missing, or differs.
+    """
+
+    metrics_by_process = True
+    seconds_per_call = 2.0
+    packing = gradient_reduction.Packing()
+    parallel_steps = 1  # the exchanges of a step have the names of those of the step before
+
+    def __init__(
+        self,
+        *,
+        timeout_seconds: float = 20.0,
+        callback_timeout_seconds: float | None = None,
+        start_timeout_seconds: float | None = None,
+        card: Mapping[str, str] | None = None,
+        **options: Any,
+    ):
+        self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
+        self.callback_timeout_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
+        self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
+        self._card = dict(card or {})
+        super().__init__(**options)
+        self.seed = consensus.of_chief(self, self.seed)
+        self.seed_tensorflow()
+
+    def connect(self) -> Communicator:
+        """Joins the job that `self.world` describes."""
+        raise NotImplementedError
+
+    def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
+        gpus = tf.config.list_physical_devices("GPU")
+        if wanted not in (None, 1):
+            raise UsageError(
+                f"`devices` is `{wanted}`, and a process of `{self.name}` has one device",
+                "leave `devices` out; start more processes to use more devices",
+            )
+        if not gpus:
+            return ["CPU:0"]
+        mine = gpus[World.detect(os.environ).local_rank % len(gpus)]
+        tf.config.set_visible_devices([mine], "GPU")
+        return ["GPU:0"]
+
+    def set_up(self) -> None:
+        self.world = World.detect(os.environ)
+        self.communicator = self.connect()
+        self.world.require_size(self.communicator.size, self.communicator.engine)
+        consensus.require(self, {name: importlib.metadata.version(name) for name in distribute.PACKAGES} | self._card)
+        self._heartbeat = None
+        if self.world.world_size > 1:
+            limits = Limits(self.timeout_seconds, self.callback_timeout_seconds)
+            self._heartbeat = _heartbeat(self.communicator, self.world, limits)
+
+    @property
+    def alone(self) -> bool:
+        return self.world.world_size == 1
+
+    @property
+    def serial(self) -> bool:
+        return self.alone and super().serial
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {
+            "engine": self.communicator.engine,
+            "timeout_seconds": self.timeout_seconds,
+            "callback_timeout_seconds": self.callback_timeout_seconds,
+        }
+
+    def run(self, step: base.Step) -> list[Any]:
+        with tf.device(self.devices[0]):
+            if self.world.world_size == 1:
+                return [step(base.Replica())]
+            return [step(CollectiveReplica(self.communicator, self.packing))]
+
+    def run_joined(self, step: base.Step, join: Callable[[list[Any]], Any]) -> Any:
+        del join  # every replica has all of it
+        return self.run(lambda replica: replica.all_gather(step(replica)))[0]
+
+    @contextlib.contextmanager
+    def merged(self, variables: Sequence[Any], name: str) -> Iterator[None]:
+        if self.world.world_size == 1:
+            yield
+            return
+        with added_up(self.communicator, [(variable, variable._value) for variable in variables], name):
+            yield
+
+    def reset_metrics(self, model: Any) -> None:
+        super().reset_metrics(model)
+        if self.world.is_chief:
+            return
+        # A metric that is no sum may begin with something else than nothing, and that once in the job.
+        for metric in keras_internals.metrics_of(model):
+            if not keras_internals.is_additive(metric):
+                for variable in metric.variables:
+                    variable._value.assign(tf.zeros_like(variable._value))
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        return self.communicator.exchange(message)
+
+    def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
+        return self.communicator.all_gather(number[tf.newaxis], "numbers")
+
+    def share_variables(self, variables: Sequence[Any]) -> None:
+        for index, variable in enumerate(variables):
+            value = tf.convert_to_tensor(variable._value)
+            variable._value.assign(self.communicator.broadcast(value, f"variable.{index}"))
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
+            try:
+                yield
+            except tf.errors.OpError as error:
+                told = self._told(str(error))
+                if told is None:
+                    raise
+                raise told from error
+
+    def _told(self, message: str) -> ClusterError | None:
+        """What an error of the engine says about the other processes; `None` if it is about none of them."""
+        mismatch = next((line for line in message.splitlines() if "Mismatched" in line), None)
+        if mismatch is not None:
+            return DisagreementError(
+                "The processes of the job disagree on the model, or on the data: " + mismatch.strip(),
+                "build the same model, on the same data, in all processes",
+            )
+        silent = self._heartbeat.silent() if self._heartbeat is not None else []
+        return gone(self.world, silent, self.timeout_seconds) if silent else None
+
+
+@contextlib.contextmanager
+def added_up(communicator: Communicator, parts: Sequence[tuple[Any, Any]], name: str) -> Iterator[None]:
+    """The context in which Keras variables are read as the sums of their `parts` over the processes.
+
+    Args:
+        communicator: brings the processes together.
+        parts: (variable, what this process has of it).
+        name: of the exchange.
+    """
+    reduce = gradient_reduction.packed(
+        lambda sent: communicator.all_reduce(sent, name), gradient_reduction.Packing(None)
+    )
+    sums = reduce([tf.convert_to_tensor(part) for _, part in parts])
+    with keras.StatelessScope([(variable, total) for (variable, _), total in zip(parts, sums, strict=True)]):
+        yield
+
+
+@functools.cache
+def _heartbeat(communicator: Communicator, world: World, limits: Limits) -> Heartbeat:
+    """That of this process, whose threads live as long as it does."""
+
+    def give_up(error: ClusterError) -> None:
+        # The engine waits for ever for processes that are silent, and nothing can end its waiting.
+        process_exit.end_process(error, communicator.abort)
+
+    return Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)

@@ -1,0 +1,134 @@
+"""What the strategies over one of TensorFlow's own strategies share.
+
+Their scope makes the variables, a copy on each device, and their `run` calls the step on each. Those of several
+processes meet before TensorFlow's servers start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster import rendezvous
+from tfdist.cluster.world import World
+from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals.tensorflow import replica_local_updates, runtime_started
+from tfdist.launcher import job
+from tfdist.options import checked_seconds
+from tfdist.strategies import base
+
+# What must be the same in all processes of a job.
+PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
+
+
+class MirroredReplica(base.Replica):
+    """A replica inside `tf.distribute.Strategy.run`, with its own copy of the variables."""
+
+    alone = False
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        # One by one: what is reduced in one call comes out of one operation, so that each sum seems to be computed of
+        # all the tensors. TensorFlow's graph optimizer then drops an order that follows from that (a variable is read
+        # before it is assigned), and the operation itself afterwards. Seen in TensorFlow 2.21.0.
+        context = tf.distribute.get_replica_context()
+        return [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in tensors]
+
+    def all_gather(self, structure: Any) -> Any:
+        flat = tf.nest.flatten(structure)
+        joined = tf.distribute.get_replica_context().merge_call(base.joined_parts, args=tuple(flat)) if flat else []
+        return tf.nest.pack_sequence_as(structure, joined)
+
+    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+        with replica_local_updates(tf.distribute.get_strategy()):
+            function(values)
+
+
+class DistributeStrategy(base.Strategy):
+    """A strategy over one of TensorFlow's synchronous strategies, whose variables its scope makes."""
+
+    tf_strategy: tf.distribute.Strategy
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return self.tf_strategy.scope()
+
+    def run(self, step: base.Step) -> list[Any]:
+        def on_replica() -> Any:
+            return step(MirroredReplica(base.current_index(), self.num_replicas))
+
+        return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
+
+    def check(self, model: Any) -> None:
+        optimizers = keras_internals.optimizers(model)
+        variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
+        outside = [v for v in variables if not self.is_ours(v)]
+        if model.distribute_strategy is not self.tf_strategy or outside:
+            raise self.made_outside(f"variable `{outside[0].path}`" if outside else f"model `{model.name}`")
+        for optimizer in optimizers:
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            if inner._distribution_strategy is not self.tf_strategy:
+                raise UsageError(
+                    f"The optimizer `{inner.name}` was made outside the scope of the strategy `{self.name}`",
+                    "make the optimizer, or pass its name to `compile`, inside `with strategy.scope():`",
+                )
+
+    def made_outside(self, what: str) -> UsageError:
+        """The error for what was not made in the scope."""
+        return UsageError(
+            f"The {what} was made outside the scope of the strategy `{self.name}`",
+            "make and compile the model, and make its optimizer and metrics, inside `with strategy.scope():`",
+        )
+
+    def is_ours(self, variable: Any) -> bool:
+        """Whether a variable of Keras was made in the scope."""
+        return self.tf_strategy.extended.variable_created_in_scope(variable.value)
+
+
+def require_addresses(world: World, strategy: str) -> None:
+    """Refuses a job whose processes do not know each other's addresses."""
+    if world.world_size > 1 and not world.tasks:
+        raise UsageError(
+            f"{world.source} names no addresses, and `{strategy}` needs them",
+            "start the job with `python -m tfdist.launch`, with Slurm's `srun`, or with `TF_CONFIG` set",
+        )
+
+
+def start_timeout_seconds(wanted: float | None) -> float:
+    """How long the start waits for all processes: what is wanted, else what the launcher says, else 60.
+
+    Raises:
+        UsageError: it is no length of time.
+    """
+    if wanted is not None:
+        return checked_seconds("start_timeout_seconds", wanted)
+    return checked_seconds(job.START_SECONDS, os.environ.get(job.START_SECONDS, "60"))
+
+
+def callback_timeout_seconds(wanted: float | None) -> float | None:
+    """How long a process may be busy while others wait for it; `None` is without end.
+
+    Raises:
+        UsageError: it is no length of time.
+    """
+    return None if wanted is None else checked_seconds("callback_timeout_seconds", wanted)
+
+
+def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], deadline_seconds: float) -> bool:
+    """Waits for all processes of the job, and compares their versions and `card`; `False` if it had already begun.
+
+    Raises:
+        UsageError: TensorFlow has already started.
+        ClusterError: a process is missing, or differs.
+    """
+    if runtime_started():
+        raise UsageError(
+            "TensorFlow has already started, and must know the cluster when it starts",
+            "create the strategy before anything else uses TensorFlow",
+        )
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return rendezvous.meet(world, versions | {"strategy": strategy} | dict(card), deadline_seconds)

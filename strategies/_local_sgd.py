@@ -1,0 +1,256 @@
+"""The inner loop of processes that train each on its own part of the data, and average their weights now and then.
+
+    run(state, first, count)
+        steps up to the next averaging         Keras' plain train_step, on this process' examples alone
+        weights = their mean over the processes, weighed by the examples that each has seen since the last one;
+            and what the optimizer keeps for each weight, so that all go on from the same place
+        metrics = their sums over the processes
+
+With an averaging after each step and SGD that is synchronous training: the mean of the new weights is a step along the
+mean gradient. Else the weights drift apart in between; how far is measured before they are averaged.
+
+Source: Stich, Local SGD converges fast and communicates little, ICLR 2019; of what the optimizer keeps, Wang et al.,
+SlowMo, ICLR 2020.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.core.inner_loop import Logs, Outcome, StepProgram
+from tfdist.data.pipeline.feed import ArrayBatches, Batches
+from tfdist.internals import keras as keras_internals
+from tfdist.strategies import base
+
+
+class AveragingProgram(StepProgram):
+    """Runs `model.train_step` on this process' part of the data.
+
+    Args:
+        strategy: has the `communicator`.
+        model: compiled and built.
+        batches: the graph's side of the data of all processes.
+        sync_every: average after so many steps; `None` averages at the end of an epoch alone.
+    """
+
+    meets_in_each_step = False
+
+    def __init__(self, strategy: Any, model: Any, batches: Batches, sync_every: int | None):
+        self._communicator = strategy.communicator
+        rank, size = self._communicator.rank, self._communicator.size
+        self._own = (
+            OwnBatches(batches, rank, size) if isinstance(batches, ArrayBatches) else _PartBatches(batches, rank, size)
+        )
+        self._sync_every = sync_every
+        self._averages = _Averages(self._communicator, model)
+        self._state: tuple[Any, Any] = (None, None)
+        super().__init__(base.OnThisProcess(strategy), model, "train_step", self._own, stop_at_nan=False)
+
+    def begin_epoch(self) -> None:
+        self._averages.begin_epoch()
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Runs `count` of the steps that all processes count alike; some may have no example for this process."""
+        if state is not self._state[0]:
+            self._state = state, self._own.state(state)
+        done, ended = 0, False
+        own: Logs = {}
+        while done < count and not ended:
+            wanted = count - done
+            if self._sync_every is not None:
+                wanted = min(wanted, self._sync_every - (first + done) % self._sync_every)
+            outcome = super().run(self._state[1], first + done, wanted)
+            self._averages.note(self._own.examples(self._state[1], first + done, outcome.steps))
+            done, ended, own = done + outcome.steps, outcome.data_ended, outcome.logs or own
+            if self._sync_every is not None and (first + done) % self._sync_every == 0:
+                self._averages.take()
+        merged = self._averages.merged_metrics() if done else {}
+        return Outcome(done, ended, own | {name: value for name, value in merged.items() if name in own})
+
+    def end_epoch(self) -> dict[str, float]:
+        """Averages, and returns what the epoch's averagings were like."""
+        return self._averages.end_epoch()
+
+    def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
+        has_examples = self._own.has_examples(state, batch)
+        if has_examples is True:
+            return super()._step(state, batch)
+        step = super()._step
+        return tf.cond(has_examples, lambda: step(state, batch), lambda: (tf.constant(True), self._no_logs()))
+
+
+class _Averages:
+    """Averages a model's weights and its optimizer's slots over the processes, in one contiguous array."""
+
+    def __init__(self, communicator: Any, model: Any):
+        self._communicator = communicator
+        self._model = model
+        # Seeds and counters are no weights.
+        weights = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
+        self._variables = [*weights, *_slots(model)]
+        self._weights = sum(math.prod(v.shape) for v in weights)
+        # One copy each way, not one a variable.
+        self._packed = tf.function(self._pack, autograph=False)
+        self._unpack_into = tf.function(self._unpack, autograph=False)
+        self._examples = 0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        self._disagreements: list[float] = []
+        self._seconds = 0.0
+
+    def note(self, examples: int) -> None:
+        """This process has trained on so many examples more."""
+        self._examples += examples
+
+    def take(self) -> None:
+        """Gives every process the mean of the weights."""
+        began = time.perf_counter()
+        share = np.array([self._examples], np.float64)
+        self._communicator.sum_in_place(share)
+        if share[0] == 0:
+            return
+        local = self._packed().numpy()
+        mean = local * np.float32(self._examples / share[0])
+        self._communicator.sum_in_place(mean)
+        self._unpack_into(tf.constant(mean))
+        difference = local[: self._weights] - mean[: self._weights]
+        distance = np.array([np.dot(difference, difference)], np.float64)
+        self._communicator.sum_in_place(distance)
+        self._disagreements.append(math.sqrt(distance[0] / self._communicator.size))
+        self._examples = 0
+        self._seconds += time.perf_counter() - began
+
+    def end_epoch(self) -> dict[str, float]:
+        self.take()
+        # On the chief the mean over the processes; the others know their own.
+        seconds = self._communicator.sum_on(self._seconds)
+        mean = self._seconds if seconds is None else seconds / self._communicator.size
+        disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
+        return {"disagreement": disagreement, "sync_seconds": mean}
+
+    def merged_metrics(self) -> dict[str, Any]:
+        """The results of the metrics over all processes; each one's own part stays in its variables."""
+        variables = self._model.metrics_variables
+        states = np.concatenate([np.asarray(v._value, np.float64).reshape(-1) for v in variables] or [np.zeros(0)])
+        self._communicator.sum_in_place(states)
+        pieces = np.split(states, np.cumsum([math.prod(v.shape) for v in variables])[:-1])
+        merged = [
+            (v, tf.constant(piece.reshape(v.shape), v._value.dtype)) for v, piece in zip(variables, pieces, strict=True)
+        ]
+        with keras.StatelessScope(merged):
+            return self._model.get_metrics_result()
+
+    def _pack(self) -> tf.Tensor:
+        flat = [tf.reshape(tf.cast(variable._value, tf.float32), [-1]) for variable in self._variables]
+        return tf.concat([tf.zeros(0), *flat], 0)
+
+    def _unpack(self, flat: tf.Tensor) -> None:
+        parts = tf.split(flat, [math.prod(variable.shape) for variable in self._variables])
+        for variable, part in zip(self._variables, parts, strict=True):
+            variable._value.assign(tf.cast(tf.reshape(part, variable.shape), variable._value.dtype))
+
+
+def _slots(model: Any) -> list[Any]:
+    """What the model's optimizers keep for each weight: what has its shape, unlike a learning rate."""
+    shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
+    variables = [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
+    return [v for v in variables if _is_float(v) and tuple(v.shape) in shapes]
+
+
+def _is_float(variable: Any) -> bool:
+    return variable._value.dtype.is_floating
+
+
+@dataclass(frozen=True)
+class OwnBatches(Batches):
+    """The examples of one process, which are the same in every epoch: its part of `np.array_split`.
+
+    Its part of a step's global batch are as many of them as make all processes end an epoch with the same step.
+    """
+
+    whole: ArrayBatches
+    rank: int
+    size: int
+    counted: bool = True
+
+    def state(self, state: Any) -> Any:
+        """This process' part of a pass, in the order of the pass, and how many examples all have."""
+        arrays, positions = state
+        order = positions[0].numpy()
+        lengths = [len(part) for part in np.array_split(order, self.size)]
+        begin, end = sum(lengths[: self.rank]), sum(lengths[: self.rank + 1])
+        own = (begin <= order) & (order < end)
+        return (arrays, tuple(tf.constant(of_each.numpy()[own]) for of_each in positions)), len(order)
+
+    def examples(self, state: Any, first: int, steps: int) -> int:
+        """How many examples this process has in `steps` steps from `first` on."""
+        return int(self._end(state, first + steps) - self._end(state, first))
+
+    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        (_, positions), _ = state
+        if self._even:  # a static shape makes a faster graph
+            count = self.whole.batch_size // self.size
+            sizes = [[count, *of_each.shape[1:]] for of_each in positions]
+            starts = [[step * count, *[0] * (of_each.shape.rank - 1)] for of_each in positions]
+            return tuple(map(tf.slice, positions, starts, sizes))
+        begin, end = self._end(state, step), self._end(state, step + 1)
+        return tuple(of_each[begin:end] for of_each in positions)
+
+    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
+        del index, count
+        return self.whole.part(state[0], batch, 0, 1)
+
+    def has_examples(self, state: Any, batch: tuple[tf.Tensor, ...]) -> bool | tf.Tensor:
+        """Whether this process has an example of the step's global batch."""
+        del state
+        return True if self._even else tf.shape(batch[0])[0] > 0
+
+    @property
+    def _even(self) -> bool:
+        return self.whole.even and self.whole.batch_size % self.size == 0
+
+    def _end(self, state: Any, step: Any) -> Any:
+        """Where step `step` begins in this process' examples: the same share of them as of all, rounded."""
+        (_, positions), examples = state
+        seen = tf.cast(tf.minimum(step * self.whole.batch_size, examples), tf.int64)
+        own_count, examples = tf.cast(tf.shape(positions[0])[0], tf.int64), tf.cast(examples, tf.int64)
+        return tf.cast((2 * own_count * seen + examples) // (2 * examples), tf.int32)
+
+
+@dataclass(frozen=True)
+class _PartBatches(Batches):
+    """Batches that are not in memory cannot be split once: each process takes its part of every one."""
+
+    whole: Batches
+    rank: int
+    size: int
+
+    @property
+    def counted(self) -> bool:  # type: ignore[override]
+        return self.whole.counted
+
+    def state(self, state: Any) -> Any:
+        return state
+
+    def examples(self, state: Any, first: int, steps: int) -> int:
+        del state, first
+        return steps
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        return self.whole.fetch(state, step)
+
+    def has_examples(self, state: Any, batch: Any) -> bool | tf.Tensor:
+        """Whether this process has an example of the step's global batch."""
+        return self.whole.part(state, batch, self.rank, self.size)[1] > 0
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        del index, count
+        return self.whole.part(state, batch, self.rank, self.size)[0], 1.0

@@ -1,0 +1,341 @@
+"""The inner loop of workers that share the variables of parameter servers, each at its own pace.
+
+    run(state, first, count)            on the coordinator
+        cut the steps into closures     whichever worker is free takes the next one
+        on a worker: its steps          read the variables from the servers, and send updates to them
+        add up the metrics              a closure returns what it added to them, so that nothing is lost
+
+A closure that was begun twice, because its worker was gone or silent, counts once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.core import assignments, exact_step, gradient_reduction
+from tfdist.core.inner_loop import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
+from tfdist.data.pipeline.feed import ArrayBatches, Batches, FetchedBatches
+from tfdist.errors import ClusterError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow as tensorflow_internals
+
+STEPS_OF_A_CLOSURE = 10
+# So many that a worker which is done early finds another one.
+CLOSURES_OF_A_WORKER = 3
+# The steps of a whole closure are unrolled where one has fewer operations: it takes some 5 s to trace so many.
+OPERATIONS_OF_A_SMALL_STEP = 1000
+BYTES_OF_A_SMALL_STATE = 1 << 16
+SECONDS_BETWEEN_LOOKS = 0.1
+# TensorFlow takes so long to notice that a worker was dropped, and to give its steps to others.
+SECONDS_TO_GO_ON = 30.0
+
+
+class ClosureProgram(StepProgram):
+    """Runs `model.train_step` or `model.test_step` on the workers."""
+
+    _strategy: Any
+
+    meets_in_each_step = False
+
+    def __init__(self, strategy: Any, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
+        self._sender = _Sender(strategy, batches)
+        self._trains = step_name == "train_step"
+        self._late = _Late()
+        self._operations = math.inf  # of a step, not known before it is traced
+        super().__init__(strategy, model, step_name, self._sender.batches, stop_at_nan)
+
+    def begin_epoch(self) -> None:
+        self._late = _Late()
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        before = self._iterations()
+        done, ended, own = 0, False, self._own_logs
+        metrics: list[list[np.ndarray]] = []
+        for wanted in self._rounds(count):
+            work = list(self._sender.closures(state, first + done, wanted, self._closure_length(wanted)))
+            vectors = self._traced(functools.partial(self._send, work))
+            results = [self._read(vector) for vector in vectors]
+            metrics += [result.metrics for result in results]
+            done += sum(result.steps for result in results)
+            if results:
+                own = results[-1].own_logs
+            ended = sum(closure.steps for closure in work) < wanted
+            if ended or not all(result.finite for result in results):
+                break
+        self._merge(metrics)
+        self._note_repeated(self._iterations() - before - done)
+        late = self._late.logs() if self._strategy.staleness != 0 else {}  # with no other's updates, none of it
+        return Outcome(done, ended, self._results(own or {}) | late if done else {})
+
+    def _rounds(self, count: int) -> list[int]:
+        """Within a round of S + 1 steps, at most S updates come between a step's reading and its writing."""
+        if self._strategy.staleness is None or not self._trains:
+            return [count]
+        each = self._strategy.staleness + 1
+        return [min(each, count - begin) for begin in range(0, count, each)]
+
+    def _closure_length(self, count: int) -> int:
+        closures = CLOSURES_OF_A_WORKER * self._strategy.num_workers
+        return max(1, min(STEPS_OF_A_CLOSURE, count // closures))
+
+    def _send(self, work: Sequence[Closure]) -> list[Any]:
+        scheduled = [self._strategy.schedule(self._function_of(closure), closure.arguments) for closure in work]
+        return results_of(self._strategy, scheduled)
+
+    def _function_of(self, closure: Closure) -> Any:
+        unrolled = closure.whole and self._operations <= OPERATIONS_OF_A_SMALL_STEP
+        return self._unrolled if unrolled else self._many_steps
+
+    def _make_functions(self) -> Any:
+        def make(unrolled: bool) -> Any:
+            def closure(state: Any, count: tf.Tensor) -> tf.Tensor:
+                return self._closure(state, count, unrolled=unrolled)
+
+            return tf.function(closure, autograph=False, reduce_retracing=True)
+
+        # A loop that several processes run makes them send each other more than tensors: a third of a small step.
+        self._unrolled, looped = make(unrolled=True), make(unrolled=False)
+        return looped, looped
+
+    def _closure(self, state: Any, count: tf.Tensor, *, unrolled: bool) -> tf.Tensor:
+        """Up to `count` steps on a worker; all that the coordinator must know of them comes back in one vector.
+
+        Where they are `unrolled`, these are all steps of a whole closure, also after a loss that is not finite.
+        """
+
+        def proceed(done: tf.Tensor, finite: tf.Tensor, *carried: Any) -> tf.Tensor:
+            del carried
+            return (done < count) & finite
+
+        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, values: Any, own: Any) -> Any:
+            del finite, own
+            values, late, logs = self._worker_step(state, self._batches.fetch(state, done), values)
+            own = logs if self._own_logs is not None else {}
+            if not unrolled:
+                self._operations = len(done.graph.get_operations())
+            return done + 1, self._finite(values), total + late, tf.maximum(largest, late), values, own
+
+        states = _small_states(self._model)
+        begun = [tf.convert_to_tensor(variable._value) for variable in states]
+        metrics = [tf.zeros(v.shape, v._value.dtype) for v in self._model.metrics_variables]
+        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), metrics + begun, self._no_logs()]
+        if unrolled:
+            carried = functools.reduce(lambda before, _: body(*before), range(STEPS_OF_A_CLOSURE), start)
+        else:
+            carried = tf.while_loop(proceed, body, start)
+        done, finite, total, largest, values, own = carried
+        for variable, before, after in zip(states, begun, values[len(metrics) :], strict=True):
+            variable._value.assign_add(after - before)  # others may have added theirs
+        numbers = tf.nest.flatten([done, finite, total, largest, values[: len(metrics)], own])
+        return tf.concat([tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers], 0)
+
+    def _read(self, vector: np.ndarray) -> _Result:
+        """The parts of what `_closure` returned."""
+        steps, finite, late_total, late_max = vector[:4]
+        if self._trains:
+            self._late.note(int(steps), int(late_total), int(late_max))
+        position, metrics = 4, []
+        for variable in self._model.metrics_variables:
+            size = int(np.prod(variable.shape))
+            metrics.append(vector[position : position + size].reshape(variable.shape))
+            position += size
+        own = None
+        if self._own_logs is not None:
+            own = tf.nest.pack_sequence_as(self._own_logs, list(vector[position:].astype(np.float32)))
+        return _Result(int(steps), bool(finite), metrics, own)
+
+    def _worker_step(self, state: Any, batch: Any, values: Any) -> tuple[Any, tf.Tensor, Logs]:
+        """One step of one worker: what it carries, how many updates came in between, the step's logs."""
+        carried = self._model.metrics_variables + _small_states(self._model)
+
+        def on_replica(replica: Any) -> Any:
+            part = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(*part, self._strategy.unseeded)
+            replica.updates = assignments.Carried(replica, carried, values)
+            with replica.timed(self._model.optimizer if self._trains else None) as late:
+                logs = exact_step.in_step(replica, self._step_function(replica))
+                self._metrics_updated |= replica.updates.metrics_updated
+                return replica.updates.values, late(), tf.nest.map_structure(_as_float, logs)
+
+        with gradient_reduction.fused(self._model.optimizer, self._strategy.fused, locking=True), self._own_metrics():
+            ((values, late, logs),) = self._strategy.run(on_replica)
+        if self._own_logs is None and set(logs) != self._metric_names():
+            raise OwnLogs(tf.nest.map_structure(float_spec, logs))
+        return values, late, logs
+
+    def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        if not self._stop_at_nan:
+            return tf.constant(True)
+        total = self._model._loss_tracker.total
+        index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
+        return tf.math.is_finite(values[index])
+
+    def _merge(self, results: Sequence[Sequence[np.ndarray]]) -> None:
+        with self._strategy.scope():
+            for variable, *added in zip(self._model.metrics_variables, *results, strict=True):
+                if added:
+                    variable._value.assign_add(np.sum(added, axis=0).astype(variable._value.dtype.as_numpy_dtype))
+
+    def _iterations(self) -> int:
+        return int(self._model.optimizer._iterations.numpy()) if self._trains else 0
+
+    def _note_repeated(self, steps: int) -> None:
+        # An update that the optimizer left out, for a loss that is not finite, counts for nothing.
+        if self._trains and steps > 0:
+            warnings.warn(f"{steps} steps ran twice, since a worker was gone or silent", stacklevel=2)
+
+
+class ClosurePredictProgram(Program):
+    """Runs `model.predict_step` on the workers."""
+
+    def __init__(self, strategy: Any, model: Any, batches: Batches):
+        self._strategy = strategy
+        self._model = model
+        self._sender = _Sender(strategy, batches)
+        self._function = tf.function(self._predict, autograph=False, reduce_retracing=True)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
+        work = list(self._sender.closures(state, first, count, 1))
+        scheduled = [self._strategy.schedule(self._function, closure.arguments) for closure in work]
+        results = results_of(self._strategy, scheduled)
+        outputs = [keras_internals.tree.map_structure(_as_tensor, output) for output in results]
+        return Outcome(len(work), len(work) < count, {"outputs": joined(outputs)} if outputs else {})
+
+    def _predict(self, state: Any, count: tf.Tensor) -> Any:
+        del count
+        batches = self._sender.batches
+
+        def on_replica(replica: Any) -> Any:
+            data, _ = batches.part(state, batches.fetch(state, tf.constant(0)), replica.index, replica.count)
+            return self._model.predict_step(data)
+
+        return self._strategy.run(on_replica)[0]
+
+
+@dataclass(frozen=True)
+class Closure:
+    """Some steps, as the arguments of the function that a worker runs.
+
+    Attributes:
+        arguments: the data, and how many steps.
+        steps: the same number.
+        whole: there are as many as a closure can have, and each has a full batch.
+    """
+
+    arguments: tuple[Any, ...]
+    steps: int
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class _Result:
+    steps: int
+    finite: bool
+    metrics: list[np.ndarray]
+    own_logs: Logs | None
+
+
+class _Late:
+    """The staleness of an epoch's steps: the updates of others between a step's reading and its own update."""
+
+    def __init__(self) -> None:
+        self._steps = self._total = self._max = 0
+
+    def note(self, steps: int, total: int, largest: int) -> None:
+        self._steps += steps
+        self._total += total
+        self._max = max(self._max, largest)
+
+    def logs(self) -> Logs:
+        if not self._steps:
+            return {}
+        return {"staleness_mean": self._total / self._steps, "staleness_max": float(self._max)}
+
+
+class _Sender:
+    """Cuts a pass over the data into closures.
+
+    Arrays are sent to each worker once, and a closure has the indices of its examples; other batches are fetched by the
+    coordinator, one for each closure.
+    """
+
+    def __init__(self, strategy: Any, batches: Batches):
+        self._strategy = strategy
+        self._fetching = batches
+        self.batches = batches if isinstance(batches, ArrayBatches) else FetchedBatches()
+        self._sent: tuple[Any, Any] = (None, None)
+
+    def closures(self, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
+        """The work of `count` steps from batch `first` of the pass on; less when the data end."""
+        if not isinstance(self._fetching, ArrayBatches):
+            fetched = self._fetching.take(state, first, count)
+            yield from (Closure((batch, tf.constant(1)), 1) for batch in fetched)
+            return
+        arrays, positions = state
+        if self._sent[0] is not arrays:
+            self._sent = arrays, self._strategy.on_each_worker(_received, arrays)
+        size = self._fetching.batch_size
+        for begin in range(first, first + count, length):
+            steps = min(length, first + count - begin)
+            examples = tuple(of_each[begin * size : (begin + steps) * size] for of_each in positions)
+            whole = len(examples[0]) == STEPS_OF_A_CLOSURE * size
+            yield Closure(((self._sent[1], examples), tf.constant(steps)), steps, whole)
+
+
+@tf.function(autograph=False)
+def _received(arrays: Any) -> Any:
+    return tf.nest.map_structure(tf.identity, arrays)
+
+
+def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
+    """What was scheduled returned, as NumPy arrays; what a silent worker has is given to another one.
+
+    Raises:
+        ClusterError: no worker finishes anything any more.
+    """
+    pending, last_news, patience = list(scheduled), time.monotonic(), strategy.timeout_seconds
+    while pending:
+        left = [value for value in pending if not tensorflow_internals.finished(value, 0)]
+        if len(left) < len(pending):
+            pending, last_news, patience = left, time.monotonic(), strategy.timeout_seconds
+            continue
+        tensorflow_internals.finished(pending[0], SECONDS_BETWEEN_LOOKS)
+        waited = time.monotonic() - last_news
+        if waited < patience:
+            continue
+        if patience > strategy.timeout_seconds:
+            names = strategy.unreachable("worker") or strategy.names_of("worker")
+            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {', '.join(names)}")
+        silent = strategy.drop_silent_workers()
+        if silent:
+            warnings.warn(f"Silent for {strategy.timeout_seconds:g} s: {', '.join(silent)}", stacklevel=2)
+        patience += max(strategy.timeout_seconds, SECONDS_TO_GO_ON)
+    return [value.fetch() for value in scheduled]
+
+
+def _small_states(model: Any) -> list[Any]:
+    """Seeds, moving averages and the like: a closure reads them once, and adds what its steps have changed."""
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if (variable._value.dtype.is_floating or variable._value.dtype.is_integer)
+        and math.prod(variable.shape) * variable._value.dtype.size <= BYTES_OF_A_SMALL_STATE
+    ]
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_float(value: Any) -> tf.Tensor:
+    return tf.cast(value, tf.float32)

@@ -1,0 +1,359 @@
+"""What a training is made of besides its data: variables, random states, and what callbacks remember.
+
+Each is turned into the entries of a checkpoint and back. No strategy's scope is needed: the copies of a distributed
+variable are read and assigned one by one.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.random import seed_generator
+from tensorflow.python.ops import stateful_random_ops
+
+from tfdist.callbacks.clock import ClockedCallback
+from tfdist.checkpointing.format import Entry
+from tfdist.cluster.consensus import Peers, any_of
+from tfdist.cluster.world import World
+from tfdist.errors import CheckpointError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals.keras import global_state
+
+# What Keras' own callbacks remember from epoch to epoch. They begin anew in `on_train_begin`, and a resumed run shall
+# end where an unbroken one ends. A callback of one's own has `checkpoint_state()` and
+# `restore_checkpoint_state(state)`.
+REMEMBERED: dict[type, tuple[str, ...]] = {
+    keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("cooldown_counter", "wait", "best"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+}
+
+
+def variables(model: Any) -> dict[str, list[Any]]:
+    """The variables of a compiled model and of all optimizers it holds, by group; seeds are among the model's."""
+    groups = {
+        "metrics": model.metrics_variables,
+        "optimizer": [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables],
+        "model": model.variables,
+    }
+    seen: set[int] = set()
+    for group, members in groups.items():
+        groups[group] = [v for v in members if id(v) not in seen and not seen.add(id(v))]  # type: ignore[func-returns-value]
+    return groups
+
+
+def read(model: Any, peers: Peers) -> list[Entry]:
+    """The values of all variables."""
+    parts = ("metrics",) if peers.metrics_by_process and peers.world.world_size > 1 else ()
+    return [_read(group, v, group in parts) for group, members in variables(model).items() for v in members]
+
+
+def of_all(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+    """`entries` with the parts of the replicas of every process; all processes call it."""
+    if peers.world.world_size == 1:
+        return list(entries)
+    return [_of_all(entry, peers) if entry.by_replica else entry for entry in entries]
+
+
+def _of_all(entry: Entry, peers: Peers) -> Entry:
+    parts = [np.frombuffer(part, entry.value.dtype) for part in peers.exchange(entry.value.tobytes())]
+    return replace(entry, value=np.concatenate([part.reshape(-1, *entry.shape) for part in parts]))
+
+
+def of_this(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+    """`entries` with the parts of this process' replicas alone; where another number wrote them, the chief has all."""
+    if peers.world.world_size == 1:
+        return list(entries)
+    return [_of_this(part, peers.world) if part.by_replica else part for part in _in_parts(entries, peers)]
+
+
+def _in_parts(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+    """`entries` with the metrics that one process wrote as the only part, where each process has its own now."""
+    return [
+        replace(entry, value=entry.value[np.newaxis], by_replica=True)
+        if peers.metrics_by_process and entry.group == "metrics" and not entry.by_replica
+        else entry
+        for entry in entries
+    ]
+
+
+def _of_this(entry: Entry, world: World) -> Entry:
+    each, rest = divmod(len(entry.value), world.world_size)
+    if not rest:
+        return replace(entry, value=entry.value[world.rank * each : (world.rank + 1) * each])
+    return entry if world.is_chief else replace(entry, value=np.zeros_like(entry.value))
+
+
+def assign(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> None:
+    """Gives the variables of `groups` the values of `entries`, whose identity was checked."""
+    known = variables(model)
+    by_group = {group: [entry for entry in entries if entry.group == group] for group in groups}
+    for group in groups:
+        for variable, entry in zip(known[group], by_group[group], strict=True):
+            _assign(variable, entry)
+
+
+def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> tuple[str, str] | None:
+    """The first variable in which `model` and a checkpoint differ, as each has it; `None` when there is none."""
+    known = variables(model)
+    for group in groups:
+        stored = [entry for entry in entries if entry.group == group]
+        for index in range(max(len(stored), len(known[group]))):
+            there = stored[index] if index < len(stored) else None
+            here = known[group][index] if index < len(known[group]) else None
+            theirs = _described(group, there, there.name) if there else None
+            ours = _described(group, here, here.path) if here is not None else None
+            if theirs is None or ours is None or _unnumbered(theirs) != _unnumbered(ours):
+                return theirs or f"no further {group} variable", ours or f"no further {group} variable"
+    return None
+
+
+def metrics_are_made(model: Any) -> bool:
+    """Whether the compiled losses and metrics have their variables."""
+    return keras_internals.is_built(model, "test")
+
+
+def without_variables(model: Any) -> str | None:
+    """The model, or what it is made of, that has no variables yet; the compiled optimizer can be built at any time."""
+    for layer in keras_internals.layers_to_build(model):
+        if not layer.built:
+            return f"The layer `{layer.name}`"
+    for optimizer in keras_internals.optimizers(model):
+        if not optimizer.built and optimizer is not model.optimizer:
+            return f"The optimizer `{optimizer.name}`"
+    return None
+
+
+def optimizer_class(model: Any) -> str:
+    """The classes of the optimizers, such as "LossScaleOptimizer(Adam)"."""
+    return ", ".join(map(_class_of, keras_internals.optimizers(model))) or _class_of(None)
+
+
+def _class_of(optimizer: Any) -> str:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    name = type(optimizer).__name__
+    return f"{name}({type(inner).__name__})" if inner is not None else name
+
+
+def finite(model: Any, entries: Iterable[Entry]) -> bool:
+    """Whether the trained weights in `entries` are finite; others may be infinite for good reason, as masks are."""
+    trained = {variable.path for variable in model.trainable_variables}
+    weights = (e.value for e in entries if e.group == "model" and e.name in trained)
+    return all(bool(np.isfinite(value).all()) for value in weights)
+
+
+def random_state() -> list[Entry]:
+    """The states of the generators that belong to no model: Python's, NumPy's, Keras' and TensorFlow's global ones.
+
+    The ops of TensorFlow that keep a state inside their graph (`tf.random.normal` and its like) show it to nobody.
+    """
+    version, numbers, gauss = random.getstate()
+    del version
+    gauss = np.array([] if gauss is None else [gauss])
+    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found = [("python", np.array(numbers, "uint32")), ("python_gauss", gauss)]
+    if name == "MT19937":
+        found += [
+            ("numpy", np.asarray(key, "uint32")),
+            ("numpy_rest", np.array([position, has_gauss, cached], "float64")),
+        ]
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    if generator is not None:
+        found.append(("keras", copies(generator.state)[0].numpy()))
+    generator = getattr(stateful_random_ops, "global_generator", None)
+    if generator is not None:
+        found += [
+            ("tensorflow", copies(generator.state)[0].numpy()),
+            ("tensorflow_kind", np.array(generator.algorithm)),
+        ]
+    return [Entry("random", name, value) for name, value in found]
+
+
+def restore_random_state(entries: Iterable[Entry]) -> None:
+    """Sets the generators to what `random_state` found."""
+    found = {entry.name: entry.value for entry in entries if entry.group == "random"}
+    if "keras" in found:  # before Python's: making the generator draws a seed there
+        _assign_all(seed_generator.global_seed_generator().state, found["keras"])
+    if "tensorflow" in found:
+        if getattr(stateful_random_ops, "global_generator", None) is None:
+            generator = tf.random.Generator.from_state(found["tensorflow"], int(found["tensorflow_kind"]))
+            tf.random.set_global_generator(generator)
+        else:
+            _assign_all(tf.random.get_global_generator().state, found["tensorflow"])
+    if "numpy" in found:
+        position, has_gauss, cached = found["numpy_rest"].tolist()
+        np.random.set_state(("MT19937", found["numpy"], int(position), int(has_gauss), cached))
+    gauss = found["python_gauss"].tolist()
+    random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
+
+
+def data_state(data: Any, peers: Peers) -> list[Entry] | None:
+    """Where the data stand, `Passes` of the loop, in every process that has its own; `None` where one cannot tell."""
+    saved = data.feed.save()
+    if any_of(peers, saved is None):
+        return None
+    states = peers.exchange(saved) if data.feed.own else [saved]
+    return [Entry("data", f"iterator {rank}", np.frombuffer(state, np.uint8)) for rank, state in enumerate(states)]
+
+
+def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry], peers: Peers) -> None:
+    """Has `data` go on from there.
+
+    Raises:
+        CheckpointError: each process has its own part of the data, and there were other processes.
+    """
+    states = [entry.value.tobytes() for entry in entries if entry.group == "data"]
+    size = peers.world.world_size if data.feed.own else 1
+    if len(states) != size and place["position"]:
+        raise CheckpointError(
+            f"The checkpoint was written within a pass over the data by {len(states)} processes that each had their "
+            f"own part, and now there are {size}",
+            "resume with as many processes, or from a checkpoint of an epoch's end",
+        )
+    if len(states) == size:
+        data.resume(states[peers.world.rank if data.feed.own else 0], **place)
+
+
+def callbacks_state(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], list[Entry]]:
+    """What `callbacks` remember: for each a name and a state as JSON has it, and the arrays that it refers to."""
+    entries: list[Entry] = []
+    states = []
+    for name, callback in _named(callbacks):
+        if hasattr(callback, "checkpoint_state"):
+            state = callback.checkpoint_state()
+        else:
+            state = {key: getattr(callback, key) for key in _remembered(callback) if hasattr(callback, key)}
+        if state:
+            states.append({"name": name, "state": _plain(state, name, entries)})
+    return states, entries
+
+
+def restore_callbacks_state(
+    callbacks: Iterable[Any], states: Iterable[dict[str, Any]], entries: Iterable[Entry], train_seconds: float
+) -> None:
+    """Gives the state back to the callbacks of the same class; one that the checkpoint does not know begins anew."""
+    arrays = [entry.value for entry in entries if entry.group == "callbacks"]
+    known = {state["name"]: state["state"] for state in states}
+    for name, callback in _named(callbacks):
+        if isinstance(callback, ClockedCallback):
+            callback.clock.total_train_seconds = train_seconds
+        if name not in known:
+            continue
+        state = _whole(known[name], arrays)
+        if hasattr(callback, "restore_checkpoint_state"):
+            callback.restore_checkpoint_state(state)
+        else:
+            for key, value in state.items():
+                setattr(callback, key, value)
+
+
+def copies(variable: Any) -> list[Any]:
+    """The plain variables behind a Keras variable, or one of TensorFlow's: a copy on each replica of this process."""
+    value = getattr(variable, "_value", variable)
+    if isinstance(value, tf.distribute.DistributedValues):
+        return list(value.distribute_strategy.experimental_local_results(value))
+    return [value]
+
+
+def _has_parts(variable: Any) -> bool:
+    """Whether each replica has its own part of the value, as metrics under MirroredStrategy."""
+    value = getattr(variable, "_value", variable)
+    return (
+        isinstance(value, tf.distribute.DistributedValues)
+        and getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    )
+
+
+def _read(group: str, variable: Any, is_part: bool) -> Entry:
+    held = copies(variable)
+    if is_part or _has_parts(variable):
+        return Entry(group, variable.path, np.stack([copy.numpy() for copy in held]), by_replica=True)
+    return Entry(group, variable.path, np.asarray(held[0].numpy()))
+
+
+def _assign(variable: Any, entry: Entry) -> None:
+    held = copies(variable)
+    parts = list(entry.value) if entry.by_replica else [entry.value]
+    if not _has_parts(variable):
+        _assign_all(variable, sum(parts[1:], parts[0]))
+    elif len(parts) == len(held):
+        for copy, part in zip(held, parts, strict=True):
+            copy.assign(part)
+    elif variable._value.aggregation == tf.VariableAggregation.SUM:
+        # Other replicas than those that wrote it: what counts is the sum.
+        _assign_all(variable, np.zeros_like(parts[0]))
+        held[0].assign(sum(parts[1:], parts[0]))
+    else:
+        _assign_all(variable, parts[0])
+
+
+def _assign_all(variable: Any, value: np.ndarray) -> None:
+    for copy in copies(variable):
+        copy.assign(value)
+
+
+def _described(group: str, thing: Any, name: str) -> str:
+    dtype = keras.backend.standardize_dtype(thing.dtype)
+    return f"the {group} variable `{name}` {dtype} {list(thing.shape)}"
+
+
+def _unnumbered(text: str) -> str:
+    """Without the numbers that Keras appends to names: they count what the process has made before."""
+    return re.sub(r"_\d+(?=[/_`])", "", text)
+
+
+def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Each callback, those inside a wrapper instead of it, with its class and its number among those of the class."""
+    counts: dict[str, int] = {}
+    named = []
+    for callback in callbacks:
+        inner = callback
+        while isinstance(getattr(inner, "callback", None), keras.callbacks.Callback):
+            inner = inner.callback
+        kind = type(inner).__name__
+        counts[kind] = counts.get(kind, -1) + 1
+        named.append((f"{kind} {counts[kind]}", inner))
+    return named
+
+
+def _remembered(callback: Any) -> list[str]:
+    return [key for kind, keys in REMEMBERED.items() if isinstance(callback, kind) for key in keys]
+
+
+def _plain(value: Any, owner: str, entries: list[Entry]) -> Any:
+    """`value` as JSON has it; arrays go to `entries`."""
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, owner, entries) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item, owner, entries) for key, item in value.items()}
+    if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
+        entries.append(Entry("callbacks", owner, np.asarray(keras.ops.convert_to_numpy(value))))
+        return {"array": len(entries) - 1}
+    raise CheckpointError(
+        f"The state of the callback `{owner}` holds `{type(value).__name__}`, which a checkpoint cannot hold",
+        "return numbers, strings, arrays, lists and dicts from `checkpoint_state`",
+    )
+
+
+def _whole(value: Any, arrays: Sequence[np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_whole(item, arrays) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"array"}:
+            return arrays[value["array"]]
+        return {key: _whole(item, arrays) for key, item in value.items()}
+    return value

@@ -1,0 +1,120 @@
+"""What the processes of a job must agree on while they train, each of which runs the same loop.
+
+Every function here is called by all processes at the same moment, and answers the same in each of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tfdist.cluster.world import World
+from tfdist.errors import DisagreementError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+GIVE_ALIKE = (
+    "seed what shuffles or makes them, so that every process has the same; or, where each process shall bring its own "
+    "part, pass `tfdist.data.per_process(data)`"
+)
+
+
+class Peers(Protocol):
+    """How a process reaches the others; a strategy is one."""
+
+    world: World
+    metrics_by_process: bool  # each process has its own part of a metric's state, in an ordinary variable
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """The addresses, by name, of processes that compute for this one and run no loop of their own."""
+        ...
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """What each process says, by rank."""
+        ...
+
+
+class Alone:
+    """A process without others."""
+
+    world = World()
+    metrics_by_process = False
+    servers: Mapping[str, str] = {}
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """What this process says."""
+        return [message]
+
+
+def said(peers: Peers, value: Any) -> list[Any]:
+    """What each process says, by rank; `value` is this one's, as JSON has it."""
+    if peers.world.world_size == 1:
+        return [value]
+    return [json.loads(message) for message in peers.exchange(json.dumps(value).encode())]
+
+
+def of_chief(peers: Peers, value: Any) -> Any:
+    """The chief's `value`, as JSON has it."""
+    return said(peers, value if peers.world.is_chief else None)[0]
+
+
+def next_call(peers: Peers, steps: int, stop: bool, given: str) -> tuple[int, bool]:
+    """How many steps the next call runs, the fewest that a process wishes, and whether one wishes to stop.
+
+    Raises:
+        DisagreementError: `given`, the fingerprint of the batches so far, differs between the processes.
+    """
+    found = said(peers, [steps, stop, given])
+    _require_alike(peers, "batches", [fingerprint for _, _, fingerprint in found])
+    return min(wish for wish, _, _ in found), any(stops for _, stops, _ in found)
+
+
+def any_of(peers: Peers, wish: bool) -> bool:
+    """Whether a process wishes it."""
+    return any(said(peers, wish))
+
+
+def require(peers: Peers, facts: Mapping[str, Any]) -> None:
+    """Refuses processes that are about to train different things.
+
+    Raises:
+        DisagreementError: in every process, with each one's value of what differs.
+    """
+    found = said(peers, {name: str(value) for name, value in facts.items()})
+    error = DisagreementError.among({peers.world.named(rank): values for rank, values in enumerate(found)})
+    if error is not None:
+        raise error
+
+
+def require_alike(peers: Peers, what: str, fingerprint: str) -> None:
+    """Refuses processes that were given different data; `what` they are, and this one's `fingerprint`.
+
+    Raises:
+        DisagreementError: in every process, with each one's fingerprint.
+    """
+    _require_alike(peers, what, said(peers, fingerprint))
+
+
+def _require_alike(peers: Peers, what: str, fingerprints: list[str]) -> None:
+    if len(set(fingerprints)) > 1:
+        values = ", ".join(f"{peers.world.named(rank)}: {value}" for rank, value in enumerate(fingerprints))
+        raise DisagreementError(f"The processes of the job were given different {what} ({values})", GIVE_ALIKE)
+
+
+def fingerprint(description: Any) -> str:
+    """A short name for what is too long to be shown."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def fingerprint_of_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """A short name for the numbers in C-contiguous arrays."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()[:12]

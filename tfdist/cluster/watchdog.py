@@ -1,0 +1,118 @@
+"""Ends the collective operations of this process when one of them has waited too long for other processes.
+
+TensorFlow's own timeout of a collective keeps a thread for all of its length, however soon the collective has ended
+(`timeout_seconds` in the documentation of `tf.distribute.experimental.CommunicationOptions`). A thousand collectives a
+second that may wait a minute need 60,000 threads, more than a process can have. Here one thread looks on at all.
+
+Synopsis:
+
+    watch = Watch(seconds=60.0, abort=tensorflow_internals.abort_collectives)
+    tensorflow_internals.around_collectives(watch.around)
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.core import replica_context
+
+LOOKS = 20  # at least, before something has waited too long
+LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Patience:
+    """Counts looks in vain, and not the time: a process that was stopped itself has not waited meanwhile.
+
+    Args:
+        seconds: how long nothing may move.
+
+    Attributes:
+        between_looks_seconds: how long to wait for the next look.
+    """
+
+    def __init__(self, seconds: float):
+        self.between_looks_seconds = min(seconds / LOOKS, LONGEST_SECONDS_BETWEEN_LOOKS)
+        self._seconds = seconds
+        self._looks = 0
+
+    def ends(self, moved: bool) -> bool:
+        """Whether nothing has moved for too long, after one look more."""
+        self._looks = 0 if moved else self._looks + 1
+        return self._looks * self.between_looks_seconds >= self._seconds
+
+
+class Counter:
+    """Counts the collectives that began and those that ended, in graphs or outside."""
+
+    def __init__(self) -> None:
+        with tf.device("CPU:0"):
+            self._begun = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._ended = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    def counts(self) -> tuple[int, int]:
+        """How many collectives have begun, and how many have ended."""
+        ended = int(self._ended.numpy())  # first, so that it is never the larger one
+        return int(self._begun.numpy()), ended
+
+    def around(self, make: Callable[[], tf.Tensor], inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """What the collective that `make` adds to the graph, or runs at once, gives; it waits for others, not `inputs`.
+
+        The collective begins when its inputs are there: the time to compute them is not spent waiting.
+        """
+        with tf.control_dependencies(inputs):
+            begun = self._count(self._begun)
+        with tf.control_dependencies([begun]):
+            result = make()
+        with tf.control_dependencies([result]):
+            self._count(self._ended)
+        return result
+
+    def _count(self, variable: tf.Variable) -> Any:
+        # On its own device, not that of the collective; and it is no assignment of the step, on which replicas agree.
+        with tf.device(variable.device), replica_context.on_replica(None):
+            return variable.assign_add(1, read_value=False)
+
+
+class Watch(Counter):
+    """Calls `abort` once collectives are under way and nothing moves.
+
+    Args:
+        seconds: how long collectives may be under way while none begins or ends.
+        abort: what ends them, given a reason.
+
+    Attributes:
+        excused: asked then whether to wait on, and for as long again.
+    """
+
+    def __init__(self, seconds: float, abort: Callable[[str], None]):
+        super().__init__()
+        self.excused: Callable[[], bool] = lambda: False
+        self._seconds = seconds
+        self._abort = abort
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="tfdist-waiting", daemon=True)
+        self._thread.start()
+        # A thread must not read TensorFlow's variables while TensorFlow is taken down.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Looks no more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _look_on(self) -> None:
+        patience, before = Patience(self._seconds), (0, 0)
+        while not self._closed.wait(patience.between_looks_seconds):
+            now = self.counts()
+            waits = now == before and now[1] < now[0]
+            before = now
+            if patience.ends(moved=not waits):
+                if not self.excused():
+                    self._abort(f"a collective operation has waited {self._seconds:g} s for the other processes")
+                    return
+                patience = Patience(self._seconds)

@@ -1,0 +1,1 @@
+"""The training loop, and what makes its steps on several replicas equal to those of one device."""

@@ -1,0 +1,196 @@
+"""What a step of one replica among several assigns to variables, in the order in which one device would see it.
+
+An assignment waits until somebody could tell: until the same step reads the variable, until an optimizer applies
+gradients, or until the step ends. Then the replicas agree on one value for each variable that waits, in one exchange,
+and it is written once per copy. So a weight that is clipped after each of several updates, perturbed and put back, or
+normalized before each forward pass ends as it does on one device.
+
+| what is assigned | what all replicas agree on |
+|---|---|
+| a floating-point value | the mean, weighed by the shares: the value itself where all have the same |
+| to a variable whose aggregation is "sum" | the value before, and the changes of all replicas |
+| another value, such as a count or a seed | the value, which is the same everywhere |
+| to a variable of a metric | nothing: each replica adds its part, and readers add up the parts |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.communicators import opaque
+from tfdist.core import dependencies, replica_context
+from tfdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Replica
+
+
+class Updates(keras.StatelessScope):
+    """Catches what a replica's step assigns to Keras variables.
+
+    Args:
+        replica: whose step.
+        metrics_variables: the variables of the model's metrics.
+    """
+
+    def __init__(self, replica: Replica, metrics_variables: Sequence[Any]):
+        super().__init__(collect_losses=True)
+        self._replica = replica
+        self._metrics = {id(variable) for variable in metrics_variables}
+        self.metrics_updated: set[int] = set()
+        self._waiting: dict[int, Any] = {}
+        self._whole: dict[int, tuple[Any, tf.Tensor]] | None = None
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if self._whole is not None:
+            self._whole[id(variable)] = variable, tf.cast(value, variable._value.dtype)
+        elif id(variable) in self._metrics:
+            self.metrics_updated.add(id(variable))
+            self._add_part(variable, value)
+        else:
+            replica_context.require_meeting(self._replica, f"An assignment to `{variable.path}`")
+            self._waiting[id(variable)] = variable
+            super().add_update((variable, value))
+
+    def _add_part(self, variable: Any, value: Any) -> None:
+        value = tf.cast(value, variable._value.dtype)
+        if self._replica.real is not True:
+            value = tf.where(self._replica.real, value, tf.convert_to_tensor(variable._value))
+        with replica_context.on_replica(None):
+            variable._value.assign(value)
+
+    def get_current_value(self, variable: Any) -> Any:
+        if self._whole is not None and id(variable) in self._whole:
+            return self._whole[id(variable)][1]
+        if self._must_be_written(variable):
+            self.write()
+        value = super().get_current_value(variable)
+        return variable._value if value is None else value
+
+    def _must_be_written(self, variable: Any) -> bool:
+        """Whether reading `variable` shows what the replicas have not agreed on."""
+        waits = id(variable) in self._waiting and variable._value.dtype.is_floating
+        return waits and replica_context.can_meet(self._replica)
+
+    def write(self) -> None:
+        """Agrees with the other replicas on what waits, and writes it."""
+        updates = [(variable, self.state_mapping.pop(key)) for key, variable in self._waiting.items()]
+        self._waiting = {}
+        if updates:
+            self._replica.write(agreed(self._replica, updates))
+
+    @contextlib.contextmanager
+    def whole(self, variables: Sequence[Any]) -> Iterator[None]:
+        """The context in which a metric with these `variables` is updated with the global batch, on every replica.
+
+        Its state need not be a sum over the examples then.
+        """
+        values = self._replica.read_metric(variables)
+        self._whole = {id(variable): (variable, value) for variable, value in zip(variables, values, strict=True)}
+        try:
+            yield
+            found = self._whole
+        finally:
+            self._whole = None
+        self._replica.write_metric(list(found.values()))
+        self.metrics_updated |= set(found)
+
+
+class Carried(Updates):
+    """The same, where some variables are not written either: `values` has what the step made of theirs.
+
+    Args:
+        replica: whose step.
+        variables: those, metrics among them.
+        values: what the step finds in them.
+    """
+
+    def __init__(self, replica: Replica, variables: Sequence[Any], values: Sequence[tf.Tensor]):
+        super().__init__(replica, ())
+        self._carried = {id(variable): variable for variable in variables}
+        self.state_mapping.update({id(v): value for v, value in zip(variables, values, strict=True)})
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if id(variable) in self._carried:
+            self.metrics_updated.add(id(variable))
+            self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
+        else:
+            super().add_update(update)
+
+    @property
+    def values(self) -> list[tf.Tensor]:
+        """The carried variables after the step."""
+        return [self.state_mapping[key] for key in self._carried]
+
+
+def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tf.Tensor]]:
+    """The values of Keras variables that all replicas agree on, from what each of them would assign."""
+    floats = [(v, tf.cast(value, v._value.dtype)) for v, value in updates if v._value.dtype.is_floating]
+    others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
+    for variable, value in others:
+        _require_alike(replica, variable, value)
+    if not floats:
+        return others
+    sums = replica.all_reduce([_part(replica, variable, value) for variable, value in floats])
+    merged = [
+        (v, v._value + total if v.aggregation == "sum" else total) for (v, _), total in zip(floats, sums, strict=True)
+    ]
+    return merged + others
+
+
+def _require_alike(replica: Replica, variable: Any, value: Any) -> None:
+    """Refuses a count or the like that each replica would make of its own examples.
+
+    Raises:
+        UsageError: all replicas must have the same.
+    """
+    if tf.executing_eagerly() or not dependencies.depends_on(tf.convert_to_tensor(value), replica.data, replica.alike):
+        return
+    raise UsageError(
+        f"The step sets `{variable.path}`, of type `{variable.dtype}`, from the examples of one replica",
+        "set it from `tfdist.all_reduce(...)` of what is counted, the same on all replicas",
+    )
+
+
+def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
+    """What a replica adds to the value of `variable` that all agree on."""
+    if variable.aggregation == "sum":
+        return replica.only_real(value - variable._value)
+    return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
+
+
+def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
+    """What an assignment to a `tf.Variable` of the user's own does in a step: the replicas agree on it at once.
+
+    Args:
+        assign: `assign(value)` does as one device does.
+        variable: whose aggregation says what the replicas agree on; "none" stands for "mean".
+        name: "assign", "assign_add" or "assign_sub".
+        value: this replica's.
+    """
+    replica = replica_context.current()
+    if replica is None:
+        return assign(value)
+    replica_context.require_meeting(replica, "An assignment to a `tf.Variable`")
+    value = tf.cast(value, variable.dtype)
+    if variable.aggregation == tf.VariableAggregation.SUM:
+        before = tf.zeros_like(value) if name != "assign" else tf.convert_to_tensor(variable)
+        value = before + replica.all_reduce([replica.only_real(value - before)])[0]
+    elif value.dtype.is_floating:
+        first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        weight = opaque(tf.constant(float(replica.index == 0))) if first else replica.share
+        (value,) = replica.all_reduce([tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))])
+
+    def write(values: list[tf.Tensor]) -> None:
+        getattr(variable, name)(values[0])
+
+    with replica_context.on_replica(None):
+        replica.once_per_copy(write, [value])
+    return variable

@@ -1,0 +1,109 @@
+"""Makes what the steps of a model need before they are traced: the variables of layers, losses, metrics and optimizers.
+
+Keras makes them while it traces a step for the first time. tfdist's steps run inside a loop of a graph, or on several
+replicas at once, and a variable that is made there cannot be lifted out. So a step is rehearsed: traced in a graph that
+is thrown away, where a variable is made outside of it, as the strategy makes variables, and nothing is computed. What
+Keras can train is so built as Keras builds it, whatever its step takes and returns.
+
+Where steps run operation by operation (`run_eagerly=True`) nothing is traced: one replica makes its variables on the
+way, as Keras does; several rehearse the first step on its batch, and nothing that it assigns is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdist.core import exact_step, replica_context
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.strategies.base import Replica, Strategy
+
+
+class Rehearsal(Replica):
+    """A replica whose step is to make variables, and to change none."""
+
+    alone = False
+
+    def __init__(self, outside: Callable[[], contextlib.AbstractContextManager[Any]]):
+        super().__init__()
+        self._outside = outside
+
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        with self._outside():
+            optimizer.build(list(variables))
+
+    def settle(self) -> None:
+        pass  # nothing waits
+
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
+        del apply, gradients, optimizer
+
+    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+        del function, values
+
+
+def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> None:
+    """Makes the variables of the step of `kind`: "train", "test" or "predict".
+
+    Args:
+        strategy: makes the variables in its scope.
+        model: compiled, or to predict alone.
+        kind: of the step.
+        spec: of a global batch, as `tf.TypeSpec`s.
+    """
+    keras_internals.look_up_rows()
+    if strategy.runs_eagerly(model) or not _is_needed(model, kind):
+        return
+    before = len(_variables(model))
+    with tensorflow_internals.scratch_graph(strategy.scope) as outside:
+        batch = tensorflow_internals.placeholders(keras_internals.without_optionals(spec))
+        _rehearse(model, kind, batch, outside, strategy.unseeded)
+    _share_new(strategy, model, before)
+
+
+def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None:
+    """The same with a `batch` at hand, for several replicas whose steps are not traced."""
+    if not _is_needed(model, kind):
+        return
+    before = len(_variables(model))
+    with tensorflow_internals.variables_made_in(strategy.scope) as outside, keras_internals.assigning_nothing():
+        _rehearse(model, kind, batch, outside, strategy.unseeded)
+    _share_new(strategy, model, before)
+
+
+def share(strategy: Strategy, model: Any) -> None:
+    """Gives all that a model and its optimizers hold the chief's values in every process."""
+    strategy.share_variables(_variables(model))
+
+
+def _share_new(strategy: Strategy, model: Any, before: int) -> None:
+    variables = _variables(model)
+    if len(variables) > before:
+        strategy.share_variables(variables)
+
+
+def _variables(model: Any) -> list[Any]:
+    optimizers = [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables]
+    return list({id(v): v for v in [*model.variables, *optimizers]}.values())
+
+
+def _is_needed(model: Any, kind: str) -> bool:
+    """What a step of the model's own makes is not known before it has run."""
+    return keras_internals.has_own_step(model, kind) or not keras_internals.is_built(model, kind)
+
+
+def _rehearse(model: Any, kind: str, batch: Any, outside: Any, unseeded: Any) -> None:
+    exact_step.install()
+    replica = Rehearsal(outside)
+    replica.unseeded = unseeded
+    with replica_context.on_replica(replica):
+        if kind == "train" and not keras_internals.has_own_step(model, kind):
+            keras_internals.forward(model, batch)
+            optimizer = model.optimizer
+            if optimizer is not None and not optimizer.built:
+                with outside():
+                    optimizer.build(model.trainable_variables)
+        else:
+            getattr(model, f"{kind}_step")(batch)

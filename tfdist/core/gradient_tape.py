@@ -1,0 +1,156 @@
+"""Gradients of the global batch, on every replica, as soon as a `tf.GradientTape` has computed them.
+
+A replica's loss is a mean over its own part of the global batch, so the loss of the global batch is the sum over the
+replicas of share * local loss (docs/contract.md). A tape's gradient with respect to variables is therefore computed of
+share * loss, and added up over the replicas before anything sees it. Whatever a step then does with it (clips it by its
+norm, perturbs the weights along it, gives it to an optimizer that normalizes) it does with what one device computes.
+
+What is added up besides, as one device would:
+
+- A target that has a value per example stands for its sum, as a tape has it: its share is 1. So is that of a scalar
+  that is a sum over the examples, as `tfdist.core.means_and_sums` finds.
+- Rows of a table that were looked up by position, not by what an example says, are one dense tensor per replica. Their
+  gradients are added by position, and not listed once per replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.core import dependencies, means_and_sums, replica_context
+from tfdist.internals import tensorflow as tensorflow_internals
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Replica
+
+
+def of_global_batch(gradient: Callable[[Any, Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
+    """What `tf.GradientTape.gradient` returns inside a step.
+
+    Args:
+        gradient: `gradient(target, output_gradients)` computes this replica's own.
+        target: what is differentiated.
+        sources: with respect to what; of a tensor, which is this replica's alone, the gradient is too.
+        output_gradients: as of `tf.GradientTape.gradient`.
+    """
+    replica = replica_context.current()
+    flat = tf.nest.flatten(sources)
+    if replica is None or not any(map(_is_variable, flat)):
+        return gradient(target, output_gradients)
+    replica_context.require_meeting(replica, "A gradient with respect to variables")
+    found = tf.nest.flatten(gradient(*_weighed(replica, target, output_gradients)))
+    variables = [index for index, source in enumerate(flat) if _is_variable(source)]
+    reduced = _reduced(replica, [found[index] for index in variables])
+    for index, one in zip(variables, reduced, strict=True):
+        found[index] = one
+    return tf.nest.pack_sequence_as(sources, found)
+
+
+def _is_variable(source: Any) -> bool:
+    return isinstance(source, keras.Variable | tf.Variable)
+
+
+def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
+    """What this replica differentiates, and the gradients to begin with, which are its weights."""
+    targets = tf.nest.flatten(target)
+    whole = isinstance(replica.share, float) and replica.share == 1.0
+    if whole or (replica.real is True and not any(map(_is_scalar, targets))):
+        return target, given
+    begun = map(tf.ones_like, targets) if given is None else tf.nest.flatten(given)
+    weighed: list[tuple[Any, Any]] = []
+    for one, begin in zip(targets, begun, strict=True):
+        if _is_scalar(one) and begin is not None:
+            weighed += [(tensor, weight * begin) for tensor, weight in replica_parts(replica, one)]
+        else:
+            # Through what replicas have added up in between, an example that is none would reach the others.
+            weighed.append((one, begin if begin is None else replica.only_real(begin)))
+    return [one for one, _ in weighed], [begin for _, begin in weighed]
+
+
+def replica_parts(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Tensors that `scalar` is made of, with weights: their sum over the replicas is the scalar of the global batch."""
+    share = tf.cast(replica.share, scalar.dtype)
+    if tf.executing_eagerly() or replica.examples is not None:
+        return [(scalar, share)]
+    return [
+        (one.tensor, (tf.cast(replica.real, scalar.dtype) if one.is_sum else share) * one.factor)
+        for one in means_and_sums.summands(scalar, replica.data, replica.means)
+    ]
+
+
+def part_of_global(replica: Replica, scalar: tf.Tensor) -> tf.Tensor:
+    """This replica's part of a scalar: the sum of all parts is what one device computes."""
+    parts = [tf.math.multiply_no_nan(tensor, weight) for tensor, weight in replica_parts(replica, scalar)]
+    return tf.add_n(parts)
+
+
+def _is_scalar(target: Any) -> bool:
+    return isinstance(target, tf.Tensor) and target.shape.rank == 0
+
+
+def _reduced(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
+    """The sums of `gradients` over the replicas, of those that have examples."""
+    if tensorflow_internals.tape_is_open() and not any(isinstance(one, tf.IndexedSlices) for one in gradients):
+        # Another tape may differentiate them in turn.
+        dense = [replica.only_real(one) for one in gradients if one is not None]
+        sums = iter(replica_context.differentiable_sums(replica, dense))
+        return replica.know([None if one is None else next(sums) for one in gradients])
+    pieces = [_pieces(replica, one) for one in gradients]
+    sent = [_sent(replica, *piece) for each in pieces for piece in each]
+    summed = iter(replica.reduce(sent))
+    return replica.know([_joined([_received(next(summed), *piece) for piece in each]) for each in pieces])
+
+
+# A gradient, or a part of the slices that are one, and whether all replicas have looked up the same rows.
+_Piece = tuple[Any, bool]
+
+
+def _pieces(replica: Replica, gradient: Any) -> list[_Piece]:
+    """The lookups that a sparse gradient comes from; else the gradient."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return [(gradient, False)]
+    return [(slices, _is_by_position(replica, slices.indices)) for slices in _lookups(gradient)]
+
+
+def _lookups(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+    """The slices of each lookup, of which TensorFlow has joined those of several."""
+    if tf.executing_eagerly():
+        return [slices]
+    values, indices = slices.values.op, slices.indices.op
+    if not (values.type == indices.type == "ConcatV2" and len(values.inputs) == len(indices.inputs)):
+        return [slices]
+    parts = zip(values.inputs[:-1], indices.inputs[:-1], strict=True)
+    return [one for v, i in parts for one in _lookups(tf.IndexedSlices(v, i, slices.dense_shape))]
+
+
+def _is_by_position(replica: Replica, indices: tf.Tensor) -> bool:
+    """Whether all replicas have the same `indices`: they follow from constants, and from other axes than the first."""
+    if not tf.executing_eagerly():
+        return not dependencies.depends_on(indices, replica.data)
+    # There is no graph to read; examples do not say 0, 1, 2, … in all parts of a batch alike.
+    joined = tf.reshape(replica.all_gather(indices), [replica.count, -1]) if _alike(replica, indices) else None
+    return joined is not None and bool(tf.reduce_all(joined == tf.range(tf.size(indices), dtype=indices.dtype)))
+
+
+def _alike(replica: Replica, indices: tf.Tensor) -> bool:
+    sizes = replica.all_gather(tf.reshape(tf.size(indices), [1]))
+    return bool(tf.reduce_all(sizes == sizes[0]))
+
+
+def _sent(replica: Replica, gradient: Any, by_position: bool) -> Any:
+    return None if gradient is None else replica.only_real(gradient.values if by_position else gradient)
+
+
+def _received(summed: Any, gradient: Any, by_position: bool) -> Any:
+    return tf.IndexedSlices(summed, gradient.indices, gradient.dense_shape) if by_position else summed
+
+
+def _joined(pieces: list[Any]) -> Any:
+    if len(pieces) == 1:
+        return pieces[0]
+    values, indices = tf.concat([p.values for p in pieces], 0), tf.concat([p.indices for p in pieces], 0)
+    return tf.IndexedSlices(values, indices, pieces[0].dense_shape)

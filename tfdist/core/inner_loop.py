@@ -1,0 +1,376 @@
+"""The inner loop: a graph that runs many steps of a model on every replica of a strategy.
+
+Program.run(state, first, count)
+    while step < count
+        batch = fetch(state, step)
+        on each replica: train_step(its part of the batch), exact (see `tfdist.internals.keras`)
+    logs = the model's metrics, merged over the replicas by their state
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from tfdist.core import building, exact_step, gradient_reduction, gradient_tape, metrics
+from tfdist.data.pipeline.feed import Batches
+from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.strategies.base import Replica, Strategy
+
+Logs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call of the inner loop did.
+
+    Attributes:
+        steps: how many steps it ran.
+        data_ended: it stopped because there was no further batch.
+        logs: the metrics after the last step, scalars; empty when there was no step.
+    """
+
+    steps: int
+    data_ended: bool
+    logs: Logs
+
+
+class OwnLogs(Exception):  # noqa: N818 - not an error
+    """Raised while tracing: the model's step returns logs that are not its metrics, so the loop must carry them."""
+
+    def __init__(self, spec: Any):
+        super().__init__()
+        self.spec = spec
+
+
+def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:
+    """`batches` as the graph of a step of `model` is made for them.
+
+    Of Keras' own classes it is known what they make of a batch, and a known length makes a faster graph.
+    """
+    known = strategy.alone or keras_internals.is_of_keras_alone(model)
+    return batches if known else batches.of_any_length()
+
+
+class Program:
+    """What the loop over an epoch runs its steps with."""
+
+    def begin_epoch(self) -> None:
+        """What comes next belongs to another epoch."""
+
+    def end_epoch(self) -> Logs:
+        """The steps of an epoch are over; returns what is to be added to its logs."""
+        return {}
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
+        raise NotImplementedError
+
+
+class StepProgram(Program):
+    """Runs `model.train_step` or `model.test_step`.
+
+    Args:
+        strategy: where the replicas are.
+        model: compiled and built.
+        step_name: `"train_step"` or `"test_step"`.
+        batches: the graph's side of the data.
+        stop_at_nan: end a call at the first step after which the loss is not finite.
+    """
+
+    meets_in_each_step: ClassVar[bool] = True  # the replicas of a step exchange what belongs to it
+
+    def __init__(self, strategy: Strategy, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
+        self._strategy = strategy
+        self._model = model
+        self._step_name = step_name
+        self._batches = batches
+        self._stop_at_nan = stop_at_nan and getattr(model, "_loss_tracker", None) is not None
+        self._build = _builder(strategy, model, step_name.removesuffix("_step"), batches)
+        self._own_logs: Any = None
+        self._metrics_updated: set[int] = set()
+        self._one_step, self._many_steps = self._make_functions()
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        arguments = state, tf.constant(first), tf.constant(count)
+        steps, more, logs = self._traced(lambda: self._function(count)(*arguments))
+        return Outcome(int(steps), not bool(more), logs if int(steps) else {})
+
+    def _traced(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, with graphs made anew where tracing shows logs of the step's own, or a new optimizer."""
+        while True:
+            try:
+                return call()
+            except OwnLogs as found:
+                self._own_logs = found.spec
+            except keras_internals.Unbuilt as found:
+                with self._strategy.scope():
+                    found.optimizer.build(found.variables)
+            self._one_step, self._many_steps = self._make_functions()
+
+    def _function(self, count: int) -> Callable[..., Any]:
+        # TensorFlow's profiler loses the markers of steps that run inside a graph's loop. Otherwise one graph runs all
+        # steps, since two of them can differ in the last bit.
+        return self._one_step if count == 1 and tensorflow_internals.profiling() else self._many_steps
+
+    def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        if self._strategy.runs_eagerly(self._model):
+            return self._steps_eagerly, self._steps_eagerly
+        return _Graph(self._single_step, self._strategy), _Graph(self._steps, self._strategy)
+
+    def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        del count
+        batch = self._batches.fetch(state, first)
+        if self._batches.counted:
+            finite, logs = self._step(state, batch)
+            return tf.constant(1), tf.constant(True), self._results(logs, after=finite)
+        more = batch.has_value()
+        nothing = tf.constant(True), self._no_logs()
+        finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: nothing)
+        return tf.cast(more, tf.int32), more, self._results(logs, after=finite)
+
+    def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
+        def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
+            del logs
+            return (done < count) & more & finite
+
+        def body(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> Any:
+            batch = self._batches.fetch(state, first + done)
+            if self._batches.counted:
+                return done + 1, more, *self._step(state, batch)
+            more = batch.has_value()
+            finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
+            return done + tf.cast(more, tf.int32), more, finite, logs
+
+        start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
+        parallel = self._strategy.parallel_steps
+        done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
+        return done, more, self._results(logs, after=done)
+
+    def _no_logs(self) -> Logs:
+        return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
+
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        """The same, operation by operation, for `run_eagerly=True`."""
+        done, finite = 0, True
+        logs: Logs = {}
+        for batch in self._batches.take(state, int(first), int(count)):
+            self._build(state, batch)
+            # What tracing a function of the step's own shows is seen to here: the batch is fetched once.
+            finite, logs = self._traced(functools.partial(self._step, state, batch))
+            done += 1
+            if not bool(finite):
+                break
+        return done, done == int(count) or not bool(finite), self._results(logs)
+
+    def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
+        """One step on all replicas: whether the loss is still finite, and the step's own logs."""
+
+        def on_replica(replica: Replica) -> Logs:
+            part = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(*part, self._strategy.unseeded)
+            logs, updated = exact_step.exactly(replica, self._model, self._step_function(replica))
+            self._metrics_updated |= updated
+            return _mean(logs, replica) if self._returns_own(logs) else logs
+
+        with gradient_reduction.fused(self._model.optimizer, self._strategy.fused), self._own_metrics():
+            results = self._strategy.run(on_replica)
+        logs: Logs = {}
+        if self._returns_own(results[0]):
+            logs = results[0]  # all replicas have the same
+            if self._own_logs is None and not tf.executing_eagerly():
+                raise OwnLogs(tf.nest.map_structure(float_spec, logs))
+        finite = tf.constant(True)
+        if self._stop_at_nan:
+            with self._strategy.merged([self._model._loss_tracker.total], "finite"):
+                finite = tf.math.is_finite(tf.convert_to_tensor(self._model._loss_tracker.total))
+        return finite, logs
+
+    def _returns_own(self, logs: Logs) -> bool:
+        """Whether a step that returned `logs` returns more, or less, than the results of the metrics."""
+        return self._own_logs is not None or set(logs) != self._metric_names()
+
+    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
+        if self.meets_in_each_step:
+            return metrics.gathered(self._model)
+        return metrics.refused(self._model, self._strategy.name)
+
+    def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
+        step = getattr(self._model, self._step_name)
+        # Replicas meet in the middle of a step, which XLA cannot compile into one program.
+        if keras_internals.wants_xla(self._model) and replica.alone:
+            step = tf.function(step, jit_compile=True)
+        return functools.partial(self._checked_logs, step, replica)
+
+    def _checked_logs(self, step: Callable[[Any], Any], replica: Replica, data: Any) -> Logs:
+        logs = step(data)
+        if not isinstance(logs, dict):
+            raise UsageError(
+                f"`{self._step_name}` of the model `{self._model.name}` returned `{logs}`",
+                "return a dict of metrics and their values",
+            )
+        counts = [name for name, value in logs.items() if replica.count > 1 and _is_count(value)]
+        for name in set(counts) - self._metric_names() if counts else ():
+            raise UsageError(
+                f"`{self._step_name}` of the model `{self._model.name}` returned whole numbers as `{name}`, of which "
+                "nobody knows whether those of the replicas are to be added",
+                "count in a metric, such as `keras.metrics.Sum`; or return what is a mean, or the same on all "
+                "replicas, as a float",
+            )
+        return logs
+
+    def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
+        """The logs of a call: the metrics, or what the last step returned.
+
+        What a step returned under the name of a metric that it updated was that metric's result on each replica; the
+        result over all of them takes its place. Processes may pair what they exchange for it by its order, so that
+        nothing is exchanged before `after` is there, which the last step gives.
+        """
+        with tf.control_dependencies([] if after is None else [after]):
+            return self._with_results(own_logs) if own_logs else merged_metrics(self._strategy, self._model)
+
+    def _with_results(self, own_logs: Logs) -> Logs:
+        merged: Logs = {}
+        updated = [m for m in self._model.metrics if any(id(v) in self._metrics_updated for v in m.variables)]
+        with self._strategy.merged([variable for metric in updated for variable in metric.variables], "metrics"):
+            for metric in updated:
+                result = _values(metric.result())
+                merged |= {metric.name: result} | (result if isinstance(result, dict) else {})
+        return own_logs | {name: value for name, value in merged.items() if name in own_logs}
+
+    def _metric_names(self) -> set[str]:
+        if not keras_internals.compiled_metrics_are_built(self._model):
+            return set()  # the step has not used them, and returns logs of its own
+        # Of constants, since a step that reads the metrics' variables would add them up over all processes.
+        constants = [(v, tf.zeros(v.shape, v._value.dtype)) for v in self._model.metrics_variables]
+        with keras.StatelessScope(constants):
+            return set(self._model.get_metrics_result())
+
+
+def merged_metrics(strategy: Strategy, model: Any) -> Logs:
+    """The results of the metrics of `model` over all replicas."""
+    with strategy.merged(model.metrics_variables, "metrics"):
+        return _values(model.get_metrics_result())
+
+
+def _values(results: Any) -> Any:
+    """What metrics returned, with the present values of variables in their place."""
+    return tf.nest.map_structure(lambda one: one.value if isinstance(one, keras.Variable) else one, results)
+
+
+class PredictProgram(Program):
+    """Runs `model.predict_step`."""
+
+    def __init__(self, strategy: Strategy, model: Any, batches: Batches):
+        self._strategy = strategy
+        self._model = model
+        self._batches = batches
+        self._eager = strategy.runs_eagerly(model)
+        self._build = _builder(strategy, model, "predict", batches)
+        self._function = self._predict if self._eager else _Graph(self._predict, strategy)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
+        outputs = []
+        for batch in self._batches.take(state, first, count):
+            if self._eager:
+                self._build(state, batch)
+            outputs.append(self._function(state, batch))
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
+
+    def _predict(self, state: Any, batch: Any) -> Any:
+        def on_replica(replica: Replica) -> Any:
+            part = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(*part, self._strategy.unseeded)
+            outputs, _ = exact_step.exactly(replica, self._model, self._model.predict_step)
+            return keras_internals.tree.map_structure(replica.real_rows, outputs)
+
+        if self._batches.own:
+            return joined(self._strategy.run(on_replica))
+        return self._strategy.run_joined(on_replica, joined)
+
+
+def _builder(strategy: Strategy, model: Any, kind: str, batches: Batches) -> Callable[[Any, Any], None]:
+    """For steps that are not traced: makes with the first batch what they cannot make on the way."""
+    done = strategy.alone
+
+    def build(state: Any, batch: Any) -> None:
+        nonlocal done
+        if not done:
+            data, _ = batches.part(state, batch, 0, 1)
+            building.build_eagerly(strategy, model, kind, data)
+        done = True
+
+    return build
+
+
+def joined(parts: list[Any]) -> Any:
+    """The examples of several structures of outputs in one."""
+    if len(parts) == 1:
+        return parts[0]
+    return keras_internals.tree.map_structure(lambda *values: keras_internals.join(list(values)), *parts)
+
+
+class _Graph:
+    """A `tf.function` of `function` that is called the way that is fastest for its graph."""
+
+    def __init__(self, function: Callable[..., Any], strategy: Strategy):
+        self._function = function
+        self._strategy = strategy
+        self._compiled: Any = None
+        self._serial = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._compiled is None:
+            self._compiled, self._serial = self._choose(arguments)
+        # The operations of a serial call are in no trace, nor is its wait for input.
+        serial = self._serial and not tensorflow_internals.profiling()
+        with tensorflow_internals.serial_calls() if serial else contextlib.nullcontext():
+            return self._compiled(*arguments)
+
+    def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
+        """The `tf.function`, and whether its calls are serial."""
+        if self._strategy.serial:
+            # A graph that is traced for the usual executor cannot be run by the serial one; the reverse works, without
+            # what the usual one does to a graph.
+            serial = self._new()
+            with tensorflow_internals.serial_calls():
+                graph = serial.get_concrete_function(*arguments).graph
+            if tensorflow_internals.flat(graph) and tensorflow_internals.light(graph):
+                return serial, True
+        return self._new(), False
+
+    def _new(self) -> Any:
+        # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
+        return tf.function(functools.partial(self._function), autograph=False, reduce_retracing=True)
+
+
+def _mean(logs: Logs, replica: Replica) -> Logs:
+    """The replicas' logs in one: means over the examples, weighed by the shares, and sums."""
+
+    def part(value: Any) -> tf.Tensor:
+        value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
+        if value.shape.rank == 0:
+            return gradient_tape.part_of_global(replica, value)
+        return tf.math.multiply_no_nan(value, tf.cast(replica.share, tf.float32))
+
+    parts = tf.nest.map_structure(part, logs)
+    return tf.nest.pack_sequence_as(parts, replica.all_reduce(tf.nest.flatten(parts)))
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a step computed it as a whole number; the numbers of Python are the same on all replicas."""
+    return any(not isinstance(one, int | float) and tf.as_dtype(one.dtype).is_integer for one in tf.nest.flatten(value))
+
+
+def float_spec(value: Any) -> tf.TensorSpec:
+    """How a value travels among the logs of a step."""
+    return tf.TensorSpec(keras.ops.convert_to_tensor(value).shape, tf.float32)

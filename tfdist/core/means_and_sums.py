@@ -1,0 +1,174 @@
+"""How a number that a step computes grows with the number of examples: is it a mean over them, or a sum?
+
+The mean over a global batch is the sum over the replicas of share * mean; a sum is the sum of their sums. Which of the
+two a scalar is follows from the graph that computes it: from the means and sums over axes of examples, and from the
+lengths of such axes that it is divided by. The degree of a mean is 0, that of a sum 1.
+
+An axis of examples is one whose length is not known while the graph is made, so parts of batches must be of any length
+(`Batches.of_any_length`). Where the graph does not tell, a scalar counts as a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.core import dependencies
+
+_SAME = ("Identity", "Cast", "Neg", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "CheckNumerics")
+_LENGTHS = ("StridedSlice", "Size", "Prod")
+_OF_ANY_NUMBER = ("Max", "Min", "All", "Any")
+
+
+@dataclass(frozen=True)
+class Summand:
+    """One of the tensors that a scalar is the sum of.
+
+    Attributes:
+        tensor: the summand, but for its factor.
+        factor: what it is multiplied by, which does not depend on the examples.
+        is_sum: it is a sum over the examples; else a mean, or not known to be one.
+    """
+
+    tensor: tf.Tensor
+    factor: Any
+    is_sum: bool
+
+
+def summands(scalar: tf.Tensor, examples: Sequence[tf.Tensor], means: Sequence[tf.Tensor] = ()) -> list[Summand]:
+    """The means and sums over `examples`, the tensors of a part of a batch, that `scalar` is made of.
+
+    Args:
+        scalar: of a graph.
+        examples: the tensors of a part of a batch.
+        means: tensors that are known to count as means.
+    """
+    return _Degrees(examples, means).summands(scalar, 1.0)
+
+
+class _Degrees:
+    def __init__(self, examples: Sequence[tf.Tensor], means: Sequence[tf.Tensor]):
+        self._examples = examples
+        self._known: dict[tuple[int, str], int | None] = {dependencies.key(one): 0 for one in means}
+
+    def summands(self, tensor: tf.Tensor, factor: Any) -> list[Summand]:
+        degree = self.of(tensor)
+        parts = [] if degree is not None else self._parts(tensor.op.type, list(tensor.op.inputs))
+        if not parts:
+            return [Summand(tensor, factor, degree == 1)]
+        return [found for one, times in parts for found in self.summands(one, factor * times)]
+
+    def _parts(self, kind: str, inputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Any]]:
+        """What a tensor that is no mean and no sum is the sum of, each with its factor, where that is plain."""
+        if kind in ("Identity", "AddV2", "Add", "AddN"):
+            return [(one, 1.0) for one in inputs]
+        if kind == "Sum" and inputs[0].op.type == "Pack" and inputs[0].shape.rank == 1:  # as Keras adds its losses
+            return [(one, 1.0) for one in inputs[0].op.inputs]
+        if kind in ("Neg", "Sub"):
+            return [(one, sign) for one, sign in zip(inputs, (1.0, -1.0)[-len(inputs) :], strict=True)]
+        if kind == "Mul":
+            return [(one, other) for one, other in (inputs, inputs[::-1]) if _is_setting(other)][:1]
+        return []
+
+    def of(self, tensor: tf.Tensor) -> int | None:
+        """The degree of `tensor`, `None` where it has none or the graph does not tell."""
+        key = dependencies.key(tensor)
+        if key not in self._known:
+            self._known[key] = None
+            self._known[key] = self._of(tensor)
+        return self._known[key]
+
+    def _of(self, tensor: tf.Tensor) -> int | None:
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        if kind in _LENGTHS and (length := self._length(kind, inputs)) is not None:
+            return length
+        if kind in _RULES:
+            return _RULES[kind](self, inputs)
+        return self._of_another(tensor, kind, inputs)
+
+    def _of_another(self, tensor: tf.Tensor, kind: str, inputs: Sequence[tf.Tensor]) -> int | None:
+        if not dependencies.depends_on(tensor, self._examples):
+            return 0
+        if _has_examples(tensor):  # each example has its own, whatever it is
+            return 0
+        if kind not in _OF_ANY_NUMBER and any(map(_has_examples, inputs)):
+            return None
+        return 0 if all(self.of(one) == 0 for one in inputs) else None
+
+    def unchanged(self, inputs: Sequence[tf.Tensor]) -> int | None:
+        return self.of(inputs[0])
+
+    def total(self, inputs: Sequence[tf.Tensor]) -> int | None:
+        tensor, axes = inputs[0], tf.get_static_value(inputs[1])
+        if axes is None or tensor.shape.rank is None:
+            return None
+        return self._plus(self.of(tensor), int(any(tensor.shape[int(axis)] is None for axis in axes.reshape(-1))))
+
+    def half_of_squares(self, inputs: Sequence[tf.Tensor]) -> int | None:
+        return self._plus(self.of(inputs[0]), int(_has_examples(inputs[0])))
+
+    def product(self, inputs: Sequence[tf.Tensor]) -> int | None:
+        return self._plus(*map(self.of, inputs))
+
+    def quotient(self, inputs: Sequence[tf.Tensor]) -> int | None:
+        below = self.of(inputs[1])
+        return self._plus(self.of(inputs[0]), None if below is None else -below)
+
+    def addition(self, inputs: Sequence[tf.Tensor]) -> int | None:
+        degrees = {self.of(one) for one in inputs if not _is_zero(one)}
+        return degrees.pop() if len(degrees) == 1 else None if degrees else 0
+
+    def choice(self, inputs: Sequence[tf.Tensor]) -> int | None:
+        return self.addition(inputs[1:])
+
+    def _length(self, kind: str, inputs: Sequence[tf.Tensor]) -> int | None:
+        """The degree of a length of an axis, or of a product of such lengths."""
+        tensor = inputs[0]
+        if kind == "Size":
+            return int(_has_examples(tensor))
+        if kind == "StridedSlice":
+            begin = tf.get_static_value(inputs[1])
+            if tensor.op.type != "Shape" or begin is None or len(begin) != 1:
+                return None
+            return int(tensor.op.inputs[0].shape[int(begin[0])] is None)
+        while tensor.op.type in _SAME:
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type == "Shape":
+            return int(_has_examples(tensor.op.inputs[0]))
+        return self._plus(*map(self.of, tensor.op.inputs)) if tensor.op.type == "Pack" else None
+
+    @staticmethod
+    def _plus(*degrees: int | None) -> int | None:
+        return None if None in degrees else sum(degree for degree in degrees if degree is not None)
+
+
+_Rule = Callable[[_Degrees, Sequence[tf.Tensor]], int | None]
+_RULES: dict[str, _Rule] = {
+    "Sum": _Degrees.total,
+    "L2Loss": _Degrees.half_of_squares,
+    **dict.fromkeys(("Mean", *_SAME), _Degrees.unchanged),
+    **dict.fromkeys(("Mul", "MulNoNan"), _Degrees.product),
+    **dict.fromkeys(("RealDiv", "DivNoNan", "Div"), _Degrees.quotient),
+    **dict.fromkeys(("AddV2", "Add", "Sub", "AddN"), _Degrees.addition),
+    "SelectV2": _Degrees.choice,
+}
+
+
+def _has_examples(tensor: tf.Tensor) -> bool:
+    return tensor.shape.rank is None or None in tensor.shape.as_list()
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    """Python's `sum` begins with it."""
+    value = tf.get_static_value(tensor)
+    return value is not None and not value.any()
+
+
+def _is_setting(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is a number that somebody chose, or the scale of losses, which is a variable."""
+    while tensor.op.type in _SAME:
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type in ("Const", "ReadVariableOp")

@@ -1,0 +1,143 @@
+"""Random numbers inside a step: what is drawn for examples differs from replica to replica; all else is alike.
+
+One device draws a mask for each example of the global batch, and one noise for a weight. So a draw whose first axis is
+that of the replica's examples gets a seed of the replica's own, and any other draw the same seed on all replicas. On
+the first replica seeds stay what they are. The same seeds and the same number of replicas give the same numbers.
+
+So that steps of one replica and of several can be compared, see `tfdist.core.verification`, all examples can be given
+the same numbers instead: one draw, repeated for each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfdist.core import replica_context
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Replica
+
+# A prime that is far from what layers add to their seeds.
+SEEDS_APART = 15_485_863
+# For operations alike on all replicas of a process whose user has set no seed.
+_UNSEEDED = secrets.randbits(31)
+
+
+class _Alike:
+    """What draws of a step need that gives all examples the same numbers.
+
+    Attributes:
+        examples: how many the step has, `None` where that varies.
+        unseeded: what draws that are given no seed take theirs from.
+        draws: how many operations of TensorFlow have drawn so far.
+    """
+
+    def __init__(self, examples: int | None, unseeded: Any):
+        self.examples = examples
+        self.unseeded = unseeded
+        self.draws = 0
+
+
+class _Thread(threading.local):
+    for_examples = False
+    alike: _Alike | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def alike_for_all_examples(examples: int | None, unseeded: Any) -> Iterator[_Alike]:
+    """While a step is run in this context, all its examples get the same random numbers, whichever replica has them."""
+    before, _thread.alike = _thread.alike, _Alike(examples, unseeded)
+    try:
+        yield _thread.alike
+    finally:
+        _thread.alike = before
+
+
+def is_alike() -> bool:
+    """Whether the present code draws the same numbers for all examples."""
+    return _thread.alike is not None
+
+
+def drawn(draw: Callable[[Any], Any], shape: Any) -> Any:
+    """What `draw(shape)` returns, which draws random numbers of this `shape`."""
+    if _thread.alike is not None and is_for_examples(_thread.alike.examples, shape):
+        if not tf.is_tensor(shape) and not hasattr(shape, "__iter__"):
+            shape = [shape]
+        count, rest = shape[0], shape[1:]
+        return tf.repeat(draw(tf.concat([[1], rest], 0) if tf.is_tensor(shape) else [1, *rest]), count, axis=0)
+    return drawn_for(lambda: draw(shape), shape)
+
+
+def drawn_for(draw: Callable[[], Any], shape: Any) -> Any:
+    """What `draw()` returns, which draws random numbers of this `shape`, whatever it returns."""
+    replica = replica_context.current()
+    if replica is None:
+        return draw()
+    before, _thread.for_examples = _thread.for_examples, is_for_examples(replica.examples, shape)
+    try:
+        return draw()
+    finally:
+        _thread.for_examples = before
+
+
+def noise_shape(inputs: Any, shape: Any) -> Any:
+    """The shape of the mask for `inputs`, from what dropout was given as `shape`."""
+    sizes = [tf.shape(inputs)[axis] if size is None else size for axis, size in enumerate(inputs.shape)]
+    wanted = sizes if shape is None else [s if w is None else w for s, w in zip(sizes, shape, strict=True)]
+    if _thread.alike is not None and is_for_examples(_thread.alike.examples, wanted):
+        return [1, *wanted[1:]]
+    return shape
+
+
+def is_for_examples(examples: int | None, shape: Any) -> bool:
+    """Whether numbers of this `shape` are drawn for each of so many examples; `None` where their number varies."""
+    sizes = tf.get_static_value(shape) if tf.is_tensor(shape) else shape
+    if sizes is None:
+        return True
+    first = next(iter(sizes), 1) if hasattr(sizes, "__iter__") else sizes
+    first = tf.get_static_value(first) if tf.is_tensor(first) else first
+    return first is None or int(first) == examples
+
+
+def unseeded(replica: Replica | None) -> Any:
+    """What a draw that is given no seed takes it from; `None` is Keras' own generator."""
+    if _thread.alike is not None:
+        return _thread.alike.unseeded
+    return None if replica is None else replica.unseeded
+
+
+def of_keras(replica: Replica, seed: tf.Tensor) -> tf.Tensor:
+    """The seed of a draw of Keras, integers `[2]`, on this replica."""
+    if not _thread.for_examples or replica.index == 0:
+        return seed
+    return seed + tf.constant([replica.index * SEEDS_APART, 0], seed.dtype)
+
+
+def of_operation(seeds: tuple[int | None, int | None], given: int | None) -> tuple[int | None, int | None]:
+    """The seeds of a stateful operation of TensorFlow, of its graph and its own, on this replica.
+
+    Args:
+        seeds: what TensorFlow would take.
+        given: what the user has given for the operation.
+    """
+    if _thread.alike is not None:
+        _thread.alike.draws += 1
+        return _UNSEEDED if seeds[0] is None else seeds[0], _thread.alike.draws if given is None else given
+    replica = replica_context.current()
+    if replica is None:
+        return seeds
+    of_graph, of_op = seeds
+    if _thread.for_examples:
+        return of_graph, of_op if of_op is None else (of_op + replica.index * SEEDS_APART) % (1 << 31)
+    # TensorFlow numbers operations within a graph, which several replicas may share.
+    replica.draws += 1
+    return of_graph if of_graph is not None else _UNSEEDED, given if given is not None else replica.draws

@@ -1,0 +1,116 @@
+"""Plain files of the user's: where they are, and how they are read."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.errors import DataError, UsageError
+
+OTHER_ENCODING = "name another encoding with `--data-option encoding=latin-1`"
+# What TensorFlow decodes.
+PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def folder(data_dir: str | PathLike[str] | None, dataset: str) -> Path:
+    """The folder that holds a dataset's files.
+
+    Raises:
+        UsageError: none was named.
+        DataError: it does not exist.
+    """
+    if not data_dir:
+        raise UsageError(f"`{dataset}` reads files of yours, and no folder is named", "name it with `--data-dir`")
+    found = Path(data_dir).expanduser()
+    if not found.is_dir():
+        raise DataError(
+            f"Dataset `{dataset}` cannot be read: `{found}` is not a folder", "name the folder with `--data-dir`"
+        )
+    return found
+
+
+def find(directory: Path, patterns: str | None, dataset: str, option: str) -> list[Path]:
+    """The files below `directory` that an option names: names or patterns such as `*.bin`, divided by commas.
+
+    Raises:
+        DataError: a name or a pattern that no file has.
+    """
+    found: list[Path] = []
+    for pattern in str(patterns).split(",") if patterns is not None else []:
+        matching = sorted(path for path in directory.glob(pattern.strip()) if path.is_file())
+        if not matching:
+            there = ", ".join(f"`{path.name}`" for path in sorted(directory.iterdir())[:12]) or "nothing"
+            raise DataError(
+                f"Dataset `{dataset}` has no file `{pattern.strip()}` in `{directory}`, which holds {there}",
+                f"name the files with `--data-option {option}=NAME`",
+            )
+        found += matching
+    return found
+
+
+def content(path: Path) -> bytes:
+    """The bytes of a file, unpacked where its name ends in `.gz` or `.xz`.
+
+    Raises:
+        DataError: it cannot be read or unpacked.
+    """
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            return file.read()
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"`{path}` cannot be read: {error}", "fetch the file again") from error
+
+
+def pictures_in(directory: Path) -> list[Path]:
+    """The pictures of a folder, by name; none where there is no such folder."""
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if path.suffix.lower() in PICTURES)
+
+
+def text(path: Path, encoding: str) -> str:
+    """A whole text.
+
+    Raises:
+        UsageError: no such encoding.
+        DataError: the file cannot be read, or is not in that encoding.
+    """
+    data = content(path)
+    try:
+        return _decoded(data, encoding)
+    except UnicodeDecodeError as error:
+        line_begin = data.rfind(b"\n", 0, error.start) + 1
+        sentence = _not_text(path, data.count(b"\n", 0, error.start) + 1, encoding, data, error.start, line_begin)
+        raise DataError(sentence, OTHER_ENCODING) from error
+
+
+def lines(path: Path, encoding: str, bad: BadExamples) -> Iterator[tuple[int, str | None]]:
+    """The lines of a text with their numbers, from 1; `None` for one that is bad and left out.
+
+    Raises:
+        UsageError: no such encoding.
+        DataError: the file cannot be read, or a line is not in that encoding.
+    """
+    for number, line in enumerate(content(path).removesuffix(b"\n").split(b"\n"), 1):
+        try:
+            yield number, _decoded(line.removesuffix(b"\r"), encoding)
+        except UnicodeDecodeError as error:
+            bad.found(_not_text(path, number, encoding, line, error.start, 0), OTHER_ENCODING)
+            yield number, None
+
+
+def _decoded(data: bytes, encoding: str) -> str:
+    try:
+        return data.decode(encoding)
+    except LookupError as error:
+        raise UsageError(f"There is no encoding `{encoding}`", "use for example `utf-8` or `latin-1`") from error
+
+
+def _not_text(path: Path, number: int, encoding: str, data: bytes, place: int, line_begin: int) -> str:
+    return f"Line {number} of `{path}` is not `{encoding}`: byte 0x{data[place]:02x} at {place - line_begin}"

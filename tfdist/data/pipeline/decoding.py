@@ -1,0 +1,239 @@
+"""Examples from their files: read, decode, check, fit to size. In a graph, and in Python to say what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data.formats.tfrecords import Records
+from tfdist.data.pipeline import augmentation as augmentations
+from tfdist.data.pipeline.augmentation import Augmentation
+from tfdist.data.pipeline.disk_cache import DiskCache
+from tfdist.data.pipeline.pictures import Pictures
+from tfdist.data.spec import DataSpec
+from tfdist.errors import DataError
+
+
+class Decoder:
+    """The examples of a split, by their numbers.
+
+    Args:
+        spec: of the dataset.
+        files: of the split.
+        augmentation: what is done to each example; a crop of random size is cut out of the whole picture, every other
+            one is for pictures that are brought to size.
+        cache: where decoded examples are kept on the disk, if they are.
+    """
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        files: Pictures | Records,
+        augmentation: Augmentation | None = None,
+        cache: DiskCache | None = None,
+    ):
+        self._spec = spec
+        self._files = files
+        self._crops = augmentation is augmentations.RESIZED_CROP
+        self._augmentation = None if self._crops else augmentation
+        self._masks = spec.task == "segmentation"
+        self._cache = cache
+        self._datasets: dict[Any, Callable[..., tf.data.Dataset]] = {}
+        if isinstance(files, Pictures):
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._pictures = tf.constant(list(files.pictures))
+                self._targets: Any = None if files.draw is not None else tf.constant(files.targets)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __call__(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Example number `index`, augmented.
+
+        Args:
+            index: int32 scalar.
+            draws: float32 `[draws]`, its random numbers.
+
+        Returns:
+            x float32 `[H, W, C]` in [0, 1], and y: int32 scalar or `[H, W]`, or x again for autoencoding.
+        """
+        x, y = self.fitted(index, draws)
+        if self._augmentation is None:
+            return x, (x if self._spec.task == "autoencoding" else y)
+        # One by one, since examples are decoded in parallel and batches are few.
+        data = (x[tf.newaxis], y[tf.newaxis])
+        x, y = self._augmentation(self._spec, data, draws[tf.newaxis])
+        return x[0], y[0]
+
+    def datasets(self, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        """A graph, kept for all epochs: `datasets(indices, table, batches)` is a run of batches of `length` examples.
+
+        It takes the numbers of the examples, int32 `[n]`, their random numbers, float32 `[n, draws]`, and how many
+        batches that is.
+        """
+        asked = (length, draws, deterministic)
+        if asked not in self._datasets:
+            self._datasets[asked] = self._make_datasets(*asked)
+        return self._datasets[asked]
+
+    def _make_datasets(self, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        run = [tf.TensorSpec([None], tf.int32), tf.TensorSpec([None, draws], tf.float32), tf.TensorSpec([], tf.int64)]
+
+        @tf.function(input_signature=run, autograph=False)
+        def dataset(indices: tf.Tensor, table: tf.Tensor, batches: tf.Tensor) -> tf.data.Dataset:
+            examples = tf.data.Dataset.from_tensor_slices((indices, table))
+            decode = tf.autograph.experimental.do_not_convert(self.__call__)
+            decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+            if length:
+                return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+            # A rank may have no part of a batch: that is a batch without examples.
+            nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+            return tf.data.Dataset.from_tensors(nothing).repeat(batches)
+
+        return dataset
+
+    def fitted(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Example number `index`, checked and brought to size; a stage of its own to be timed."""
+        picture, target = self.decoded(index) if self._cache is None else self._kept(self._cache, index)
+        if not self._masks:
+            x, _ = self._fit(picture, None, draws)
+            return x, target
+        checks = [
+            tf.debugging.assert_equal(tf.shape(target), tf.shape(picture)[:2]),
+            tf.debugging.Assert(tf.reduce_all(_is_class(target, self._spec)), [index]),
+        ]
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            return self._fit(picture, tf.identity(target), draws)
+
+    def read(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What the files hold of an example: an encoded picture, and its label or its encoded or drawn mask."""
+        files = self._files
+        if isinstance(files, Records):
+            kind = tf.string if files.masks else tf.int64
+            features = {
+                name: tf.io.FixedLenFeature([], of) for name, of in (("image", tf.string), (files.target, kind))
+            }
+            example = tf.ensure_shape(tf.numpy_function(files.read, [index], tf.string), [])
+            parsed = tf.io.parse_single_example(example, features)
+            return parsed["image"], parsed[files.target]
+        picture = tf.io.read_file(self._pictures[index])
+        draw = files.draw
+        if draw is not None:
+            return picture, tf.numpy_function(lambda number: draw(files.targets[number]), [index], tf.uint8)
+        target = self._targets[index]
+        return picture, tf.io.read_file(target) if self._masks else target
+
+    def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """An example as it is in its files: uint8 `[h, w, C]`, and int32, its label or its mask `[h, w]`."""
+        picture, target = self.read(index)
+        pixels = tf.io.decode_image(picture, channels=self._spec.input_shape[2], expand_animations=False)
+        if self._masks and target.dtype == tf.string:
+            target = tf.io.decode_image(target, channels=1, expand_animations=False)[..., 0]
+        if self._masks:
+            target = tf.ensure_shape(target, [None, None])
+        elif self._spec.task == "autoencoding":
+            target = tf.constant(0)  # the picture is the target, whatever else there is
+        return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
+
+    def bytes_decoded(self) -> int:
+        """What the first example takes on the disk once it is decoded; a great deal if it cannot be."""
+        try:
+            picture, target = self.decoded(tf.constant(0))
+        except tf.errors.OpError:
+            return sys.maxsize
+        return int(tf.size(picture)) + 4 * int(tf.size(target))
+
+    def _kept(self, cache: DiskCache, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        channels = self._spec.input_shape[2]
+        picture, target = cache.through(index, lambda: self.decoded(index), channels)
+        return tf.ensure_shape(picture, [None, None, channels]), tf.ensure_shape(target, [None] * 2 * self._masks)
+
+    def problem(self, index: int) -> str | None:
+        """What is wrong with example number `index`, in one sentence; `None` if it is good."""
+        name, name_of_mask = self._files.name(index), self._files.name_of_mask(index)
+        try:
+            picture, target = self.decoded(tf.constant(index))
+        except tf.errors.OpError as error:
+            return self._what_cannot_be_decoded(index, error)
+        if not self._masks:
+            return None
+        mask = target.numpy()
+        if mask.shape != tuple(picture.shape[:2]):
+            found, expected = (f"{shape[0]}x{shape[1]}" for shape in (mask.shape, picture.shape))
+            return f"{name_of_mask} is {found}, and its picture `{name}` is {expected}"
+        outside = mask[~_is_class(mask, self._spec)]
+        if not len(outside):
+            return None
+        return f"{name_of_mask} has the label {outside[0]}, outside the {self._spec.classes} classes"
+
+    def _what_cannot_be_decoded(self, index: int, error: tf.errors.OpError) -> str:
+        """The picture or the mask: the picture is decoded alone to know."""
+        name = f"`{self._files.name(index)}`"
+        with contextlib.suppress(tf.errors.OpError):
+            alone = Decoder(dataclasses.replace(self._spec, task="autoencoding"), self._files)
+            alone.decoded(tf.constant(index))
+            name = self._files.name_of_mask(index) if self._masks else name
+        return f"{name} {_reason(error)}"
+
+    def _fit(self, picture: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """The part of the picture that is wanted, at the size of the dataset; its mask alike."""
+        size = self._spec.input_shape[:2]
+        found = tf.shape(picture)[:2]
+        if self._crops:
+            area = augmentations.CROPPED_AREA if mask is None else augmentations.CROPPED_AREA_OF_MASKS
+            boxes = augmentations.random_boxes(found, draws[tf.newaxis], area)
+        else:
+            boxes = _whole(found, size, keep_all=mask is not None)
+
+        def resized() -> tf.Tensor:
+            return augmentations.cut_out(picture[tf.newaxis], boxes, size)[0]
+
+        def resized_mask() -> tf.Tensor:
+            return augmentations.cut_out_mask(tf.expand_dims(mask, 0), boxes, size)[0]
+
+        fits = tf.constant(False) if self._crops else tf.reduce_all(found == size)
+        x = tf.cond(fits, lambda: tf.cast(picture, tf.float32), resized) / 255.0
+        x = tf.ensure_shape(x, self._spec.input_shape)
+        if mask is None:
+            return x, None
+        return x, tf.ensure_shape(tf.cond(fits, lambda: mask, resized_mask), size)
+
+
+@contextlib.contextmanager
+def explained(explain: Callable[[], DataError | None]) -> Iterator[None]:
+    """Names the bad example where TensorFlow only says that there is one."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        told = explain()
+        if told is None:
+            raise
+        raise told from error
+
+
+def _whole(found: tf.Tensor, size: Any, keep_all: bool) -> tf.Tensor:
+    """The box `[1, 4]` of the whole picture; of pictures without masks the middle that has the ratio of `size`."""
+    if keep_all:
+        return tf.constant([[0.0, 0.0, 1.0, 1.0]])
+    height, width = tf.cast(found[0], tf.float32), tf.cast(found[1], tf.float32)
+    scale = tf.minimum(height / size[0], width / size[1])
+    share = tf.stack([scale * size[0] / height, scale * size[1] / width])
+    return tf.concat([(1 - share) / 2, (1 + share) / 2], 0)[tf.newaxis]
+
+
+def _is_class(mask: Any, spec: DataSpec) -> Any:
+    inside = mask < spec.classes
+    return inside if spec.ignored_class is None else inside | (mask == spec.ignored_class)
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    if isinstance(error, tf.errors.NotFoundError):
+        return "does not exist"
+    # What TensorFlow says between the node and the operation that it happened in.
+    message = error.message.partition("\n")[0].rpartition("} ")[2].partition(" [Op:")[0]
+    return f"cannot be decoded: {message}"

@@ -1,0 +1,274 @@
+"""Sources whose examples are files: pictures with labels or masks, decoded in parallel when they are needed.
+
+Where all of a split fits easily into memory it is decoded once and is then like any other source in memory; otherwise
+each batch is decoded while those before it are trained on, by the rank that needs it.
+
+    order of the epoch ──> this rank's examples ──> read, decode, check, fit to size ──> batch ──> augment ──> prefetch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import psutil
+
+from tfdist.cluster.world import World, cores
+from tfdist.data.formats.tfrecords import Records
+from tfdist.data.pipeline import augmentation as augmentations
+from tfdist.data.pipeline import order, scan
+from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.data.pipeline.source import ALONE, Arrays, Part, Source
+from tfdist.data.spec import DataSpec
+from tfdist.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tfdist.data.pipeline.augmentation import Augmentation
+    from tfdist.data.pipeline.decoding import Decoder
+    from tfdist.data.pipeline.disk_cache import DiskCache
+    from tfdist.data.pipeline.feed import Feed
+
+# A split that takes at most this share of the memory that is free is decoded once.
+SHARE_OF_MEMORY = 0.25
+# One whose pictures take at most this share of the disk that is free is decoded once onto it.
+SHARE_OF_DISK = 0.5
+CACHES = ("auto", "memory", "disk", "off")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The files of a split.
+
+    Attributes:
+        pictures: the path of each picture: JPEG, PNG, GIF or BMP.
+        targets: the label of each, int32 `[N]`; or the path of its mask, a picture of one channel with a class a
+            pixel; or what `draw` makes its mask of.
+        draw: the mask uint8 `[h, w]` of one of the targets, or `None` where they are labels or paths.
+    """
+
+    pictures: Sequence[str]
+    targets: np.ndarray | Sequence[Any]
+    draw: Callable[[Any], np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def keep(self, indices: Sequence[int]) -> Pictures:
+        """Only the examples with these numbers."""
+        pictures = [self.pictures[index] for index in indices]
+        if isinstance(self.targets, np.ndarray):
+            return Pictures(pictures, self.targets[list(indices)])
+        return Pictures(pictures, [self.targets[index] for index in indices], self.draw)
+
+    @property
+    def paths(self) -> list[str]:
+        """All files that the examples are in, but for what masks are drawn of."""
+        of_masks = [] if self.draw is not None or isinstance(self.targets, np.ndarray) else self.targets
+        return [*map(str, self.pictures), *map(str, of_masks)]
+
+    @property
+    def file_numbers(self) -> np.ndarray:
+        """The number of the file that each example is in: int64 `[N]`."""
+        return np.arange(len(self))
+
+    def name(self, index: int) -> str:
+        """The path of an example's picture."""
+        return str(self.pictures[index])
+
+    def name_of_mask(self, index: int) -> str:
+        """How messages call the mask of an example."""
+        return f"The mask `{self.targets[index]}`" if self.draw is None else f"The mask of `{self.name(index)}`"
+
+
+def size_of(path: str) -> tuple[int, int]:
+    """Height and width of a picture.
+
+    Raises:
+        DataError: it is missing or no picture.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            width, height = picture.size
+    except OSError as error:
+        raise DataError(
+            f"The first picture, `{path}`, cannot be read: {error}",
+            "repair it, or say to what size pictures are brought with `--data-option size=64,64`",
+        ) from error
+    return height, width
+
+
+class PictureSource(Source):
+    """A source of picture files; see `Source`.
+
+    Attributes:
+        files: the files of each split that there is.
+        cache: "memory" and "disk" decode a split once, "off" each epoch anew, "auto" chooses by its size.
+    """
+
+    def __init__(
+        self, spec: DataSpec, files: Mapping[str, Pictures | Records], *, cache: str = "auto", policy: str = "fail"
+    ):
+        """Makes a source of the examples of `files`.
+
+        Args:
+            spec: the facts about the dataset, but for the number of examples.
+            files: the files of each split that there is.
+            cache: one of `CACHES`.
+            policy: what to do with a bad example, one of `tfdist.data.pipeline.bad_examples.POLICIES`; to leave them
+                out, all are decoded once at the start, so that every epoch has the same examples.
+
+        Raises:
+            UsageError: an unknown cache or policy.
+        """
+        if cache not in CACHES:
+            raise UsageError(f"`cache` is `{cache}`", f"use one of {', '.join(f'`{name}`' for name in CACHES)}")
+        bad = BadExamples(policy)
+        self.files = dict(files)
+        self.cache = cache
+        self._caches: dict[tuple[str, bool], str] = {}
+        self._decoders: dict[tuple[str, Augmentation | None], Decoder] = {}
+        self._disk_caches: dict[str, DiskCache] = {}
+        if bad.skips:
+            for split, (numbers, problems) in scan.good(spec, self.files).items():
+                self.files[split] = self.files[split].keep(numbers)
+                for problem in problems:
+                    bad.found(problem)
+        spec = dataclasses.replace(spec, examples={split: len(pictures) for split, pictures in self.files.items()})
+        super().__init__(spec, self._decode_all, skipped=bad.sentences)
+
+    def feed(
+        self,
+        split: str,
+        global_batch_size: int,
+        *,
+        world: World = ALONE,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        augment: str = "none",
+        places: bool = False,
+    ) -> Feed:
+        del places  # pictures are in no stream
+        if self.in_memory(split, self.augmentation(augment)):
+            return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
+        from tfdist.data.pipeline import feed
+
+        order_of = self._order_of(split, global_batch_size, seed, shuffle)
+
+        def dataset(epoch: int, first_batch: int) -> tf.data.Dataset:
+            return self.pipeline(
+                split,
+                global_batch_size,
+                world=world,
+                seed=seed,
+                epoch=epoch,
+                first_batch=first_batch,
+                shuffle=shuffle,
+                augment=augment,
+                # The model's operations shall not wait behind decoding, however few threads they have.
+                threads=cores(),
+            )
+
+        def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:
+            first, last = first_batch * global_batch_size, (first_batch + batches) * global_batch_size
+            return self._problem_among(split, order_of(epoch)[first:last])
+
+        return feed.FileFeed(dataset, problem, self.spec.examples[split], global_batch_size, world)
+
+    def _batches(self, part: Part) -> tf.data.Dataset:
+        augmentation = self.augmentation(part.augment)
+        if not part.by_file and self.in_memory(part.split, augmentation):
+            return super()._batches(part)
+        from tfdist.data.pipeline import decoding, tf_datasets
+
+        files, world, size = self.files[part.split], part.world, part.global_batch_size
+        indices = self._order_of(part.split, size, part.seed, part.shuffle)(part.epoch)
+        if part.by_file:
+            batches = order.parts_by_file(indices, files.file_numbers, size, world.rank, world.world_size)
+        else:
+            batches = order.parts(indices, size, world.rank, world.world_size)
+        table = augmentations.table(len(indices), augmentation.draws if augmentation else 0, part.seed, part.epoch)
+        if (part.split, augmentation) not in self._decoders:
+            cache = self._disk_cache(part.split) if self.cache_of(part.split, augmentation) == "disk" else None
+            self._decoders[part.split, augmentation] = decoding.Decoder(self.spec, files, augmentation, cache)
+        decoder = self._decoders[part.split, augmentation]
+        return tf_datasets.of_examples(decoder, batches[part.first_batch :], table, part.deterministic)
+
+    def in_memory(self, split: str, augmentation: Augmentation | None = None) -> bool:
+        """Whether the split is decoded once into memory."""
+        return self.cache_of(split, augmentation) == "memory"
+
+    def cache_of(self, split: str, augmentation: Augmentation | None = None) -> str:
+        """Where decoded examples are kept: "memory", "disk" or "off".
+
+        A crop of random size is cut out of the whole picture, so the memory, which has pictures brought to size, is no
+        place for it. What a model sees is the same wherever they are kept.
+        """
+        whole = augmentation is augmentations.RESIZED_CROP
+        if self.cache != "auto":
+            return "off" if whole and self.cache == "memory" else self.cache
+        # Decided once: what is free changes, and a run shall not change its ways.
+        if (split, whole) not in self._caches:
+            self._caches[split, whole] = self._cache_by_size(split, whole)
+        return self._caches[split, whole]
+
+    def _cache_by_size(self, split: str, whole: bool) -> str:
+        self._check_split(split)
+        examples = self.spec.examples[split]
+        shapes = self.spec.input_shape, self.spec.target_shape
+        in_memory = 4 * examples * sum(int(np.prod(shape)) for shape in shapes)
+        if not whole and in_memory <= SHARE_OF_MEMORY * psutil.virtual_memory().available:
+            return "memory"
+        from tfdist.data.pipeline import decoding, disk_cache
+
+        on_disk = examples * decoding.Decoder(self.spec, self.files[split]).bytes_decoded()
+        return "disk" if on_disk <= SHARE_OF_DISK * disk_cache.free_bytes() else "off"
+
+    def _with_spec(self, **changes: Any) -> Self:
+        changed = super()._with_spec(**changes)
+        changed._caches, changed._decoders = {}, {}
+        return changed
+
+    def _disk_cache(self, split: str) -> DiskCache:
+        from tfdist.data.pipeline.disk_cache import DiskCache
+
+        if split not in self._disk_caches:
+            files = self.files[split]
+            names = (files.name(number) for number in range(len(files)))
+            self._disk_caches[split] = DiskCache([self.spec.task, str(self.spec.input_shape[2]), *names], files.paths)
+        return self._disk_caches[split]
+
+    def _decode_all(self, split: str, count: int) -> Arrays:
+        """All examples of a split, by all cores.
+
+        Raises:
+            DataError: one is bad; names the first.
+        """
+        from tfdist.data.pipeline import decoding, tf_datasets
+
+        files = self.files[split].keep(range(count))
+        x = np.empty((count, *self.spec.input_shape), np.float32)
+        y = np.empty((count, *self.spec.target_shape), np.int32)
+        done = 0
+        with decoding.explained(lambda: self._problem_among(split, np.arange(done, count))):
+            for pictures, targets in tf_datasets.all_examples(decoding.Decoder(self.spec, files)):
+                end = done + len(pictures)
+                x[done:end], y[done:end] = pictures, targets
+                done = end
+        return x, y
+
+    def _problem_among(self, split: str, indices: np.ndarray) -> DataError | None:
+        """The error that names the first bad example among those with these numbers."""
+        from tfdist.data.pipeline import decoding
+
+        decoder = decoding.Decoder(self.spec, self.files[split])
+        problem = next(filter(None, map(decoder.problem, indices.tolist())), None)
+        if problem is None:
+            return None
+        return DataError(problem, "repair it, or leave such examples out with `--on-bad-example skip`")

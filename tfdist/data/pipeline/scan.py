@@ -1,0 +1,52 @@
+"""Which examples can be used, found out in a process of its own.
+
+TensorFlow must not start before a strategy has chosen its devices, and a dataset is loaded before that.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tfdist.data.spec import DataSpec
+
+if TYPE_CHECKING:
+    from tfdist.data.formats.tfrecords import Records
+    from tfdist.data.pipeline.pictures import Pictures
+
+# Of each split, the numbers of the examples that can be used, and what is wrong with the others.
+Found = dict[str, tuple[list[int], list[str]]]
+
+
+def good(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> Found:
+    """Decodes all examples once, on all cores."""
+    # No GPU: the training process wants its memory.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.data.pipeline.scan"],
+        input=pickle.dumps((spec, dict(files))),
+        capture_output=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"The check of `{spec.name}` failed:\n{done.stderr.decode(errors='replace')}")
+    return pickle.loads(done.stdout)
+
+
+def _good_of(spec: DataSpec, files: Pictures | Records) -> tuple[list[int], list[str]]:
+    from tfdist.data.pipeline import decoding, tf_datasets
+
+    decoder = decoding.Decoder(spec, files)
+    numbers = tf_datasets.numbers_of_good(decoder)
+    bad = sorted(set(range(len(files))) - set(numbers))
+    return numbers, [decoder.problem(number) or f"`{files.name(number)}` cannot be read" for number in bad]
+
+
+if __name__ == "__main__":
+    spec, files = pickle.loads(sys.stdin.buffer.read())
+    sys.stdout.buffer.write(pickle.dumps({split: _good_of(spec, of_split) for split, of_split in files.items()}))

@@ -1,0 +1,430 @@
+"""A dataset that can be read: its spec, its arrays, and its batches for the loop and for `tf.data`.
+
+Synopsis:
+
+    >>> x = np.linspace(0, 1, 12, dtype=np.float32).reshape(6, 2)
+    >>> source = Source.from_arrays("mine", classes=2, train=(x, np.array([0, 1, 0, 1, 0, 1])))
+    >>> source.spec.examples
+    {'train': 6, 'validation': 0, 'test': 0}
+    >>> source.limit(4).arrays("train")[1]
+    array([0, 1, 0, 1], dtype=int32)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tfdist.cluster.world import World
+from tfdist.data.pipeline import augmentation as augmentations
+from tfdist.data.pipeline import order, padding
+from tfdist.data.spec import SPLITS, DataSpec
+from tfdist.errors import DataError, UnknownNameError, UsageError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tfdist.data.pipeline.augmentation import Augmentation
+    from tfdist.data.pipeline.feed import ArrayFeed, Feed, Order, Transform
+
+# x, or for translation {"source": ..., "target": ...}; and y
+Arrays = tuple[Any, np.ndarray]
+# The first `count` examples of a split, in the split's stored order.
+Read = Callable[[str, int], Arrays]
+
+TASKS_OF_TOKENS = ("text_classification", "translation", "characters")
+ALONE = World()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `Source.pipeline` is asked for, which see."""
+
+    split: str
+    global_batch_size: int
+    world: World
+    seed: int
+    epoch: int
+    first_batch: int
+    shuffle: bool | None
+    augment: str
+    deterministic: bool
+    by_file: bool
+
+
+class Source:
+    """A dataset of examples `x` with targets `y`, in memory once it is read.
+
+    Attributes:
+        spec: its facts, known without reading an example.
+        skipped: the bad examples that were left out, one sentence each.
+    """
+
+    def __init__(self, spec: DataSpec, read: Read, *, bucketed: bool = False, skipped: Sequence[str] = ()):
+        """Makes a source of `spec.examples[split]` examples a split.
+
+        Args:
+            spec: the facts about the dataset.
+            read: `read(split, count)` gives the first `count` examples as `tfdist.data.spec` describes them: numbers
+                of any type, already scaled. It is called once a split.
+            bucketed: whether training batches hold sentences of similar lengths, and all batches are cut at their
+                longest sentence.
+            skipped: the bad examples that were left out, one sentence each.
+        """
+        self.spec = spec
+        self.skipped = tuple(skipped)
+        self._read = read
+        self._bucketed = bucketed
+        self._arrays: dict[str, Arrays] = {}
+        self._tensors: dict[str, Any] = {}
+        self._host_feeds: dict[Any, ArrayFeed] = {}
+
+    @classmethod
+    def from_arrays(
+        cls,
+        name: str,
+        *,
+        classes: int,
+        train: Arrays,
+        validation: Arrays | None = None,
+        test: Arrays | None = None,
+        task: str = "classification",
+        bucketed: bool = False,
+        skipped: Sequence[str] = (),
+        **facts: Any,
+    ) -> Source:
+        """A source of arrays that are already there.
+
+        Args:
+            name: the dataset's name, for messages and the record of a run.
+            classes: the number of classes; labels are 0 to `classes - 1`.
+            train: x and y, as `tfdist.data.spec` describes them; for classification x `[N, ...]`, numbers scaled as
+                the model shall see them, and y `[N]`, integers.
+            validation: the same, or None.
+            test: the same, or None.
+            task: what is to be learned.
+            bucketed: see `Source`.
+            skipped: see `Source`.
+            **facts: further fields of the `DataSpec`, such as `class_names`.
+        """
+        given = {"train": train, "validation": validation, "test": test}
+        splits = {split: (_as_arrays(pair[0]), np.asarray(pair[1])) for split, pair in given.items() if pair}
+        counts = {split: len(_first(x)) for split, (x, _) in splits.items()}
+        x, y = splits["train"]
+        spec = DataSpec(name, task, _first(x).shape[1:], classes, counts, **{"target_shape": y.shape[1:]} | facts)
+        return cls(spec, lambda split, count: _take(splits[split], count), bucketed=bucketed, skipped=skipped)
+
+    def arrays(self, split: str) -> Arrays:
+        """All examples of "train", "validation" or "test", read once and then kept; do not write into them.
+
+        Returns:
+            x and y as `tfdist.data.spec` describes them: of pictures x is float32 `[N, *spec.input_shape]` in
+            [0, 1], of labels y is int32 `[N]`; all C-contiguous, in stored order.
+
+        Raises:
+            UnknownNameError: no such split.
+            DataError: the split has no examples, or they do not fit the spec.
+        """
+        self._check_split(split)
+        if split not in self._arrays:
+            self._arrays[split] = self._read_checked(split)
+        return self._arrays[split]
+
+    def limit(self, examples: int) -> Self:
+        """The same dataset with only the first `examples` training examples; no others are read.
+
+        Raises:
+            UsageError: fewer than one, or more than there are.
+        """
+        there = self.spec.examples["train"]
+        if not 1 <= examples <= there:
+            raise UsageError(
+                f"The limit is `{examples}` training examples, dataset `{self.spec.name}` has {there}",
+                f"use `--limit` with a number from 1 to {there}",
+            )
+        return self._with_spec(examples={**self.spec.examples, "train": examples})
+
+    def for_autoencoding(self) -> Self:
+        """The same pictures, each its own target.
+
+        Raises:
+            UsageError: the examples are no pictures.
+        """
+        if self.spec.task == "autoencoding":
+            return self
+        if len(self.spec.input_shape) != 3:
+            raise UsageError(
+                f"An example of `{self.spec.name}` has the shape `{self.spec.input_shape}`, which is no picture's",
+                "use a dataset of pictures for autoencoding",
+            )
+        source = self._with_spec(
+            task="autoencoding",
+            target_shape=self.spec.input_shape,
+            classes=0,
+            class_names=(),
+            ignored_class=None,
+        )
+        read = self._read
+
+        def with_itself(split: str, count: int) -> Arrays:
+            x, _ = read(split, count)
+            return x, x
+
+        source._read = with_itself
+        return source
+
+    def feed(
+        self,
+        split: str,
+        global_batch_size: int,
+        *,
+        world: World = ALONE,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        augment: str = "none",
+        places: bool = False,
+    ) -> Feed:
+        """A split as `strategy.fit(model, feed)`, `evaluate` and `predict` take it: all epochs of global batches.
+
+        Args:
+            split: "train", "validation" or "test".
+            global_batch_size: examples a step, over all ranks.
+            world: this process' place; where examples are files, they are read by the rank that needs them.
+            seed: with the epoch, all that order and augmentation depend on.
+            shuffle: whether to shuffle; None shuffles "train" alone. Characters stay in order.
+            augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
+            places: of characters, x is a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row in its
+                batch, and "position" `[b]`, how many come before it in that stream: for models that keep a state.
+
+        Raises:
+            UsageError: a batch size below 1, or an augmentation that the examples cannot have.
+            UnknownNameError, DataError: as `arrays`.
+        """
+        del world
+        augmentation = self.augmentation(augment)
+        return self._array_feed(split, global_batch_size, seed, shuffle, augmentation, on_host=False, places=places)
+
+    def pipeline(
+        self,
+        split: str,
+        global_batch_size: int,
+        *,
+        world: World = ALONE,
+        seed: int = 0,
+        epoch: int = 0,
+        first_batch: int = 0,
+        shuffle: bool | None = None,
+        augment: str = "none",
+        threads: int | None = None,
+        deterministic: bool = True,
+        by_file: bool = False,
+    ) -> tf.data.Dataset:
+        """One epoch of a split, as this rank's part of each global batch.
+
+        Joined in the order of the ranks, the parts of batch k are the same global batch for any number of
+        ranks; each example comes once. The last batch holds the remainder. Every rank gets the same number of
+        batches, so a part is empty where a batch has fewer examples than there are ranks.
+
+        Args:
+            split: "train", "validation" or "test".
+            global_batch_size: examples a step, over all ranks.
+            world: this process' place; alone by default.
+            seed: with `epoch`, all that order and augmentation depend on.
+            epoch: which epoch, from 0.
+            first_batch: the batch to begin with; those before it are not read.
+            shuffle: whether to shuffle; None shuffles "train" alone. Characters stay in order.
+            augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
+            threads: a private pool of so many threads; None shares TensorFlow's.
+            deterministic: False lets a batch that is ready earlier come earlier.
+            by_file: gives each rank whole files, for disks that several ranks had better not read the same of. Each
+                example still comes once, but which examples meet in a global batch depends on the number of ranks.
+
+        Returns:
+            A `tf.data.Dataset` of (x, y), on the CPU; of pictures float32 `[b, *spec.input_shape]` and int32 `[b]`.
+
+        Raises:
+            UsageError: a batch size below 1, an augmentation that the examples cannot have, or `by_file` where they
+                are in no files.
+            UnknownNameError, DataError: as `arrays`.
+        """
+        from tfdist.data.pipeline import tf_datasets
+
+        part = Part(split, global_batch_size, world, seed, epoch, first_batch, shuffle, augment, deterministic, by_file)
+        return tf_datasets.with_options(self._batches(part), threads, deterministic)
+
+    def _batches(self, part: Part) -> tf.data.Dataset:
+        from tfdist.data.pipeline import tf_datasets
+
+        if part.by_file:
+            raise UsageError(
+                f"The examples of `{self.spec.name}` are in memory, and in no files to be dealt out",
+                "leave `by_file` out",
+            )
+        feed = self.host_feed(
+            part.split, part.global_batch_size, seed=part.seed, shuffle=part.shuffle, augment=part.augment
+        )
+        return tf_datasets.of_feed(feed, part.world, part.epoch, part.first_batch, part.deterministic)
+
+    def host_feed(
+        self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
+    ) -> ArrayFeed:
+        """As `feed`, of arrays on the CPU, where `tf.data` works; made once."""
+        asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment))
+        if asked not in self._host_feeds:
+            self._host_feeds[asked] = self._array_feed(*asked, on_host=True)
+        return self._host_feeds[asked]
+
+    def augmentation(self, augment: str) -> Augmentation | None:
+        """The augmentation of that name, `None` for "none", after a check that the examples can have it."""
+        augmentation = augmentations.parse(augment)
+        augmentations.check(augmentation, self.spec)
+        return augmentation
+
+    def _array_feed(
+        self,
+        split: str,
+        batch_size: int,
+        seed: int,
+        shuffle: bool | None,
+        augmentation: Augmentation | None,
+        *,
+        on_host: bool,
+        places: bool = False,
+    ) -> ArrayFeed:
+        from tfdist.data.pipeline import feed
+
+        order_of = self._order_of(split, batch_size, seed, shuffle)
+        arrays = self.arrays(split)
+        if on_host and split not in self._tensors:
+            # TensorFlow copies what it is given: once for all epochs, not once an epoch.
+            self._tensors[split] = feed.tensors(*arrays, on_host=True)
+        if places:
+            stream, position = order.places(len(arrays[1]), batch_size)
+            arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
+        tensors = self._tensors[split] if on_host else feed.tensors(*arrays)
+        return feed.ArrayFeed(tensors, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed))
+
+    def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> Order:
+        """The order of each epoch, after a check of what it is asked for."""
+        self._check_split(split)
+        examples = self.spec.examples[split]
+        if batch_size < 1:
+            raise UsageError(f"The global batch size is `{batch_size}`", "use 1 or more")
+        if self.spec.task == "characters":
+            if 0 < examples < batch_size:
+                raise UsageError(
+                    f"A batch of {batch_size} streams needs as many examples, and `{split}` of `{self.spec.name}` "
+                    f"has {examples}",
+                    f"use a batch size of at most {examples}, or fewer steps an example",
+                )
+            return lambda epoch: order.streams(examples, batch_size)
+        if shuffle is None:
+            shuffle = split == "train"
+        if not shuffle:
+            return lambda epoch: order.as_stored(examples)
+        if self._bucketed:
+            lengths = np.sum([*_lengths_of(self.arrays(split)[0]).values()], axis=0)
+            return lambda epoch: order.bucketed_order(lengths, batch_size, seed, epoch)
+        return lambda epoch: order.epoch_order(examples, seed, epoch)
+
+    def _transform(
+        self, arrays: Arrays, batch_size: int, augmentation: Augmentation | None, seed: int
+    ) -> Transform | None:
+        if self._bucketed:
+            return padding.Trimmed(_lengths_of(arrays[0]), batch_size)
+        return None if augmentation is None else augmentations.Augmented(self.spec, augmentation, seed)
+
+    def _with_spec(self, **changes: Any) -> Self:
+        """A copy with other facts, which has read nothing yet."""
+        changed = copy.copy(self)
+        changed.spec = dataclasses.replace(self.spec, **changes)
+        changed._arrays, changed._tensors, changed._host_feeds = {}, {}, {}
+        return changed
+
+    def _check_split(self, split: str) -> None:
+        if split not in SPLITS:
+            raise UnknownNameError("split", split, SPLITS)
+        if self.spec.examples[split] == 0:
+            raise DataError(
+                f"Dataset `{self.spec.name}` has no examples in its split `{split}`, so no batches",
+                f"use a dataset that has `{split}` examples",
+            )
+
+    def _read_checked(self, split: str) -> Arrays:
+        spec, count = self.spec, self.spec.examples[split]
+        x, y = self._read(split, count)
+        if isinstance(x, dict):
+            self._check_shape(split, "source", np.shape(x["source"]), (count, *spec.input_shape))
+            self._check_shape(split, "target", np.shape(x["target"]), (count, *spec.target_shape))
+        else:
+            self._check_shape(split, "x", np.shape(x), (count, *spec.input_shape))
+        if spec.task == "autoencoding":
+            x = np.ascontiguousarray(x, np.float32)
+            return x, x
+        self._check_shape(split, "y", np.shape(y), (count, *spec.target_shape))
+        check_labels(y, spec)
+        x_type = np.int32 if spec.task in TASKS_OF_TOKENS else np.float32
+        y = np.ascontiguousarray(y, np.int32)
+        if isinstance(x, dict):
+            return {name: np.ascontiguousarray(array, x_type) for name, array in x.items()}, y
+        return np.ascontiguousarray(x, x_type), y
+
+    def _check_shape(self, split: str, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            raise DataError(
+                f"Dataset `{self.spec.name}` promises {what} of shape `{expected}` in its split `{split}`, "
+                f"found `{found}`",
+                "make the source's spec and what it reads agree",
+            )
+
+
+def check_labels(y: Any, spec: DataSpec) -> None:
+    """Checks that targets are class numbers.
+
+    Args:
+        y: integers `[N, ...]`, each to be 0 to `spec.classes - 1`, or `spec.ignored_class`.
+        spec: the dataset's facts.
+
+    Raises:
+        DataError: not integers, or one outside the classes; names the first such example and its value.
+    """
+    y = np.asarray(y)
+    if y.dtype.kind not in "iu":
+        raise DataError(
+            f"Labels of dataset `{spec.name}` are of type `{y.dtype}`",
+            f"give class numbers, integers from 0 to {spec.classes - 1}",
+        )
+    # A comparison is a byte an example; the labels' own type is never widened.
+    outside = (y < 0) | (y >= spec.classes)
+    if spec.ignored_class is not None:
+        outside &= y != spec.ignored_class
+    if outside.any():
+        first = tuple(int(index) for index in np.argwhere(outside)[0])
+        raise DataError(
+            f"Label {first[0]} of dataset `{spec.name}` is `{y[first]}`, outside its {spec.classes} classes "
+            f"({np.count_nonzero(outside)} of {y.size} labels are)",
+            f"labels go from 0 to {spec.classes - 1}: renumber them, or give the source more classes",
+        )
+
+
+def _lengths_of(x: Any) -> dict[str, np.ndarray]:
+    """The lengths of each kind of sentence, int `[N]`."""
+    return {kind: padding.lengths(tokens) for kind, tokens in (x if isinstance(x, dict) else {"x": x}).items()}
+
+
+def _as_arrays(x: Any) -> Any:
+    return {name: np.asarray(array) for name, array in x.items()} if isinstance(x, dict) else np.asarray(x)
+
+
+def _first(x: Any) -> np.ndarray:
+    return x["source"] if isinstance(x, dict) else x
+
+
+def _take(arrays: Arrays, count: int) -> Arrays:
+    x, y = arrays
+    return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]

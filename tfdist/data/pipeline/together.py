@@ -1,0 +1,313 @@
+"""Batches of a job of several processes: of data that all are given alike, or of parts that each brings.
+
+    model.fit(dataset)                 every process has the same batches, and its replicas take their parts of each
+    model.fit(per_process(dataset))    a global batch is what the processes' batches make together, in their order
+
+What all shall have alike is compared: each process keeps a running fingerprint of the batches that it has fetched, and
+the fingerprints travel with what the processes agree on between two calls of the inner loop. Arrays are compared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import tensorflow as tf
+
+from tfdist.cluster import consensus
+from tfdist.cluster.world import World
+from tfdist.data.pipeline import feed as feeds
+from tfdist.data.pipeline.feed import ArrayBatches, ArrayFeed, Batches, DatasetFeed, Feed
+from tfdist.errors import UsageError
+from tfdist.internals.keras import tree
+from tfdist.internals.tensorflow import without_strategy
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
+
+
+def shared(feed: Feed, strategy: Strategy) -> Feed:
+    """`feed` as processes go through it that all have the same.
+
+    Raises:
+        DisagreementError: the processes were given different arrays, or different numbers of batches, in all of them.
+    """
+    consensus.require(
+        strategy,
+        {"the examples": feed.examples, "the batches": feed.num_batches, "the batch size": feed.batch_size},
+    )
+    if isinstance(feed, ArrayFeed):
+        mine = fingerprint(feed.arrays).numpy().tobytes().hex()
+        consensus.require_alike(strategy, "arrays", mine)
+    return _SharedFeed(feed, strategy.given) if isinstance(feed, DatasetFeed) else feed
+
+
+def fingerprint(data: Any, before: tf.Tensor | None = None) -> tf.Tensor:
+    """64 bits that tell a structure of tensors from others: uint8 `[1, 8]`; those of what came `before` go in."""
+    parts = [] if before is None else [before]
+    with tf.device("CPU:0"):
+        for tensor in tf.nest.flatten(tree.map_structure(feeds.none_if_empty, data), expand_composites=True):
+            if tensor is not None:
+                parts.append(_fingerprint(tf.reshape(tensor, [1, -1])))
+        return _fingerprint(tf.concat([tf.zeros([1, 0], tf.uint8), *parts], 1))
+
+
+def _fingerprint(row: tf.Tensor) -> tf.Tensor:
+    if row.dtype == tf.string:  # the kernel leaves the result of no strings at all undefined
+        row = tf.concat([[[""]], row], 1)
+    return tf.raw_ops.Fingerprint(data=row, method="farmhash64")
+
+
+class Given:
+    """The batches that this process was given so far, as one fingerprint.
+
+    Args:
+        numbers_of_all: a whole number of each process, by rank: int32 `[world_size]` of an int32 scalar, in a graph.
+    """
+
+    def __init__(self, numbers_of_all: Callable[[tf.Tensor], tf.Tensor]):
+        self.numbers_of_all = numbers_of_all
+        with tf.init_scope(), without_strategy(), tf.device("CPU:0"):
+            self._seen = tf.Variable(tf.zeros([1, 8], tf.uint8), trainable=False)
+
+    def note(self, batch: Any) -> None:
+        """One batch more."""
+        self._seen.assign(fingerprint(batch, self._seen))
+
+    def forget(self) -> None:
+        """There was no further batch, or those before do not count any more."""
+        self._seen.assign(tf.zeros([1, 8], tf.uint8))
+
+    def __str__(self) -> str:
+        seen = self._seen.numpy()
+        return seen.tobytes().hex() if seen.any() else "no further batch"
+
+
+class _Around(Feed):
+    """A feed with other `batches`."""
+
+    def __init__(self, feed: Feed):
+        self._feed = feed
+        self.examples, self.batch_size, self.spec = feed.examples, feed.batch_size, feed.spec
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._feed.num_batches
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        return self._feed.start(epoch, first_batch)
+
+    def finish(self) -> None:
+        self._feed.finish()
+
+    def release(self) -> None:
+        self._feed.release()
+
+    def save(self) -> bytes | None:
+        return self._feed.save()
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
+        return self._feed.resume(saved, epoch, first_batch)
+
+
+class _SharedFeed(_Around):
+    """A feed whose batches are alike in all processes; `given` takes note of them."""
+
+    def __init__(self, feed: DatasetFeed, given: Given):
+        super().__init__(feed)
+        self._given = given
+        self._endless = feed.endless
+
+    def first(self, count: int) -> list[Any]:
+        return self._feed.first(count)
+
+    @property
+    def batches(self) -> Batches:
+        return SharedBatches(self._feed.batches, self._given, self._endless)
+
+
+class PartFeed(_Around):
+    """A feed that this process goes through by itself."""
+
+    def __init__(self, feed: Feed, world: World):
+        super().__init__(feed)
+        self._world = world
+
+    @property
+    def batches(self) -> Batches:
+        return PartBatches(self._feed.batches, self._world.rank, self._world.world_size)
+
+
+class JoinedFeed(_Around):
+    """A feed whose batches are what those of all processes make together.
+
+    Args:
+        feed: this process' own.
+        strategy: brings the processes together.
+    """
+
+    own = True
+
+    def __init__(self, feed: Feed, strategy: Strategy):
+        super().__init__(feed)
+        self._strategy = strategy
+        found = consensus.said(strategy, [feed.num_batches, feed.examples, feed.batch_size])
+        numbers, examples, sizes = ([None] if None in values else values for values in zip(*found, strict=True))
+        self._num_batches = None if numbers == [None] else max(numbers)
+        self.examples = None if examples == [None] else sum(examples)
+        self.batch_size = None if sizes == [None] else sum(sizes)
+        self._counted = self._num_batches is not None and all(consensus.said(strategy, feed.batches.counted))
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._num_batches
+
+    def first(self, count: int) -> list[Any]:
+        raise UsageError(*feeds.ONLY_PARTS)
+
+    @property
+    def batches(self) -> Batches:
+        own = self._feed.batches
+        # The end of this process' data is to be seen, whatever it is for the loop.
+        own = replace(own, even=False) if isinstance(own, ArrayBatches) else replace(own, counted=False)
+        world = self._strategy.world
+        return JoinedBatches(own, world.rank, world.world_size, self._counted, self._strategy.given)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A batch that may not be there, as the loop asks for it."""
+
+    there: tf.Tensor
+    get_value: Callable[[], Any]
+
+    def has_value(self) -> tf.Tensor:
+        """Whether there is one: bool scalar, the same in all processes."""
+        return self.there
+
+
+@dataclass(frozen=True)
+class SharedBatches(Batches):
+    """Batches that are alike in all processes, which end together."""
+
+    whole: Batches
+    given: Given
+    endless: bool
+
+    def of_any_length(self) -> SharedBatches:
+        return replace(self, whole=self.whole.of_any_length())
+
+    @property
+    def counted(self) -> bool:  # type: ignore[override]
+        return self.whole.counted
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        batch = self.whole.fetch(state, step)
+        if self.counted:
+            self.given.note(batch)
+            return batch
+        there = batch.has_value()
+        _either(there, lambda: self.given.note(batch.get_value()), self.given.forget)
+        if not self.endless:
+            # One that has no further batch must not leave the others alone in the middle of a step.
+            there = tf.reduce_all(self.given.numbers_of_all(tf.cast(there, tf.int32)) > 0)
+        return Found(there, batch.get_value)
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        return self.whole.part(state, batch, index, count)
+
+
+@dataclass(frozen=True)
+class PartBatches(Batches):
+    """The batches of this process alone, for the replicas that it has."""
+
+    part_of: Batches
+    rank: int
+    world_size: int
+    own: ClassVar[bool] = True
+
+    @property
+    def counted(self) -> bool:  # type: ignore[override]
+        return self.part_of.counted
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        return self.part_of.fetch(state, step)
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        return _local_part(self, state, batch, index, count)
+
+
+@dataclass(frozen=True)
+class JoinedBatches(Batches):
+    """What the batches of all processes make together, in the order of their ranks.
+
+    A batch is this process' own, and the numbers of examples of all. One whose data have ended has no examples in it.
+    """
+
+    part_of: Batches
+    rank: int
+    world_size: int
+    counted: bool
+    given: Given
+
+    def of_any_length(self) -> JoinedBatches:
+        return replace(self, part_of=self.part_of.of_any_length())
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        mine = self.part_of.fetch(state, step)
+        if not self.part_of.counted:
+            mine = _value_or_nothing(mine)
+        examples = next(feeds.length(tensor) for tensor in tree.flatten(mine) if tensor is not None)
+        sizes = self.given.numbers_of_all(tf.cast(examples, tf.int32))
+        if self.counted:
+            return mine, sizes
+        return Found(tf.reduce_sum(sizes) > 0, lambda: (mine, sizes))
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        mine, sizes = batch
+        data, share = _local_part(self, state, mine, index, count)
+        of_all = tf.cast(sizes[self.rank], tf.float64) / tf.cast(tf.reduce_sum(sizes), tf.float64)
+        return tree.map_structure(feeds.at_least_one, data), share * of_all
+
+
+def _local_part(batches: Any, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+    """The part of replica `index` of `count` in the job, of a batch that this process' replicas share."""
+    replicas = count // batches.world_size
+    return batches.part_of.part(state, batch, index - batches.rank * replicas, replicas)
+
+
+def _value_or_nothing(optional: Any) -> Any:
+    """The batch, or one without examples."""
+    spec = tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, optional.element_spec)
+    specs = [one for one in tree.flatten(spec) if one is not None]
+
+    def value() -> list[Any]:
+        found = tree.map_structure(feeds.none_if_empty, optional.get_value())
+        return [tensor for tensor in tree.flatten(found) if tensor is not None]
+
+    found = iter(tf.cond(optional.has_value(), value, lambda: [_nothing(one) for one in specs]))
+    return tree.map_structure(lambda one: None if one is None else next(found), spec)
+
+
+def _nothing(spec: Any) -> Any:
+    """A tensor of this spec that has no examples."""
+    shape = [0, *[size or 1 for size in spec.shape[1:]]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        values = tf.zeros([0, *shape[spec.ragged_rank + 1 :]], spec.dtype)
+        splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+        return tf.RaggedTensor.from_nested_row_splits(values, splits)
+    return tf.zeros(shape, spec.dtype)
+
+
+def _either(condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]) -> None:
+    def done(function: Callable[[], None]) -> Callable[[], tf.Tensor]:
+        def call() -> tf.Tensor:
+            function()
+            return tf.constant(True)
+
+        return call
+
+    tf.cond(condition, done(yes), done(no))

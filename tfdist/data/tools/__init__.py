@@ -1,0 +1,1 @@
+"""What `python -m tfdist.data` does with a dataset, and its download."""

@@ -1,0 +1,138 @@
+"""How fast a pipeline is, where its time goes, and what the machine could do at best."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster.world import cores
+from tfdist.data.pipeline import tf_datasets
+from tfdist.data.pipeline.decoding import Decoder
+from tfdist.data.pipeline.pictures import PictureSource
+from tfdist.data.pipeline.source import ALONE, Source
+
+# Stages are timed one by one on so many examples at most, each for so long.
+_EXAMPLES, _SECONDS = 512, 0.5
+_BYTES_TO_COPY = 1 << 28
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured of a pipeline.
+
+    Attributes:
+        examples_per_second: of the whole pipeline, on all cores.
+        bytes_per_example: of x and y, as a step gets them.
+        stage_seconds: of each stage, the time that one core spends on an example.
+        bound: the examples/s that the machine allows, and what sets that bound.
+    """
+
+    examples_per_second: float
+    bytes_per_example: int
+    stage_seconds: dict[str, float]
+    bound: tuple[float, str]
+
+
+def speed(source: Source, split: str, batch_size: int, augment: str, seed: int, seconds: float) -> Speed:
+    """Measures the pipeline of a split, for about `seconds` seconds and a few more for its stages."""
+    batches = _epochs(lambda epoch: source.pipeline(split, batch_size, augment=augment, seed=seed, epoch=epoch))
+    first = next(batches)  # builds the pipeline, and reads what goes into memory
+    size = sum(part.nbytes for part in first) // len(first[-1])
+    rate = _rate((len(batch[-1]) for batch in batches), seconds)
+    if isinstance(source, PictureSource) and not source.in_memory(split, source.augmentation(augment)):
+        stages = _stages_of_files(source, split, batch_size, augment)
+        decoding = stages["read"] + stages["decode"]
+        return Speed(rate, size, stages, (cores() / decoding, f"reading and decoding on {cores()} cores"))
+    stages = _stages_of_arrays(source, split, batch_size, augment, seed)
+    return Speed(rate, size, stages, (memory_bandwidth() / (2 * size), "copying in memory"))
+
+
+def memory_bandwidth() -> float:
+    """Bytes read and written a second when one core copies, the best of three."""
+    source, target = np.ones(_BYTES_TO_COPY, np.uint8), np.empty(_BYTES_TO_COPY, np.uint8)
+    np.copyto(target, source)
+    return max(2 * _BYTES_TO_COPY / _seconds(lambda: np.copyto(target, source)) for _ in range(3))
+
+
+def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str, seed: int) -> dict[str, float]:
+    """Seconds an example: the order of an epoch, the gathering, and what is done to a batch."""
+    seconds = {}
+    for name in dict.fromkeys(("none", augment)):
+        feed = source.host_feed(split, batch_size, seed=seed, augment=name)
+        seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / feed.examples
+        whole_batches = max(1, feed.examples // batch_size)
+        dataset = tf_datasets.of_feed(feed, ALONE, 1, 0, True).take(whole_batches)
+        seconds["gather" if name == "none" else name] = _seconds_an_element(dataset) / min(batch_size, feed.examples)
+    if augment != "none":
+        seconds[augment] = max(0.0, seconds[augment] - seconds["gather"])
+    return seconds
+
+
+def _stages_of_files(source: PictureSource, split: str, batch_size: int, augment: str) -> dict[str, float]:
+    """Seconds an example on one core: each stage is what it adds to those before it."""
+    augmentation = source.augmentation(augment)
+    decoder = Decoder(source.spec, source.files[split], augmentation)
+    count = min(len(decoder), _EXAMPLES)
+    in_a_batch = min(batch_size, count)
+    draws = tf.zeros(augmentation.draws if augmentation else 0)
+    numbers = tf.data.Dataset.range(count, output_type=tf.int32)
+
+    def through(stage: Callable[[tf.Tensor], Any]) -> tf.data.Dataset:
+        return numbers.map(tf.autograph.experimental.do_not_convert(stage))
+
+    whole = through(lambda index: decoder(index, draws))
+    until = {
+        "read": through(decoder.read),
+        "decode": through(decoder.decoded),
+        "check and fit": through(lambda index: decoder.fitted(index, draws)),
+        **({augment: whole} if augmentation is not None else {}),
+        "batch": whole.batch(in_a_batch, drop_remainder=True),
+    }
+    _seconds_an_element(until["decode"])  # the files are then in the memory of the operating system
+    totals = {name: _seconds_an_element(dataset) for name, dataset in until.items()}
+    totals["batch"] /= in_a_batch
+    before = [0.0, *totals.values()]
+    return {name: max(0.0, total - earlier) for (name, total), earlier in zip(totals.items(), before, strict=False)}
+
+
+def _epochs(make: Callable[[int], tf.data.Dataset]) -> Iterator[list[np.ndarray]]:
+    for epoch in itertools.count():
+        for batch in make(epoch):
+            yield [part.numpy() for part in tf.nest.flatten(batch)]
+
+
+def _rate(counts: Iterable[int], seconds: float) -> float:
+    """Examples a second over about `seconds` seconds."""
+    began, total = time.perf_counter(), 0
+    for count in counts:
+        total += count
+        if time.perf_counter() - began > seconds:
+            break
+    return total / (time.perf_counter() - began)
+
+
+def _seconds_an_element(dataset: tf.data.Dataset) -> float:
+    """Seconds that an element takes one core once the pipeline has started; the elements come again and again."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 1
+    options.autotune.enabled = False
+    elements = iter(dataset.repeat().with_options(options))
+    next(elements)
+    done, began = 0, time.perf_counter()
+    while done == 0 or time.perf_counter() - began < _SECONDS:
+        next(elements)
+        done += 1
+    return (time.perf_counter() - began) / done
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began

@@ -1,0 +1,596 @@
+"""The private parts of TensorFlow that tfdist reaches into, all of them, and why. Seen in TensorFlow 2.21.0.
+
+`tests/test_tensorflow_internals.py` fails when one of them changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import io
+import math
+import multiprocessing.pool
+import signal
+import tempfile
+import threading
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.distribute import cross_device_ops, distribute_lib, one_device_strategy, sharded_variable, values
+from tensorflow.python.eager import context, record
+from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
+from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
+from tensorflow.python.profiler import profiler_v2
+
+from tfdist.cluster.world import World
+
+SEEN_IN = "2.21.0"
+
+# What a variable is in whose parts lie on several parameter servers.
+ShardedVariable = sharded_variable.ShardedVariable
+
+# Those that `tf.distribute.MultiWorkerMirroredStrategy` makes: in its steps, and when it makes a variable.
+COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")
+
+
+class _Thread(threading.local):
+    updates_locally = False
+    differentiates = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def replica_local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """In a replica context: an update writes this replica's copy of a variable, without meeting the other replicas.
+
+    Keras' optimizers, and TensorFlow's aggregating variables, ask for a meeting (a merge call) at every update, which
+    cannot be inside `tf.cond`, where gradient accumulation and loss scaling put it. Once the gradients are reduced,
+    every replica computes the same values and no meeting is needed.
+    """
+    _teach_variables()
+    _teach_strategy(strategy.extended)
+    _thread.updates_locally = True
+    try:
+        yield
+    finally:
+        _thread.updates_locally = False
+
+
+def _teach_strategy(extended: Any) -> None:
+    if "_use_merge_call" not in vars(extended):
+        original = extended._use_merge_call
+        extended._use_merge_call = lambda: not _thread.updates_locally and original()
+
+
+@functools.cache
+def _teach_variables() -> None:
+    original = values.apply_aggregation_replica_context
+
+    @functools.wraps(original)
+    def aggregate(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if _thread.updates_locally else original(value, *args, **kwargs)
+
+    values.apply_aggregation_replica_context = aggregate
+
+
+@contextlib.contextmanager
+def without_strategy() -> Iterator[None]:
+    """In a cross-replica context: code runs as if there were no strategy, for variables that have one copy."""
+
+    def plain(next_creator: Any, **arguments: Any) -> tf.Variable:
+        del next_creator  # the strategy's
+        return resource_variable_ops.default_variable_creator_v2(None, **arguments)
+
+    # An optimizer that nobody built makes its variables now; Keras makes them outside of the graph.
+    creators = tf.variable_creator_scope(plain)
+    distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
+    try:
+        with tf.init_scope():
+            creators.__enter__()
+        try:
+            yield
+        finally:
+            with tf.init_scope():
+                creators.__exit__(None, None, None)
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def around_gradients(around: Callable[[Callable[[Any, Any], Any], Any, Any, Any], Any]) -> None:
+    """Has `tf.GradientTape.gradient` return `around(gradient, target, sources, output_gradients)` from now on.
+
+    `gradient(target, output_gradients)` is the original. What is computed inside another gradient stays as it is: what
+    a backward pass computes once more, and the rows of a jacobian, which are vectorized.
+    """
+    original = tf.GradientTape.gradient
+
+    @functools.wraps(original)
+    def gradient(
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        def compute(target: Any, output_gradients: Any) -> Any:
+            with _differentiating():
+                return original(tape, target, sources, output_gradients, unconnected_gradients)
+
+        if _thread.differentiates:
+            return compute(target, output_gradients)
+        return around(compute, target, sources, output_gradients)
+
+    tf.GradientTape.gradient = gradient
+    for name in ("jacobian", "batch_jacobian"):
+        setattr(tf.GradientTape, name, _while_differentiating(getattr(tf.GradientTape, name)))
+
+
+def _while_differentiating(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with _differentiating():
+            return function(*arguments, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def _differentiating() -> Iterator[None]:
+    before, _thread.differentiates = _thread.differentiates, True
+    try:
+        yield
+    finally:
+        _thread.differentiates = before
+
+
+def tape_is_open() -> bool:
+    """Whether a `tf.GradientTape` records what happens now, to differentiate it later."""
+    return record.could_possibly_record()
+
+
+def around_functions(inlined: Callable[[], bool]) -> None:
+    """From now on a call of a `tf.function` is a call of its Python function wherever `inlined()` is true.
+
+    Its control flow is converted as it would have been. The function in which `tf.vectorized_map` puts its loop, where
+    operations run eagerly, stays one: it exists only in graphs.
+    """
+    kind = polymorphic_function.Function
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def call(function: Any, *arguments: Any, **named: Any) -> Any:
+        if not inlined() or _vectorizes(function):
+            return original(function, *arguments, **named)
+        if not function._autograph:
+            return function._python_function(*arguments, **named)
+        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED):
+            inner = autograph_util.py_func_from_autograph(
+                function._python_function, function._experimental_autograph_options
+            )
+            return inner(*arguments, **named)
+
+    kind.__call__ = call
+
+
+def _vectorizes(function: Any) -> bool:
+    return bool(function._python_function.__module__ == parallel_for.__name__)
+
+
+def around_assignments(around: Callable[[Callable[[Any], Any], Any, str, Any], Any]) -> None:
+    """Has each assignment to a `tf.Variable` made as `around(assign, variable, name, value)` from now on.
+
+    `name` is "assign", "assign_add" or "assign_sub"; `assign(value)` is the original.
+    """
+    kinds = (
+        resource_variable_ops.BaseResourceVariable,
+        resource_variable_ops.ResourceVariable,
+        values.DistributedVariable,
+    )
+    for kind in kinds:
+        for name in {"assign", "assign_add", "assign_sub"} & set(vars(kind)):
+            setattr(kind, name, _assigning_around(vars(kind)[name], name, around))
+
+
+def _assigning_around(original: Callable[..., Any], name: str, around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(variable: Any, value: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(variable, values.SyncOnReadVariable):  # each replica has its part, and readers add them up
+            return original(variable, value, *arguments, **named)
+        return around(lambda value: original(variable, value, *arguments, **named), variable, name, value)
+
+    return assign
+
+
+def around_draws(
+    drawn: Callable[[Callable[[Any], Any], Any], Any],
+    seeds_of: Callable[[tuple[int | None, int | None], int | None], tuple[int | None, int | None]],
+) -> None:
+    """Has the stateful random operations of TensorFlow made otherwise from now on.
+
+    Args:
+        drawn: `drawn(draw, shape)` returns the numbers of this shape; `draw(shape)` is the original.
+        seeds_of: `seeds_of(seeds, given)` returns the seeds of the graph and of the operation, from what TensorFlow
+            would take and from what it was given.
+    """
+    for name, public in _DRAWS.items():
+        around = _drawing_around(getattr(random_ops, name), drawn)
+        setattr(random_ops, name, around)
+        setattr(tf.random, public, around)
+    original = random_seed.get_seed
+
+    @functools.wraps(original)
+    def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
+        return seeds_of(original(op_seed), op_seed)
+
+    random_seed.get_seed = get_seed
+
+
+# The functions that draw numbers of a shape, by their names inside TensorFlow, and in `tf.random`.
+_DRAWS = {
+    "random_normal": "normal",
+    "random_uniform": "uniform",
+    "truncated_normal": "truncated_normal",
+    "random_gamma": "gamma",
+    "random_poisson_v2": "poisson",
+}
+
+
+def _drawing_around(original: Callable[..., Any], drawn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(shape: Any, *arguments: Any, **named: Any) -> Any:
+        return drawn(lambda shape: original(shape, *arguments, **named), shape)
+
+    return draw
+
+
+def serial_calls() -> contextlib.AbstractContextManager[None]:
+    """Graphs that are called in this context run their operations one after the other, in the thread of the caller.
+
+    TensorFlow's usual executor hands operations from thread to thread even where there is one to compute with. The
+    serial one refuses graphs that span devices or hold collectives, and waits for ever in one that is not `flat`.
+    """
+    return context.function_executor_type("SINGLE_THREADED_EXECUTOR")
+
+
+def flat(graph: tf.Graph) -> bool:
+    """Whether nothing in `graph` calls a function, but for loops, in which nothing does.
+
+    A nested call blocks the thread that makes it and runs on another one, of which there may be none left.
+    """
+    definition = graph.as_graph_def()
+    inside = [node for function in definition.library.function for node in function.node_def]
+    outside = [node for node in definition.node if node.op not in ("While", "StatelessWhile")]
+    return not any(value.HasField("func") for node in inside + outside for value in node.attr.values())
+
+
+def light(graph: tf.Graph) -> bool:
+    """Whether `graph` has no work for oneDNN: convolutions, pooling, or products of matrices that no cache holds.
+
+    The serial executor uses TensorFlow's plain kernels, which take up to three times as long for those.
+    """
+    definition = graph.as_graph_def(add_shapes=True)
+    for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
+        elements = {node.name: _elements(node) for node in nodes}
+        for node in nodes:
+            operands = [elements.get(name.partition(":")[0], 0) for name in node.input]
+            if node.op.startswith(_CONVOLVING) or (node.op in _PRODUCTS and max(operands) > _CACHED_ELEMENTS):
+                return False
+    return True
+
+
+_CONVOLVING = ("Conv", "Depthwise", "MaxPool", "AvgPool")
+_PRODUCTS = ("MatMul", "BatchMatMulV2")
+_CACHED_ELEMENTS = 1 << 17
+
+
+def _elements(node: Any) -> int:
+    """Of a node's first output; what is not known of its shape counts as one."""
+    shapes = node.attr["_output_shapes"].list.shape
+    return math.prod(max(1, dimension.size) for dimension in shapes[0].dim) if shapes else 0
+
+
+def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds: float) -> None:
+    """Lets processes that wait for each other at the start, or at the end, give up after `timeout_seconds`.
+
+    TensorFlow's own setting waits an hour for a peer that does not register, and its heartbeats end a process that
+    was merely stopped for a while before a collective's timeout could say why.
+    """
+    jobs = [
+        coordination_config_pb2.CoordinatedJob(name=role, num_tasks=len(addresses))
+        for role, addresses in cluster.items()
+    ]
+    leader = "chief" if "chief" in cluster else "worker"
+    milliseconds = int(1000 * timeout_seconds)
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{leader}/replica:0/task:0",
+        cluster_register_timeout_in_ms=milliseconds,
+        heartbeat_timeout_in_ms=2 * milliseconds,
+        shutdown_barrier_timeout_in_ms=5_000,
+        coordinated_jobs=jobs,
+    )
+
+
+@contextlib.contextmanager
+def sigterm_as_it_was() -> Iterator[None]:
+    """What happens at SIGTERM is the same after this context as before it.
+
+    A process that joins a TensorFlow cluster notes SIGTERM for `PreemptionWatcher`, and goes on as if it were nothing.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Tensor]], tf.Tensor]) -> None:
+    """Has each collective operation that TensorFlow's strategies make from now on made by `around(make, inputs)`."""
+
+    def surrounded(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        @functools.wraps(original)
+        def call(first: Any, *arguments: Any, **named: Any) -> tf.Tensor:
+            # Who receives a broadcast has a shape in the place of a tensor.
+            inputs = [first] if tf.is_tensor(first) else []
+            return around(lambda: original(first, *arguments, **named), inputs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(collective_ops, name, surrounded(getattr(collective_ops, name)))
+
+
+def abort_collectives(reason: str) -> None:
+    """Ends all collective operations of this process, those to come too, with a `tf.errors.DeadlineExceededError`."""
+    context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, reason)
+
+
+def silent_peers(world: World, seconds: float) -> list[int]:
+    """The ranks of `world` that do not answer within `seconds`, or that are not the processes they were."""
+    silent = []
+    for rank, task in enumerate(world.tasks):
+        if rank == world.rank:
+            continue
+        name = f"/job:{task.role}/replica:0/task:{task.index}"
+        try:
+            context.context().check_collective_ops_peer_health(name, timeout_in_ms=int(1000 * seconds))
+        except tf.errors.OpError:
+            silent.append(rank)
+    return silent
+
+
+def runtime_started() -> bool:
+    """Whether TensorFlow has fixed its devices and threads for the life of this process."""
+    return context.context()._initialized
+
+
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was given last; `None` before it is called."""
+    return context.global_seed()
+
+
+def eager_random_state() -> Any:
+    """Where the seeds stand that `tf.random.set_seed` gives to operations outside of a graph; `None` without it."""
+    generator = getattr(context.context(), "_rng", None)
+    return None if generator is None else generator.getstate()
+
+
+def restore_eager_random_state(state: Any) -> None:
+    """Goes on with the seeds where `eager_random_state` found them; an operation that drew with one has gone on."""
+    if state is not None:
+        context.context()._rng.setstate(state)
+
+
+def iterator_state(iterator: Any) -> bytes:
+    """Where an iterator over a `tf.data.Dataset` stands, with what its pipeline holds, such as a shuffle's buffer.
+
+    What functions of the pipeline keep to themselves, such as the state of random numbers, is left out; the public
+    `tf.train.Checkpoint` refuses pipelines that have such functions, which a decoder in Python is enough for.
+
+    Raises:
+        tf.errors.OpError: a part of the pipeline cannot say where it stands, as one made of a Python generator.
+    """
+    handle = iterator._iterator_resource
+    state = tf.raw_ops.SerializeIterator(resource_handle=handle, external_state_policy=_IGNORE_FUNCTIONS)
+    with tempfile.TemporaryDirectory() as folder, io.BytesIO() as packed:
+        # Only a file can hold tensors of this type.
+        tf.raw_ops.SaveV2(prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], tensors=[state])
+        with zipfile.ZipFile(packed, "w") as archive:
+            for path in sorted(Path(folder).iterdir()):
+                archive.write(path, path.name)
+        return packed.getvalue()
+
+
+def restore_iterator(iterator: Any, state: bytes) -> None:
+    """Puts an iterator over the same pipeline where another one stood.
+
+    Raises:
+        tf.errors.OpError: it is another pipeline, which shows where parts of it have no state there.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(io.BytesIO(state)) as archive:
+            archive.extractall(folder)
+        (restored,) = tf.raw_ops.RestoreV2(
+            prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], dtypes=[tf.variant]
+        )
+        tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=restored)
+
+
+_IGNORE_FUNCTIONS = 1  # as ExternalStatePolicy of TensorFlow's dataset options has it
+
+
+def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
+    """The coordinator of a strategy, which lives as long as this process.
+
+    Deleting one waits for a thread that may itself be waiting for a worker that never comes back.
+    """
+    found = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    return found
+
+
+def around_variables(
+    strategy: tf.distribute.ParameterServerStrategy, create: Callable[..., Any], update: Callable[..., Any]
+) -> None:
+    """Has each variable of `strategy` made by `create(make, **arguments)`, and updated by `update(apply, ...)`.
+
+    `make(**arguments)` makes one as the strategy does; `apply(variable, function, arguments)` calls
+    `function(variable, *arguments)` as the strategy does, where the variable lies.
+    """
+    extended = strategy.extended
+    make, apply = extended._create_variable, extended._update
+
+    def make_around(next_creator: Any, **arguments: Any) -> Any:
+        if arguments.get("initial_value") is None:  # a variable that is being loaded
+            return make(next_creator, **arguments)
+        return create(functools.partial(make, next_creator), **arguments)
+
+    def update_around(variable: Any, function: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        return update(
+            lambda part, inner, arguments: apply(part, inner, tuple(arguments), kwargs, group), variable, function, args
+        )
+
+    extended._create_variable, extended._update = make_around, update_around
+
+
+def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns on each worker, as an argument of what is scheduled; made again when one comes back."""
+    return coordinator._create_per_worker_resources(function, args=arguments)
+
+
+def finished(remote_value: Any, seconds: float) -> bool:
+    """Whether what was scheduled has ended, or does so within `seconds`."""
+    return remote_value._status_available_event.wait(seconds)
+
+
+def close_pools(error: BaseException) -> None:
+    """Closes the thread pool that a collective of TensorFlow left open where it raised `error` between two graphs.
+
+    Python would say so, with a traceback, when the process ends.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        pool = frame.f_locals.get("pool")
+        if frame.f_globals is vars(cross_device_ops) and isinstance(pool, multiprocessing.pool.ThreadPool):
+            pool.close()
+
+
+def profiling() -> bool:
+    """Whether a trace is being taken in this process."""
+    return profiler_v2._profiler is not None
+
+
+def local_copy(variable: Any) -> Any:
+    """The copy of a mirrored variable that the current replica has; of another variable, itself."""
+    return variable._get() if isinstance(variable, values.MirroredVariable) else variable
+
+
+class ReducingExtended(one_device_strategy.OneDeviceExtended):
+    """One replica in each of several processes, which meet by `reduce`; the rest is as on one device.
+
+    Args:
+        strategy: whose part this is.
+        device: of this process' replica.
+        rank: this process' number.
+        size: the number of processes.
+        reduce: `reduce(tensors)`: their sums over the processes; `tf.IndexedSlices` among them.
+    """
+
+    def __init__(self, strategy: Any, device: str, rank: int, size: int, reduce: Callable[[list[Any]], list[Any]]):
+        super().__init__(strategy, device)
+        self._rank, self._size, self._reduce = rank, size, reduce
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._size
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        context = distribute_lib.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=self._rank)
+        with tf.device(self._device), context:
+            return fn(*args, **kwargs)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del options
+        flat = tf.nest.flatten(value)
+        return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, flat))
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del destinations, options
+        return self._reduced(reduce_op, [value])[0]
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        del options
+        return self._reduced(reduce_op, [value for value, _ in value_destination_pairs])
+
+    def _reduced(self, reduce_op: Any, flat: Sequence[Any]) -> list[Any]:
+        sums = self._reduce(list(flat))
+        return [total / self._size for total in sums] if reduce_op == tf.distribute.ReduceOp.MEAN else sums
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        return value_fn(tf.distribute.experimental.ValueContext(self._rank, self._size))
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """A graph that nobody runs; a variable that is made in it is made outside of it, with its first value.
+
+    Yields what `variables_made_in` yields. `tf.function` would keep the first values as a part of its graph, and
+    TensorFlow's strategies cannot copy those to their devices.
+    """
+    with tf.__internal__.FuncGraph("scratch").as_default(), variables_made_in(scope) as outside:
+        yield outside
+
+
+@contextlib.contextmanager
+def variables_made_in(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """What makes a variable here makes it outside of all graphs, in the context `scope()`.
+
+    Yields a function for the context of code that is to run there as a whole.
+    """
+    inside = False
+
+    @contextlib.contextmanager
+    def outside() -> Iterator[None]:
+        nonlocal inside
+        before, inside = inside, True
+        try:
+            with tf.init_scope(), scope():
+                yield
+        finally:
+            inside = before
+
+    def make(next_creator: Callable[..., Any], **options: Any) -> Any:
+        if inside:
+            return next_creator(**options)
+        with outside():
+            return tf.Variable(**options)
+
+    with tf.variable_creator_scope(make):
+        yield outside
+
+
+def placeholders(spec: Any) -> Any:
+    """The inputs of a graph, in the structure of `spec`; `None` stays `None`."""
+
+    def placeholder(one: Any) -> Any:
+        return None if one is None else tf.compat.v1.placeholder(one.dtype, one.shape)
+
+    flat = [placeholder(one) for one in tf.nest.flatten(spec, expand_composites=True)]
+    return tf.nest.pack_sequence_as(spec, flat, expand_composites=True)

@@ -1,0 +1,1 @@
+"""Traces of training steps, and what they show."""

@@ -1,0 +1,1 @@
+"""One training run of the command, from its options to its record."""

@@ -1,0 +1,227 @@
+"""What the user asked of a training run: one frozen value, checked before anything slow is imported.
+
+Synopsis:
+
+    >>> TrainConfig(strategy="mirrored", model="cnn", dataset="digits", devices=2).batch_size
+    32
+    >>> parse_devices("2"), parse_devices("GPU:0,GPU:1"), parse_range("10:20")
+    (2, ('GPU:0', 'GPU:1'), (10, 20))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tfdist import data, models, strategies
+from tfdist.data.pipeline import augmentation as augmentations
+from tfdist.data.pipeline import bad_examples
+from tfdist.errors import UnknownNameError, UsageError
+from tfdist.options import checked_seconds
+
+# Keras' optimizers by the names that `keras.optimizers.get` knows; a test compares them with Keras.
+OPTIMIZERS = (
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "ftrl",
+    "lamb",
+    "lion",
+    "muon",
+    "nadam",
+    "rmsprop",
+    "schedulefreeadamw",
+    "sgd",
+)
+# The strategies whose replicas are in several processes.
+OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
+OF_EQUAL_PROCESSES = ("horovod", "mpi_split", "multiworker")  # each of which waits for all others
+ELASTIC = ("horovod", "multiworker")  # their workers may come and go
+WITH_SERVERS = ("parameter_server",)
+BY_MPI = ("mpi_split",)
+SCHEDULES = ("constant", "cosine")
+DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The options of `tfdist train`.
+
+    Attributes:
+        strategy: a name from `tfdist.strategies.names()`.
+        model: a name from `tfdist.models.names()`, or `module:function`.
+        dataset: a name from `tfdist.data.names()`, or `module:function`.
+        epochs: passes over the training examples.
+        batch_size: examples in a global batch, over all replicas.
+        model_options: what the model is to be told, by the names of its own options.
+        optimizer: one of `OPTIMIZERS`; `None` is what the model is usually trained with.
+        learning_rate: `None` is the model's where the optimizer is, else the optimizer's default.
+        momentum: likewise.
+        weight_decay: likewise.
+        schedule: of the learning rate, one of `SCHEDULES`; "cosine" ends at 0 after the last epoch.
+        warmup_epochs: in which the learning rate rises from 0, part of the epochs.
+        dtype_policy: one of `DTYPE_POLICIES`.
+        gradient_accumulation: batches whose gradients are averaged before an update.
+        compression: of gradients between processes, "none", "bf16", or "fp16" of `horovod`; `None`: the strategy says.
+        staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
+        shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
+        sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
+        timeline: a file for Horovod's timeline.
+        timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
+        callback_timeout_seconds: how long one may be busy while others wait for it; `None` is without end.
+        devices: how many devices, or their names; `None` is the strategy's default.
+        seed: of the initial weights, the order of the examples and the random layers.
+        limit: only so many training examples; `None` is all.
+        data_dir: where the dataset's files lie.
+        data_options: what the dataset is to be told, by the names of its own options.
+        augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
+        on_bad_example: one of `tfdist.data.pipeline.bad_examples.POLICIES`; `None` is the dataset's default, "fail".
+        run_dir: the run's folder; `None` makes one below `runs/`.
+        resume: go on with the run in `run_dir`.
+        checkpoint_steps: save a checkpoint after so many steps too; `None` is at the end of an epoch alone.
+        target_accuracy: validation accuracy at which to stop, 0 to 1.
+        tensorboard: write TensorBoard logs.
+        profile: the first step to trace and the step to stop before.
+        quiet: show nothing but errors.
+        verbose: show TensorFlow's messages too.
+
+    Raises:
+        UsageError: a value that cannot work.
+    """
+
+    strategy: str
+    model: str
+    dataset: str
+    epochs: int = 5
+    batch_size: int = 32
+    learning_rate: float | None = None
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+    schedule: str = "constant"
+    warmup_epochs: float = 0.0
+    dtype_policy: str = "float32"
+    gradient_accumulation: int = 1
+    compression: str | None = None
+    staleness: int | None = None
+    shard_bytes: int | None = None
+    sync_every: int | str | None = None
+    timeline: Path | None = None
+    timeout_seconds: float | None = None
+    callback_timeout_seconds: float | None = None
+    devices: int | tuple[str, ...] | None = None
+    seed: int = 0
+    limit: int | None = None
+    data_dir: Path | None = None
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    augment: str = "none"
+    on_bad_example: str | None = None
+    run_dir: Path | None = None
+    resume: bool = False
+    checkpoint_steps: int | None = None
+    target_accuracy: float | None = None
+    tensorboard: bool = False
+    profile: tuple[int, int] | None = None
+    quiet: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        _known("strategy", self.strategy, strategies.names())
+        if ":" not in self.model:
+            _known("model", self.model, models.names())
+        if ":" not in self.dataset:
+            _known("dataset", self.dataset, data.names())
+        _known("dtype policy", self.dtype_policy, DTYPE_POLICIES)
+        _known("augmentation", self.augment, augmentations.NAMES)
+        if self.on_bad_example is not None:
+            _known("policy for bad examples", self.on_bad_example, bad_examples.POLICIES)
+        for name in ("epochs", "batch_size", "gradient_accumulation", "limit", "checkpoint_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"`{_option(name)}` is {value}", "use 1 or more")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"`--seed` is {self.seed}", "use a number from 0 to 4294967295")
+        if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
+            raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
+        _only_for(self, "compression", ("horovod", "multiworker"))
+        _only_for(self, "sync_every", BY_MPI)
+        _only_for(self, "timeline", ("horovod",))
+        _only_for(self, "staleness", WITH_SERVERS)
+        _only_for(self, "shard_bytes", WITH_SERVERS)
+        _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
+        _only_for(self, "callback_timeout_seconds", OF_EQUAL_PROCESSES)
+        for name in ("timeout_seconds", "callback_timeout_seconds"):
+            if getattr(self, name) is not None:
+                checked_seconds(_option(name), getattr(self, name))
+        if self.resume and self.run_dir is None:
+            raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
+        if self.quiet and self.verbose:
+            raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
+        _check_optimizer(self)
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The options of `tfdist.data.load`."""
+        policy = {} if self.on_bad_example is None else {"on_bad_example": self.on_bad_example}
+        return dict(self.data_options) | policy
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    if config.optimizer is not None:
+        _known("optimizer", config.optimizer, OPTIMIZERS)
+    _known("schedule", config.schedule, SCHEDULES)
+    if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
+        raise UsageError(f"`--learning-rate` is {config.learning_rate}", "use a number above 0, such as 0.001")
+    if config.momentum is not None and not 0 <= config.momentum < 1:
+        raise UsageError(f"`--momentum` is {config.momentum}", "use a share such as 0.9")
+    if config.weight_decay is not None and not 0 <= config.weight_decay < math.inf:
+        raise UsageError(f"`--weight-decay` is {config.weight_decay}", "use 0 or more, such as 1e-4")
+    if not 0 <= config.warmup_epochs < config.epochs:
+        raise UsageError(
+            f"`--warmup-epochs` is {config.warmup_epochs:g} of {config.epochs} epochs", "use fewer than all of them"
+        )
+
+
+def _only_for(config: TrainConfig, name: str, strategies_with_it: tuple[str, ...]) -> None:
+    if getattr(config, name) is not None and config.strategy not in strategies_with_it:
+        raise UsageError(
+            f"`{_option(name)}` is set, and `{config.strategy}` has no use for it",
+            f"leave it out, or use the strategy {' or '.join(f'`{s}`' for s in strategies_with_it)}",
+        )
+
+
+def parse_devices(text: str) -> int | tuple[str, ...]:
+    """`2` as a number of devices, `GPU:0,GPU:1` as their names."""
+    if text.strip().lstrip("-").isdigit():
+        count = int(text)
+        if count < 1:
+            raise UsageError(f"`--devices` is {count}", "use 1 or more, or names such as `GPU:0,GPU:1`")
+        return count
+    return tuple(name.strip() for name in text.split(","))
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """`FIRST:LAST` as two numbers of steps."""
+    first, separator, last = text.partition(":")
+    if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise UsageError(
+            f"`--profile` is `{text}`, which is not FIRST:LAST with FIRST below LAST",
+            "write for example `--profile 10:20` for the ten steps from 10 on",
+        )
+    return int(first), int(last)
+
+
+def _known(kind: str, name: str, names: list[str] | tuple[str, ...]) -> None:
+    if name not in names:
+        raise UnknownNameError(kind, name, names)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

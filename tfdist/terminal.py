@@ -1,0 +1,135 @@
+"""What a command shows and what goes to its log.
+
+TensorFlow's C++ code writes to file descriptor 2 whatever its log level, so the descriptor itself is pointed at the
+run's log, and messages for the user go to a copy of the terminal's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, cast
+
+# Where messages for the user go; the last one holds.
+_terminal: list[TextIO] = [sys.stderr]
+STDOUT, STDERR = 1, 2
+
+
+@contextlib.contextmanager
+def stderr_to(log: Path | None) -> Iterator[TextIO]:
+    """Sends everything that is written to standard error to `log`; yields the terminal's. `None` changes nothing."""
+    if log is None:
+        yield sys.stderr
+        return
+    sys.stderr.flush()
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 2)
+    os.close(file)
+    _terminal.append(terminal)
+    try:
+        yield terminal
+    finally:
+        _terminal.remove(terminal)
+        sys.stderr.flush()
+        os.dup2(terminal.fileno(), 2)
+        terminal.close()
+
+
+def say(line: str) -> None:
+    """Shows a line to the user, from any thread."""
+    with contextlib.suppress(OSError):
+        print(line, file=_terminal[-1], flush=True)
+
+
+@contextlib.contextmanager
+def any_stdout(needed: bool = False) -> Iterator[None]:
+    """Within it standard output may be closed or full: that is told once, and what is written there leads nowhere.
+
+    Args:
+        needed: the program is there for its output, and ends with exit code 1 where that is lost.
+    """
+    closed = sys.stdout is None
+    _open_standard_streams()
+    before = sys.stdout
+    stdout = _AnyStdout(before, needed)
+    sys.stdout = cast(TextIO, stdout)
+    if closed:
+        stdout.lose("it is closed")
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        stdout.flush()
+
+
+def _open_standard_streams() -> None:
+    """Has what was closed when the process began lead nowhere: the next file that is opened would take its place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(STDOUT, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(STDERR, "w", closefd=False)
+        _terminal[0] = sys.stderr
+
+
+class _AnyStdout:
+    """Standard output, as long as it takes what is written."""
+
+    def __init__(self, stream: TextIO, needed: bool):
+        self._stream = stream
+        self._needed = needed
+
+    def write(self, text: str) -> int:
+        with self._losing():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def lose(self, reason: str) -> None:
+        """Tells it; from now on whatever writes there, such as a library, writes nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        say(f"Standard output cannot be written ({reason}): nothing is shown there.")
+        if self._needed:
+            sys.exit(1)
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.lose(error.strerror or str(error))
+
+
+@contextlib.contextmanager
+def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
+    """Calls `notice` at Ctrl-C, before `KeyboardInterrupt` is raised as usual.
+
+    An exception that is raised while an object is being deleted, or inside a callback of C code, is lost, and so would
+    be the interrupt.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        notice()
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
