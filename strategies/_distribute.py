@@ -14,12 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster import rendezvous
+from tfdist.cluster import job_environment, rendezvous
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import replica_local_updates, runtime_started
-from tfdist.launcher import job
 from tfdist.options import checked_seconds
 from tfdist.strategies import base
 
@@ -106,7 +105,7 @@ def start_timeout_seconds(wanted: float | None) -> float:
     """
     if wanted is not None:
         return checked_seconds("start_timeout_seconds", wanted)
-    return checked_seconds(job.START_SECONDS, os.environ.get(job.START_SECONDS, "60"))
+    return checked_seconds(job_environment.START_SECONDS, os.environ.get(job_environment.START_SECONDS, "60"))
 
 
 def callback_timeout_seconds(wanted: float | None) -> float | None:

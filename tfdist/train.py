@@ -24,7 +24,7 @@ import click
 import psutil
 
 from tfdist import data, models, registry, startup, strategies, terminal
-from tfdist.cluster import process_exit
+from tfdist.cluster import job_environment, process_exit
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
@@ -153,7 +153,7 @@ def command(
         if hostfile and not elastic:
             raise UsageError("`--hostfile` is set, and the job is not elastic", "start it by `python -m tfdist.launch`")
         several = elastic or any(count is not None for count in counts.values())
-        starts = world.world_size == 1 and several and job.JOB not in os.environ
+        starts = world.world_size == 1 and several and job_environment.JOB not in os.environ
         code = _launch(config, counts, restarts, expose, wishes, hostfile) if starts else run(config, world)
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
@@ -173,8 +173,8 @@ def run(config: TrainConfig, world: World) -> int:
     """
     from tfdist.run.record import RunFolder
 
-    run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job.JOB) or job.new_name(world))
-    if os.environ.get(job.RESTART, "0") != "0" and run_dir.exists():
+    run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job_environment.JOB) or job.new_name(world))
+    if os.environ.get(job_environment.RESTART, "0") != "0" and run_dir.exists():
         config = dataclasses.replace(config, run_dir=run_dir, resume=True)
     if not world.is_chief:
         config = dataclasses.replace(config, quiet=not config.verbose)

@@ -74,6 +74,10 @@ class ClockedCallback(keras.callbacks.Callback):
         super().__init__()
         self.clock = TrainingClock()
 
+    def restore_train_seconds(self, seconds: float) -> None:
+        """Goes on from the training time of a run that is resumed."""
+        self.clock.total_train_seconds = seconds
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts from zero."""
         self.clock.reset()

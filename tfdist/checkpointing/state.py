@@ -18,7 +18,6 @@ import tensorflow as tf
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
-from tfdist.callbacks.clock import ClockedCallback
 from tfdist.checkpointing.format import Entry
 from tfdist.cluster.consensus import Peers, any_of
 from tfdist.cluster.world import World
@@ -245,8 +244,8 @@ def restore_callbacks_state(
     arrays = [entry.value for entry in entries if entry.group == "callbacks"]
     known = {state["name"]: state["state"] for state in states}
     for name, callback in _named(callbacks):
-        if isinstance(callback, ClockedCallback):
-            callback.clock.total_train_seconds = train_seconds
+        if hasattr(callback, "restore_train_seconds"):
+            callback.restore_train_seconds(train_seconds)
         if name not in known:
             continue
         state = _whole(known[name], arrays)

@@ -19,8 +19,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.core import replica_context
-
 LOOKS = 20  # at least, before something has waited too long
 LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -73,9 +71,10 @@ class Counter:
         return result
 
     def _count(self, variable: tf.Variable) -> Any:
-        # On its own device, not that of the collective; and it is no assignment of the step, on which replicas agree.
-        with tf.device(variable.device), replica_context.on_replica(None):
-            return variable.assign_add(1, read_value=False)
+        # On its own device, not that of the collective. The operation and not the method: it is no assignment of the
+        # step, on which replicas would agree.
+        with tf.device(variable.device):
+            return tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=tf.constant(1, tf.int64))
 
 
 class Watch(Counter):

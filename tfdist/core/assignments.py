@@ -27,7 +27,7 @@ from tfdist.core import dependencies, replica_context
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
-    from tfdist.strategies.base import Replica
+    from tfdist.core.replica import Replica
 
 
 class Updates(keras.StatelessScope):

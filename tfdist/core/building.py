@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.core import exact_step, replica_context
+from tfdist.core.replica import Replica
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.strategies.base import Replica, Strategy
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
 
 
 class Rehearsal(Replica):

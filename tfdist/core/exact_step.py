@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist.core import assignments, gradient_tape, randomness, replica_context
+from tfdist.core.replica import Replica
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.strategies.base import Replica
 
 
 def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[Any, set[int]]:

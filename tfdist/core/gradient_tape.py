@@ -25,7 +25,7 @@ from tfdist.core import dependencies, means_and_sums, replica_context
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
-    from tfdist.strategies.base import Replica
+    from tfdist.core.replica import Replica
 
 
 def of_global_batch(gradient: Callable[[Any, Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:

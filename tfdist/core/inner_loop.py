@@ -13,17 +13,20 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 import tensorflow as tf
 
 from tfdist.core import building, exact_step, gradient_reduction, gradient_tape, metrics
+from tfdist.core.replica import Replica
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.strategies.base import Replica, Strategy
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
 
 Logs = dict[str, Any]
 

@@ -21,7 +21,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -33,7 +33,9 @@ from tfdist.data.pipeline import together
 from tfdist.errors import DataError, DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tree
-from tfdist.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
 
 # What only the chief does: where processes share a disk they would write the same files.
 WRITERS = (

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist.core import replica_context
 
 if TYPE_CHECKING:
-    from tfdist.strategies.base import Replica
+    from tfdist.core.replica import Replica
 
 # A prime that is far from what layers add to their seeds.
 SEEDS_APART = 15_485_863

@@ -30,7 +30,7 @@ from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
-    from tfdist.strategies.base import Replica
+    from tfdist.core.replica import Replica
 
 
 class _Current(threading.local):

@@ -27,7 +27,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -42,7 +42,9 @@ from tfdist.errors import VerificationError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tree
-from tfdist.strategies.base import OnThisProcess, Strategy
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
 
 STEPS = 3
 TIMES_ROUNDING = 10
@@ -164,7 +166,7 @@ def _on_one_device(
     for number in range(1 + _NUDGES):
         # Operations of `tf.random` keep their state in a graph: each run begins with new ones.
         if program is None or watch.keeps_state:
-            program = StepProgram(OnThisProcess(strategy), model, "train_step", BatchFeed.batches, False)
+            program = StepProgram(strategy.on_this_process(), model, "train_step", BatchFeed.batches, False)
         with _state_kept(held):
             if number:
                 _nudge(model.variables, epsilon, number)

@@ -48,7 +48,7 @@ from tfdist.errors import UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
-    from tfdist.strategies.base import Replica
+    from tfdist.core.replica import Replica
 
 SEEN_IN = "3.15.1"
 

@@ -19,9 +19,10 @@ import re
 import shlex
 import textwrap
 
+from tfdist.cluster.job_environment import JOB, RESTART, START_SECONDS
 from tfdist.cluster.world import PARAMETER_SERVERS
 from tfdist.errors import EXIT_USAGE, UsageError
-from tfdist.launcher.job import JOB, RESTART, START_SECONDS, Job
+from tfdist.launcher.job import Job
 
 IMAGE = "registry.example.com/tfdist:edit-me"
 

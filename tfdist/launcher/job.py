@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tfdist.cluster import job_environment
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.options import checked_seconds
 
-# The variables by which a started process knows of its job, beside TF_CONFIG.
-JOB = "TFDIST_JOB"  # the job's name: the same in all processes, and after a restart
-SHARE_CORES = "TFDIST_SHARE_CORES"  # take this process' share of the cores, by its local rank
-RESTART = "TFDIST_RESTART"  # how often the job was started again
-ELASTIC = "TFDIST_ELASTIC"  # leave at a checkpoint when told to
-START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other at the start
-
 # What `mpirun` takes along to other hosts.
-TAKEN_ALONG = (JOB, SHARE_CORES, RESTART, START_SECONDS, "PYTHONUNBUFFERED")
+TAKEN_ALONG = (
+    job_environment.JOB,
+    job_environment.SHARE_CORES,
+    job_environment.RESTART,
+    job_environment.START_SECONDS,
+    "PYTHONUNBUFFERED",
+)
 # An ssh connection whose host has not answered for so long, so often, is given up.
 SECONDS_BETWEEN_ANSWERS, ANSWERS_MISSED = 5, 4
 # A name or an IPv4 address; an IPv6 address in brackets. It goes on command lines, where no option may be taken for it.

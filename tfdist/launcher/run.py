@@ -18,9 +18,9 @@ from typing import Any
 from rich.panel import Panel
 from rich.text import Text
 
-from tfdist.cluster import elastic, ports
+from tfdist.cluster import elastic, job_environment, ports
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
-from tfdist.launcher import job, network_namespace, supervisor
+from tfdist.launcher import network_namespace, supervisor
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
 
@@ -277,7 +277,9 @@ class OneStart:
         trains = [other for other in self.processes if other.host == process.host and other.role == "worker"]
         # MPI has its own way to tell its processes who they are.
         known = (
-            {job.SHARE_CORES: "1"} if self.job.mpi else {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+            {job_environment.SHARE_CORES: "1"}
+            if self.job.mpi
+            else {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
         )
         return {
             "argv": self.job.argv(),
@@ -286,11 +288,11 @@ class OneStart:
             | {
                 ports.SHARE: "1",
                 "PYTHONUNBUFFERED": "1",
-                job.JOB: self.job.name,
-                job.RESTART: str(self.restart),
-                job.START_SECONDS: f"{self.job.start_seconds:g}",
+                job_environment.JOB: self.job.name,
+                job_environment.RESTART: str(self.restart),
+                job_environment.START_SECONDS: f"{self.job.start_seconds:g}",
             }
-            | ({job.ELASTIC: "1"} if self.leave else {}),
+            | ({job_environment.ELASTIC: "1"} if self.leave else {}),
             "share": [trains.index(process), len(trains)] if process in trains else None,
         }
 

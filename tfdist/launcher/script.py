@@ -11,19 +11,19 @@ import sys
 from pathlib import Path
 
 from tfdist import startup
-from tfdist.cluster import elastic, process_exit
+from tfdist.cluster import elastic, job_environment, process_exit
 from tfdist.cluster.world import World
 from tfdist.errors import TfdistError
-from tfdist.launcher import job, supervisor
+from tfdist.launcher import supervisor
 
 
 def main(arguments: list[str]) -> None:
     """Runs `arguments` as `python` would."""
-    if job.SHARE_CORES in os.environ:
+    if job_environment.SHARE_CORES in os.environ:
         world = World.detect(os.environ)
         mine = supervisor.share(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
-    if job.ELASTIC in os.environ:
+    if job_environment.ELASTIC in os.environ:
         elastic.listen()
     startup.prepare_imports()
     try:

@@ -7,9 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tfdist.data.formats import tfds_prepare, tfrecords
-from tfdist.data.formats.tfrecords import Records
+from tfdist.data.formats import tfds_prepare
+from tfdist.data.pipeline import tfrecords
 from tfdist.data.pipeline.pictures import PictureSource
+from tfdist.data.pipeline.tfrecords import Records
 from tfdist.data.spec import DataSpec
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data.formats.tfrecords import Records
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline.augmentation import Augmentation
 from tfdist.data.pipeline.disk_cache import DiskCache
-from tfdist.data.pipeline.pictures import Pictures
+from tfdist.data.pipeline.picture_files import Pictures
+from tfdist.data.pipeline.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from tfdist.data.spec import DataSpec
 
 if TYPE_CHECKING:
-    from tfdist.data.formats.tfrecords import Records
-    from tfdist.data.pipeline.pictures import Pictures
+    from tfdist.data.pipeline.picture_files import Pictures
+    from tfdist.data.pipeline.tfrecords import Records
 
 # Of each split, the numbers of the examples that can be used, and what is wrong with the others.
 Found = dict[str, tuple[list[int], list[str]]]

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 
 from tfdist.data.formats import local_files
-from tfdist.data.pipeline.pictures import Pictures, PictureSource, size_of
+from tfdist.data.pipeline.picture_files import Pictures, size_of
+from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Size

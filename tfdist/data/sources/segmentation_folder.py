@@ -15,7 +15,8 @@ from os import PathLike
 from pathlib import Path
 
 from tfdist.data.formats import local_files
-from tfdist.data.pipeline.pictures import Pictures, PictureSource, size_of
+from tfdist.data.pipeline.picture_files import Pictures, size_of
+from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count, Size

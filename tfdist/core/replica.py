@@ -1,0 +1,163 @@
+"""One replica while its step is traced: what it can ask of the others, and how its gradients and values are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfdist.communicators import opaque
+from tfdist.core import gradient_reduction, replica_context
+from tfdist.internals import keras as keras_internals
+
+
+class Replica:
+    """One replica; this one is alone, so that every reduction is the identity.
+
+    Attributes:
+        index: its number in the step, 0 to `count - 1`.
+        count: the number of replicas in the step.
+        share: the part of the global batch's examples that this replica has; a float64 scalar where it varies.
+        examples: how many examples its part has, `None` where that varies.
+        part: its part of the global batch.
+        data: the tensors of that.
+        graph: the graph in which its step is traced; `None` where there is none.
+        updates: catches what its step assigns, see `tfdist.core.assignments`.
+        unseeded: what Keras' random functions draw from that are given no seed.
+        draws: how many random operations its step has made that are alike on all replicas.
+        means: tensors that count as means over its part, whatever they were computed by.
+        alike: tensors that its step has found to be the same on all replicas.
+        losses: what each layer has added by `add_loss`, by the layer's `id`.
+        alone: it never meets other replicas, so Keras' own code is exact as it is.
+        metrics_in_parts: each replica has a part of a metric's state, which readers add up.
+    """
+
+    alone: ClassVar[bool] = True
+    metrics_in_parts: ClassVar[bool] = True
+    packing: gradient_reduction.Packing = gradient_reduction.Packing()
+
+    def __init__(self, index: int = 0, count: int = 1):
+        self.index = index
+        self.count = count
+        self.share: tf.Tensor | float = 1.0
+        self.examples: int | None = None
+        self.part: Any = None
+        self.data: list[Any] = []
+        self.graph: Any = None
+        self.updates: Any = None
+        self.draws = 0
+        self.unseeded: Any = None
+        self.alike: list[tf.Tensor] = []
+        self.means: list[tf.Tensor] = []
+        self.losses: dict[int, list[Any]] = {}
+        self._reduced: list[Any] = []
+
+    def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:
+        """Has the step run on the part `data` of a global batch; see `Strategy.unseeded`."""
+        self.unseeded = unseeded
+        if not isinstance(share, tf.Tensor) and share == 0:
+            # A graph that knew it would leave out what is multiplied by it, exchanges among it, on this replica alone.
+            share = opaque(tf.constant(0.0, tf.float64))
+        self.part, self.share = data, share
+        self.data = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if tensor is not None]
+        sized = [tensor for tensor in self.data if tensor.shape.rank]
+        self.examples = sized[0].shape[0] if sized else None
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    @property
+    def real(self) -> bool | tf.Tensor:
+        """Whether it has examples of the global batch; if not, it computes on one that must not count."""
+        return self.share > 0
+
+    def only_real(self, tensor: Any) -> Any:
+        """`tensor`; exactly zero on a replica without examples, whatever it computed there."""
+        if self.real is True:
+            return tensor
+        if isinstance(tensor, tf.IndexedSlices):
+            return tf.IndexedSlices(self.only_real(tensor.values), tensor.indices, tensor.dense_shape)
+        return tf.where(self.real, tensor, tf.zeros_like(tensor))
+
+    def real_rows(self, tensor: Any) -> Any:
+        """The rows of `tensor` that belong to examples of the global batch: all, or none."""
+        if self.real is True:
+            return tensor
+        if isinstance(tensor, tf.SparseTensor):
+            kept = tf.sparse.retain(tensor, tf.fill([tf.size(tensor.values)], self.real))
+            rows = tf.where(self.real, tensor.dense_shape[:1], 0)
+            return tf.SparseTensor(kept.indices, kept.values, tf.concat([rows, tensor.dense_shape[1:]], 0))
+        return tensor[: tf.where(self.real, tf.int32.max, 0)]
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        """The sums of `tensors` over the replicas, on every replica."""
+        return tensors
+
+    def all_gather(self, structure: Any) -> Any:
+        """The examples of `structure` of all replicas of the job, in their order, on every replica."""
+        return structure
+
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """The sums of `gradients` over the replicas, sent in few buffers; `None` stays `None`, sparse stays sparse."""
+        return gradient_reduction.without_none(gradient_reduction.packed(self.all_reduce, self.packing))(
+            list(gradients)
+        )
+
+    def know(self, reduced: list[Any]) -> list[Any]:
+        """Notes that these gradients are those of the global batch already; returns them."""
+        self._reduced += reduced
+        return reduced
+
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Sees to it that `optimizer`, which has no variables yet, gets them for `variables`: outside of a graph."""
+        if tf.inside_function():
+            raise keras_internals.Unbuilt(optimizer, variables)
+
+    def settle(self) -> None:
+        """Writes what the step has assigned so far, so that an update finds it."""
+        self.updates.write()
+
+    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
+        """Has `apply(gradients)` update each copy of the variables once with the gradients of the global batch."""
+        del optimizer
+        known = {id(gradient) for gradient in self._reduced}
+        rows = {id(gradient.indices) for gradient in self._reduced if isinstance(gradient, tf.IndexedSlices)}
+
+        def is_rescaled(gradient: Any) -> bool:
+            """Whether it has the rows of a reduced one, clipped perhaps: they are the same on all replicas."""
+            return isinstance(gradient, tf.IndexedSlices) and id(gradient.indices) in rows
+
+        local = [None if id(g) in known else g.values if is_rescaled(g) else g for g in gradients]
+        summed = self.reduce(gradient_reduction.weigh(local, self.share))
+        reduced = [
+            tf.IndexedSlices(new, g.indices, g.dense_shape) if is_rescaled(g) and new is not None else new
+            for g, new in zip(gradients, summed, strict=True)
+        ]
+        self.once_per_copy(apply, [g if new is None else new for g, new in zip(gradients, reduced, strict=True)])
+
+    def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
+        """Assigns to Keras variables values that are the same on every replica."""
+        variables = [variable._value for variable, _ in updates]
+
+        def assign(values: list[tf.Tensor]) -> None:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+
+        with replica_context.on_replica(None):
+            self.once_per_copy(assign, [value for _, value in updates])
+
+    def read_metric(self, variables: Sequence[Any]) -> list[tf.Tensor]:
+        """The values that variables of a metric have over all replicas."""
+        values = [tf.convert_to_tensor(variable._value) for variable in variables]
+        return self.all_reduce(values) if self.metrics_in_parts else values
+
+    def write_metric(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
+        """Gives variables of a metric values that are the same on every replica: one has them, the others nothing."""
+        if self.metrics_in_parts:
+            # A replica that knew its index would leave out what the value comes from, exchanges among it.
+            first = opaque(tf.constant(self.index == 0))
+            updates = [(variable, tf.where(first, value, tf.zeros_like(value))) for variable, value in updates]
+        self.write(updates)
+
+    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+        """Calls `function(values)` once for each copy of the variables; `values` are the same on every replica."""
+        function(values)
