@@ -10,7 +10,7 @@ A strategy answers a few questions and nothing else:
 
 Everything that can be written once lives elsewhere: the loop over batches in `tfdist.core.outer_loop`, the weighing and
 packing of gradients and the fused update in `tfdist.core.gradient_reduction`, Keras' side of exactness in
-`tfdist.internals.keras`.
+`tfdist.core.keras_steps`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from tfdist.cluster import watchdog
 from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
 from tfdist.communicators import CARRIED_AS, gathered_in_pieces, structures
+from tfdist.communicators.collective_counter import CollectiveCounter
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
@@ -385,9 +386,9 @@ def _join(
     )
     with tensorflow_internals.sigterm_as_it_was():
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
-    watch = watchdog.Watch(timeout_seconds, tensorflow_internals.abort_collectives)
-    tensorflow_internals.around_collectives(watch.around)
-    return strategy, watch
+    counter = CollectiveCounter()
+    tensorflow_internals.around_collectives(counter.around)
+    return strategy, watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
 
 
 STRATEGY = MultiWorkerStrategy

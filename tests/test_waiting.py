@@ -7,16 +7,17 @@ import pytest
 import tensorflow as tf
 
 from tfdist.cluster.watchdog import Watch
+from tfdist.communicators.collective_counter import CollectiveCounter
 
 SECONDS = 0.5
 
 
 @pytest.fixture
 def watched():
-    """A watch, and the reasons for which it has ended the collectives."""
-    reasons = []
-    with contextlib.closing(Watch(SECONDS, reasons.append)) as watch:
-        yield watch, reasons
+    """A counter of collectives, and the reasons for which a watch has ended them."""
+    reasons, counter = [], CollectiveCounter()
+    with contextlib.closing(Watch(SECONDS, counter.counts, reasons.append)):
+        yield counter, reasons
 
 
 def until(condition):
@@ -27,18 +28,18 @@ def until(condition):
 
 
 def test_a_collective_that_waits_too_long_is_ended_with_the_reason_and_once(watched):
-    watch, reasons = watched
+    counter, reasons = watched
 
     def never():
         time.sleep(3 * SECONDS)
         return tf.constant(1.0)
 
-    watch.around(never, [])
+    counter.around(never, [])
     assert reasons == ["a collective operation has waited 0.5 s for the other processes"]
 
 
 def test_one_that_waits_in_a_graph_is_ended(watched):
-    watch, reasons = watched
+    counter, reasons = watched
 
     def wait(value):
         until(lambda: reasons)
@@ -46,20 +47,20 @@ def test_one_that_waits_in_a_graph_is_ended(watched):
 
     @tf.function(autograph=False)
     def step(value):
-        return watch.around(lambda: tf.numpy_function(wait, [value], tf.float32), [value])
+        return counter.around(lambda: tf.numpy_function(wait, [value], tf.float32), [value])
 
     assert float(step(tf.constant(1.0))) == 1.0
     assert len(reasons) == 1
 
 
 def test_steps_that_go_on_are_let_be_for_longer_than_one_may_wait(watched):
-    watch, reasons = watched
+    counter, reasons = watched
 
     @tf.function(autograph=False)
     def steps(count):
         def step(done, value):
-            value = tf.cond(done > 0, lambda: watch.around(lambda: value + 1.0, [value]), lambda: value)
-            return done + 1, watch.around(lambda: value + 1.0, [value])
+            value = tf.cond(done > 0, lambda: counter.around(lambda: value + 1.0, [value]), lambda: value)
+            return done + 1, counter.around(lambda: value + 1.0, [value])
 
         return tf.while_loop(lambda done, _: done < count, step, [0, 0.0])[1]
 
@@ -70,7 +71,7 @@ def test_steps_that_go_on_are_let_be_for_longer_than_one_may_wait(watched):
 
 
 def test_the_time_to_compute_what_is_sent_is_not_spent_waiting(watched):
-    watch, reasons = watched
+    counter, reasons = watched
 
     def slow(value):
         time.sleep(3 * SECONDS)
@@ -79,7 +80,7 @@ def test_the_time_to_compute_what_is_sent_is_not_spent_waiting(watched):
     @tf.function(autograph=False)
     def step(value):
         value = tf.ensure_shape(tf.numpy_function(slow, [value], tf.float32), [])
-        return watch.around(lambda: value + 1.0, [value])
+        return counter.around(lambda: value + 1.0, [value])
 
     assert float(step(tf.constant(1.0))) == 2.0
     assert reasons == []

@@ -6,18 +6,16 @@ second that may wait a minute need 60,000 threads, more than a process can have.
 
 Synopsis:
 
-    watch = Watch(seconds=60.0, abort=tensorflow_internals.abort_collectives)
-    tensorflow_internals.around_collectives(watch.around)
+    counter = CollectiveCounter()
+    tensorflow_internals.around_collectives(counter.around)
+    watch = Watch(seconds=60.0, counts=counter.counts, abort=tensorflow_internals.abort_collectives)
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import tensorflow as tf
+from collections.abc import Callable
 
 LOOKS = 20  # at least, before something has waited too long
 LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
@@ -44,52 +42,20 @@ class Patience:
         return self._looks * self.between_looks_seconds >= self._seconds
 
 
-class Counter:
-    """Counts the collectives that began and those that ended, in graphs or outside."""
-
-    def __init__(self) -> None:
-        with tf.device("CPU:0"):
-            self._begun = tf.Variable(0, trainable=False, dtype=tf.int64)
-            self._ended = tf.Variable(0, trainable=False, dtype=tf.int64)
-
-    def counts(self) -> tuple[int, int]:
-        """How many collectives have begun, and how many have ended."""
-        ended = int(self._ended.numpy())  # first, so that it is never the larger one
-        return int(self._begun.numpy()), ended
-
-    def around(self, make: Callable[[], tf.Tensor], inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """What the collective that `make` adds to the graph, or runs at once, gives; it waits for others, not `inputs`.
-
-        The collective begins when its inputs are there: the time to compute them is not spent waiting.
-        """
-        with tf.control_dependencies(inputs):
-            begun = self._count(self._begun)
-        with tf.control_dependencies([begun]):
-            result = make()
-        with tf.control_dependencies([result]):
-            self._count(self._ended)
-        return result
-
-    def _count(self, variable: tf.Variable) -> Any:
-        # On its own device, not that of the collective. The operation and not the method: it is no assignment of the
-        # step, on which replicas would agree.
-        with tf.device(variable.device):
-            return tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=tf.constant(1, tf.int64))
-
-
-class Watch(Counter):
+class Watch:
     """Calls `abort` once collectives are under way and nothing moves.
 
     Args:
         seconds: how long collectives may be under way while none begins or ends.
+        counts: gives how many collectives have begun, and how many have ended.
         abort: what ends them, given a reason.
 
     Attributes:
         excused: asked then whether to wait on, and for as long again.
     """
 
-    def __init__(self, seconds: float, abort: Callable[[str], None]):
-        super().__init__()
+    def __init__(self, seconds: float, counts: Callable[[], tuple[int, int]], abort: Callable[[str], None]):
+        self.counts = counts
         self.excused: Callable[[], bool] = lambda: False
         self._seconds = seconds
         self._abort = abort

@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster import watchdog
 from tfdist.communicators import Communicator, mpi
+from tfdist.communicators.collective_counter import CollectiveCounter
 from tfdist.errors import ClusterError, UsageError
 
 INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
@@ -57,7 +57,7 @@ class HorovodCommunicator(Communicator):
             ) from error
         self.rank, self.size = self._hvd.rank(), self._hvd.size()
         self.engine = "MPI" if self._hvd.mpi_enabled() else "Gloo"
-        self._counter = watchdog.Counter()
+        self._counter = CollectiveCounter()
 
     def close(self) -> None:
         self._hvd.shutdown()

@@ -14,9 +14,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.core import assignments, gradient_tape, randomness, replica_context
+from tfdist.core import assignments, gradient_tape, keras_steps, randomness, replica_context
 from tfdist.core.replica import Replica
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 
 
@@ -44,7 +43,7 @@ def in_step(replica: Replica, step: Callable[[Any], Any]) -> Any:
 @functools.cache
 def install() -> None:
     """Has Keras and TensorFlow ask, from here on, whether code runs in the step of one replica among several."""
-    keras_internals.install()
+    keras_steps.install()
     tensorflow_internals.around_gradients(gradient_tape.of_global_batch)
     tensorflow_internals.around_assignments(assignments.of_tf_variable)
     tensorflow_internals.around_draws(randomness.drawn, randomness.of_operation)

@@ -3,7 +3,7 @@
 Program.run(state, first, count)
     while step < count
         batch = fetch(state, step)
-        on each replica: train_step(its part of the batch), exact (see `tfdist.internals.keras`)
+        on each replica: train_step(its part of the batch), exact (see `tfdist.core.keras_steps`)
     logs = the model's metrics, merged over the replicas by their state
 """
 
@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.core import building, exact_step, gradient_reduction, gradient_tape, metrics
-from tfdist.core.replica import Replica
+from tfdist.core.replica import Replica, Unbuilt
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
@@ -114,7 +114,7 @@ class StepProgram(Program):
                 return call()
             except OwnLogs as found:
                 self._own_logs = found.spec
-            except keras_internals.Unbuilt as found:
+            except Unbuilt as found:
                 with self._strategy.scope():
                     found.optimizer.build(found.variables)
             self._one_step, self._many_steps = self._make_functions()

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.core import gradient_tape, replica_context
+from tfdist.core import gradient_tape, keras_steps, replica_context
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 
@@ -51,7 +51,7 @@ def _update(metric: Any, update_state: Callable[..., Any], *arguments: Any, **na
         update_state(*arguments, **named)
         return
     replica_context.require_meeting(replica, f"An update of the metric `{metric.name}`")
-    arguments, named = keras_internals.gathered((arguments, named))
+    arguments, named = keras_steps.gathered((arguments, named))
     arguments, named = keras_internals.tree.map_structure(
         functools.partial(_global_scalar, replica), (arguments, named)
     )

@@ -9,7 +9,14 @@ import tensorflow as tf
 
 from tfdist.communicators import opaque
 from tfdist.core import gradient_reduction, replica_context
-from tfdist.internals import keras as keras_internals
+
+
+class Unbuilt(Exception):  # noqa: N818 - not an error
+    """Raised while tracing a step of several replicas: its optimizer has no variables yet, and gets them outside."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]):
+        super().__init__()
+        self.optimizer, self.variables = optimizer, list(variables)
 
 
 class Replica:
@@ -110,7 +117,7 @@ class Replica:
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Sees to it that `optimizer`, which has no variables yet, gets them for `variables`: outside of a graph."""
         if tf.inside_function():
-            raise keras_internals.Unbuilt(optimizer, variables)
+            raise Unbuilt(optimizer, variables)
 
     def settle(self) -> None:
         """Writes what the step has assigned so far, so that an update finds it."""

@@ -2,12 +2,8 @@
 
 `tests/test_keras_internals.py` fails when one of them changes.
 
-Keras computes a replica's loss as a mean over the replica's own examples. tfdist makes N replicas equal to one by a
-single rule: a replica's step counts with its *share*, its part of the examples of the global batch. Shares add up
-to one, so the rule leaves alone what is whole on each replica (regularizers) and is right for every mean over the
-batch (losses, activity regularizers, what `add_loss` or an own `compute_loss` averages). Where Keras divides by
-something else than the number of examples (a sum, a mask, the sum of the sample weights), the patches below put the
-global divisor in its place. See docs/contract.md for the derivation.
+What Keras' functions do in the step of one replica among several is in `tfdist.core.keras_steps`; here is where
+they are, and what it needs of Keras for that.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.utils import python_utils
 
-from tfdist.core import gradient_tape, randomness, replica_context
 from tfdist.errors import UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 
@@ -61,6 +56,7 @@ get_data_adapter = data_adapters.get_data_adapter
 is_default = keras.src.utils.is_default
 is_tf_dataset = data_adapters.is_tf_dataset
 join = tensorflow_trainer.concat
+squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 max_epochs = config.max_epochs
 max_steps_per_epoch = config.max_steps_per_epoch
 pythonify_logs = python_utils.pythonify_logs
@@ -71,35 +67,64 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 
 class _Thread(threading.local):
     applies_reduced_gradients = False
-    per_example = False  # a loss that is not one value per example is refused
     assigns = True
 
 
 _thread = _Thread()
 
 
+# The functions of Keras that can be replaced, see `around`.
+PLACES: dict[str, tuple[Any, str]] = {
+    "loss": (keras.losses.Loss, "__call__"),
+    "reduce_weighted_values": (loss_module, "reduce_weighted_values"),
+    "reduce_values": (loss_module, "reduce_values"),
+    "apply_mask": (loss_module, "apply_mask"),
+    "scale_loss": (loss_module, "scale_loss_for_distribution"),
+    "unscale_loss": (loss_module, "unscale_loss_for_distribution"),
+    "mean_update_state": (keras.metrics.Mean, "update_state"),
+    "add_loss": (keras.Layer, "add_loss"),
+    "get_own_losses": (keras.Layer, "_get_own_losses"),
+    "clear_losses": (keras.Layer, "_clear_losses"),
+    "compute_moments_sync": (tensorflow_nn, "_compute_moments_sync"),
+    "masked_moments": (keras.layers.BatchNormalization, "_moments"),
+    "apply": (BaseOptimizer, "apply"),
+    "apply_scaled": (keras.optimizers.LossScaleOptimizer, "apply"),
+    **{
+        name: (tensorflow_random, name)
+        for name in (
+            "beta",
+            "binomial",
+            "categorical",
+            "draw_seed",
+            "dropout",
+            "gamma",
+            "normal",
+            "randint",
+            "truncated_normal",
+            "uniform",
+        )
+    },
+}
+
+
+def around(place: str, call: Callable[..., Any]) -> None:
+    """From now on Keras' function at a place of `PLACES` is `call(original, *args, **named)`."""
+    owner, name = PLACES[place]
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **named: Any) -> Any:
+        return call(original, *args, **named)
+
+    setattr(owner, name, replaced)
+
+
 @functools.cache
 def install() -> None:
-    """Puts the patches in place, once; outside of a replica's step each of them calls the original."""
+    """Lets optimizers apply gradients that are reduced already, and variables keep their values, where asked to."""
     for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
         _patch_around_apply(kind)
     _patch_supports_xla()
-    _patch(keras.losses.Loss, "__call__", _loss_call)
-    _patch(loss_module, "reduce_weighted_values", _reduce_weighted_values)
-    _patch(loss_module, "reduce_values", _reduce_values)
-    _patch(loss_module, "apply_mask", _apply_mask)
-    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
-        setattr(loss_module, name, _as_it_is(getattr(loss_module, name)))
-    _patch(keras.metrics.Mean, "update_state", _mean_update_state)
-    _patch(keras.Layer, "add_loss", _add_loss)
-    _patch(keras.Layer, "_get_own_losses", _get_own_losses)
-    _patch(keras.Layer, "_clear_losses", _clear_losses)
-    _patch(tensorflow_nn, "_compute_moments_sync", _compute_moments_sync)
-    _patch(keras.layers.BatchNormalization, "_moments", _masked_moments)
-    _patch(BaseOptimizer, "apply", _optimizer_apply)
-    _patch(keras.optimizers.LossScaleOptimizer, "apply", _optimizer_apply)
-    for name, replacement in {"draw_seed": _draw_seed, **_DRAWN}.items():
-        _patch_draw(name, replacement)
     all_reduce = TFOptimizer._all_reduce_sum_gradients
 
     @functools.wraps(all_reduce)
@@ -203,54 +228,8 @@ def _readable_by_row(x: Any) -> Any:
     return value if hasattr(value, "sparse_read") else None
 
 
-def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        replica = replica_context.current()
-        if replica is None:
-            return original(*args, **kwargs)
-        return replacement(replica, original, *args, **kwargs)
-
-    setattr(owner, name, patched)
-
-
-def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras scales losses by the number of replicas here; the share does that, see `tfdist.core.gradient_tape`."""
-
-    @functools.wraps(original)
-    def scale(value: Any) -> Any:
-        return value if replica_context.in_step() else original(value)
-
-    return scale
-
-
-def _reduce_values(
-    replica: Replica,
-    original: Callable[..., Any],
-    values: Any,
-    sample_weight: Any = None,
-    reduction: str | None = "sum_over_batch_size",
-) -> Any:
-    """The local value L with share * L = local sum / global divisor."""
-    if tuple(values.shape) in ((), (0,)):
-        return original(values, sample_weight, reduction)
-    if reduction == "sum":
-        return tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(replica.share, values.dtype))
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        weight = tf.cast(tf.reduce_sum(sample_weight), values.dtype)
-        return _over_global(replica, tf.reduce_sum(values), weight)
-    return original(values, sample_weight, reduction)
-
-
-def _over_global(replica: Replica, total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    (divisor,) = replica.all_reduce([replica.only_real(tf.stop_gradient(divisor))])
-    return tf.math.divide_no_nan(total, divisor * tf.cast(replica.share, total.dtype))
-
-
 # What these compute of a batch is no mean over its examples.
-_OF_WHOLE_BATCH = {
+OF_WHOLE_BATCH = {
     keras.losses.Dice,
     keras.losses.Tversky,
     keras.losses.Circle,
@@ -260,48 +239,9 @@ _OF_WHOLE_BATCH = {
 }
 
 
-class _OfWholeBatch(Exception):  # noqa: N818 - not an error
-    """Raised in a loss of the user's own that is not one value per example."""
-
-
-def _loss_call(
-    replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
-) -> Any:
-    """A loss whose value counts with the replica's share, whatever it was reduced by."""
-    value = _loss_value(replica, original, loss, y_true, y_pred, sample_weight)
-    replica.means.append(value)
-    return value
-
-
-def _loss_value(
-    replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
-) -> Any:
-    """A loss that is not one value per example may be anything of its batch: it is computed on the global one."""
-    kind = getattr(loss, "fn", type(loss))
-    if kind not in _OF_WHOLE_BATCH:
-        if _is_of_keras(kind):
-            return original(loss, y_true, y_pred, sample_weight)
-        before, _thread.per_example = _thread.per_example, True
-        try:
-            with replica_context.asks() as asked:
-                return original(loss, y_true, y_pred, sample_weight)
-        except _OfWholeBatch:
-            if asked.any:  # it has seen to the other replicas itself
-                _thread.per_example = False
-                return original(loss, y_true, y_pred, sample_weight)
-        finally:
-            _thread.per_example = before
-    y_true, y_pred, sample_weight = gathered((y_true, y_pred, sample_weight))
-    with replica_context.on_replica(None):
-        return original(loss, y_true, y_pred, sample_weight)
-
-
-def _reduce_weighted_values(
-    replica: Replica, original: Callable[..., Any], values: Any, *args: Any, **named: Any
-) -> Any:
-    if _thread.per_example and not is_per_example(replica, values):
-        raise _OfWholeBatch
-    return original(values, *args, **named)
+def is_of_keras(kind: Any) -> bool:
+    """Whether a class or a function is Keras' own."""
+    return (getattr(kind, "__module__", None) or "").partition(".")[0] == "keras"
 
 
 def is_per_example(replica: Replica | None, values: Any) -> bool:
@@ -312,25 +252,6 @@ def is_per_example(replica: Replica | None, values: Any) -> bool:
     if shape[0] is None or replica.examples is None:
         return shape[0] is None
     return shape[0] % replica.examples == 0
-
-
-def _is_of_keras(kind: Any) -> bool:
-    return (getattr(kind, "__module__", None) or "").partition(".")[0] == "keras"
-
-
-def gathered(structure: Any) -> Any:
-    """The examples of all replicas of each tensor in `structure`, with their masks; what has none stays as it is."""
-
-    def gather_one(value: Any) -> Any:
-        if value is None or not tf.is_tensor(value) or value.shape.rank == 0:
-            return value
-        found = replica_context.gather(value)
-        mask = backend.get_keras_mask(value)
-        if mask is not None:
-            backend.set_keras_mask(found, replica_context.gather(mask))
-        return found
-
-    return tree.map_structure(gather_one, structure)
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -352,8 +273,8 @@ def is_additive(metric: Any) -> bool:
     declared = getattr(function, "additive", getattr(metric, "additive", None))
     if declared is not None:
         return bool(declared)
-    of_keras = _is_of_keras(type(metric))
-    return of_keras and (function is None or (_is_of_keras(function) and function not in _OF_WHOLE_BATCH))
+    of_keras = is_of_keras(type(metric))
+    return of_keras and (function is None or (is_of_keras(function) and function not in OF_WHOLE_BATCH))
 
 
 def values_per_example(replica: Replica | None, metric: Any, *arguments: Any, **named: Any) -> bool:
@@ -365,61 +286,29 @@ def values_per_example(replica: Replica | None, metric: Any, *arguments: Any, **
     return tf.is_tensor(values) and is_per_example(replica, values)
 
 
-def _patch_draw(name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(tensorflow_random, name)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **named: Any) -> Any:
-        if replica_context.current() is None and not randomness.is_alike():
-            return original(*args, **named)
-        return replacement(original, *args, **named)
-
-    setattr(tensorflow_random, name, patched)
+def trainable_variables(optimizer: Any) -> list[Any]:
+    """The variables that `optimizer` was built for."""
+    return list(optimizer._trainable_variables)
 
 
-def _draw(original: Callable[..., Any], shape: Any, *args: Any, **named: Any) -> Any:
-    return randomness.drawn(lambda shape: original(shape, *args, **named), shape)
+def reduction_axes(normalization: keras.layers.BatchNormalization) -> list[int]:
+    """The axes along which a batch normalization averages."""
+    return list(normalization._reduction_axes)
 
 
-def _draw_dropout(
-    original: Callable[..., Any], inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
-) -> Any:
-    noise_shape = randomness.noise_shape(inputs, noise_shape)
-    shape = tf.shape(inputs) if noise_shape is None or noise_shape[0] is None else noise_shape
-    return randomness.drawn_for(lambda: original(inputs, rate, noise_shape, seed), shape)
+def mask_of(tensor: Any) -> Any:
+    """The mask that goes with `tensor`, `None` where there is none."""
+    return backend.get_keras_mask(tensor)
 
 
-def _draw_categorical(
-    original: Callable[..., Any], logits: Any, num_samples: int, dtype: Any = "int64", seed: Any = None
-) -> Any:
-    if randomness.is_alike():
-        # The largest of the logits that this noise is added to is drawn with their probabilities (Gumbel).
-        noise = tensorflow_random.uniform([*tf.unstack(tf.shape(logits)), num_samples], 1e-7, 1.0, seed=seed)
-        noisy = tf.cast(logits[:, :, tf.newaxis], noise.dtype) - tf.math.log(-tf.math.log(noise))
-        return tf.cast(tf.argmax(noisy, axis=1), dtype)
-    shape = tf.shape(logits)
-    return randomness.drawn_for(lambda: original(logits, num_samples, dtype, seed), shape)
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Has `mask` go with `tensor`."""
+    backend.set_keras_mask(tensor, mask)
 
 
-# The functions that draw, by what they do inside a step.
-_DRAWN: dict[str, Callable[..., Any]] = {
-    "normal": _draw,
-    "uniform": _draw,
-    "truncated_normal": _draw,
-    "randint": _draw,
-    "gamma": _draw,
-    "beta": _draw,
-    "binomial": _draw,
-    "categorical": _draw_categorical,
-    "dropout": _draw_dropout,
-}
-
-
-def _draw_seed(original: Callable[..., Any], seed: Any) -> Any:
-    replica = replica_context.current()
-    generator = randomness.unseeded(replica) if seed is None else None
-    drawn = original(seed) if generator is None else generator.next(ordered=False)
-    return drawn if replica is None else randomness.of_keras(replica, drawn)
+def uniform(shape: Any, minimum: float, maximum: float, seed: Any) -> tf.Tensor:
+    """As `keras.random.uniform`, of a shape that may be made of tensors."""
+    return tensorflow_random.uniform(shape, minimum, maximum, seed=seed)
 
 
 def seed_generator(seed: int | None) -> Any:
@@ -427,116 +316,9 @@ def seed_generator(seed: int | None) -> Any:
     return global_seed_generator() if seed is None else keras.random.SeedGenerator(seed)
 
 
-def _apply_mask(
-    replica: Replica, original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: Any
-) -> Any:
-    """As Keras', with the number of valid entries of the whole global batch."""
-    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
-        return original(sample_weight, mask, dtype=dtype, reduction=reduction)
-    mask = tf.cast(mask, dtype)
-    weight = mask * _over_global(replica, tf.cast(tf.size(mask), dtype), tf.reduce_sum(mask))
-    if sample_weight is None:
-        return weight
-    weight, sample_weight = loss_module.squeeze_or_expand_to_same_rank(weight, tf.cast(sample_weight, dtype))
-    return sample_weight * weight
-
-
-# What layers add to the loss is kept per replica. Keras keeps it per layer and forgets it when the model is called
-# again, which another replica does while this one waits for it in the middle of its step.
-def _add_loss(replica: Replica, original: Callable[..., Any], layer: Any, loss: Any) -> None:
-    original(layer, loss)
-    replica.losses.setdefault(id(layer), []).extend(tree.flatten(loss))
-
-
-def _get_own_losses(replica: Replica, original: Callable[..., Any], layer: Any) -> list[Any]:
-    del original
-    return list(replica.losses.get(id(layer), ()))
-
-
-def _clear_losses(replica: Replica, original: Callable[..., Any], layer: Any) -> None:
-    replica.losses.pop(id(layer), None)
-    original(layer)  # which calls this for the layers inside
-
-
-def _mean_update_state(
-    replica: Replica, original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
-) -> Any:
-    """A scalar given to a `Mean` is a mean over the local batch, or a sum, and counts once in the global one."""
-    values = backend.convert_to_tensor(values)
-    if len(values.shape) == 0:
-        if values.dtype.is_floating:  # a sum grows by what the share takes from it
-            values = tf.math.divide_no_nan(
-                gradient_tape.part_of_global(replica, values), tf.cast(replica.share, values.dtype)
-            )
-        sample_weight = replica.share if sample_weight is None else sample_weight
-    return original(metric, values, sample_weight)
-
-
-def _compute_moments_sync(
-    replica: Replica, original: Callable[..., Any], x: tf.Tensor, axes: Any, keepdims: bool
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance over the global batch, in one reduction."""
-    del original
-    total, squares, count = _global_sums(replica, [x, tf.square(x), tf.ones_like(x)], axes)
-    mean = tf.math.divide_no_nan(total, count)
-    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
-    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
-
-
-def _masked_moments(
-    replica: Replica, original: Callable[..., Any], layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """As Keras' of a masked batch, which it does not synchronize; over the global batch."""
-    if mask is None or not layer.synchronized:
-        return original(layer, inputs, mask)
-    valid = tf.broadcast_to(tf.cast(mask, "bool")[..., tf.newaxis], tf.shape(inputs))
-    x, axes = tf.where(valid, inputs, 0), layer._reduction_axes
-    total, squares, count = _global_sums(replica, [x, tf.square(x), tf.cast(valid, x.dtype)], axes)
-    divisor = count + keras.config.epsilon()
-    mean = total / divisor
-    variance = tf.maximum((squares - 2 * mean * total + count * tf.square(mean)) / divisor, 0.0)
-    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-
-
-def _global_sums(replica: Replica, tensors: list[tf.Tensor], axes: Any) -> list[tf.Tensor]:
-    """The sums of `tensors` along `axes`, which stay, and over the replicas."""
-    local = [replica.only_real(tf.reduce_sum(tensor, axes, keepdims=True)) for tensor in tensors]
-    return replica_context.differentiable_sums(replica, local)
-
-
-class Unbuilt(Exception):  # noqa: N818 - not an error
-    """Raised while tracing a step of several replicas: its optimizer has no variables yet, and gets them outside."""
-
-    def __init__(self, optimizer: Any, variables: Sequence[Any]):
-        super().__init__()
-        self.optimizer, self.variables = optimizer, list(variables)
-
-
-def _optimizer_apply(
-    replica: Replica,
-    original: Callable[..., Any],
-    optimizer: Any,
-    grads: Any,
-    trainable_variables: Any = None,
-) -> Any:
-    def apply(gradients: Sequence[Any]) -> None:
-        with replica_context.on_replica(None), _outside_of_stateless_scope(), _applying_reduced_gradients():
-            original(optimizer, gradients, trainable_variables)
-
-    if around_apply(optimizer) is not None:
-        raise UsageError(
-            f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
-            "leave out the one or the other",
-        )
-    if not optimizer.built:
-        replica.build(optimizer, optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-    replica_context.require_meeting(replica, f"An update of the optimizer `{optimizer.name}`")
-    replica.settle()
-    replica.apply(apply, list(grads), optimizer)
-
-
 @contextlib.contextmanager
-def _applying_reduced_gradients() -> Iterator[None]:
+def applying_reduced_gradients() -> Iterator[None]:
+    """Optimizers take the gradients that they are given meanwhile for those of all replicas."""
     _thread.applies_reduced_gradients = True
     try:
         yield
@@ -573,7 +355,7 @@ def _patch_around_apply(kind: Any) -> None:
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
 
         def update(gradients: Sequence[Any]) -> None:
-            with _applying_reduced_gradients():
+            with applying_reduced_gradients():
                 original(optimizer, gradients, trainable_variables)
 
         return around(optimizer, list(grads), list(variables), update)
@@ -594,7 +376,8 @@ def _patch_supports_xla() -> None:
 
 
 @contextlib.contextmanager
-def _outside_of_stateless_scope() -> Iterator[None]:
+def outside_of_stateless_scope() -> Iterator[None]:
+    """What is assigned meanwhile is written at once."""
     scope = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)
     try:
@@ -923,7 +706,7 @@ def number_of_examples(arrays: Any) -> int:
 
 def is_of_keras_alone(model: Any) -> bool:
     """Whether all classes in `model` are Keras' own, whose losses are known."""
-    return all(_is_of_keras(type(part)) for part in [model, *model._flatten_layers()])
+    return all(is_of_keras(type(part)) for part in [model, *model._flatten_layers()])
 
 
 def fixed_batch_size(model: Any) -> int | None:

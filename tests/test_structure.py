@@ -1,0 +1,99 @@
+"""The house as DESIGN has it: who imports whom, read from the source, imports inside functions included."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+AT_THE_TOP = {
+    "__init__",
+    "__main__",
+    "errors",
+    "files",
+    "launch",
+    "options",
+    "registry",
+    "startup",
+    "terminal",
+    "train",
+    "world",
+}
+
+
+def modules():
+    """The path of each module of the package, by its dotted name."""
+    found = {}
+    for folder, package in {"tfdist": "tfdist", "models": "tfdist.models", "strategies": "tfdist.strategies"}.items():
+        for path in (ROOT / folder).rglob("*.py"):  # which does not follow the links to the other two
+            name = ".".join((package, *path.relative_to(ROOT / folder).with_suffix("").parts))
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path, known):
+    """The modules among `known` that the code at `path` imports when it runs, and not for its types alone."""
+
+    def visit(node):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in known else node.module
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+
+    return {name for name in visit(ast.parse(path.read_text(encoding="utf-8"))) if name in known}
+
+
+def graph():
+    known = modules()
+    return {name: imports(path, known) - {name} for name, path in known.items()}
+
+
+def room(name):
+    """The folder that a module is in; a module at the top of the package, or of `data`, is a room of its own."""
+    parts = name.split(".")
+    return ".".join(parts[:3]) if parts[1:2] == ["data"] else ".".join(parts[:2])
+
+
+def circle(edges):
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return " -> ".join(error.args[1])
+    return ""
+
+
+@pytest.fixture(scope="module")
+def house():
+    return graph()
+
+
+def test_no_files_import_each_other_in_a_circle(house):
+    assert len(house) > 150
+    assert not circle(house)
+
+
+def test_no_rooms_import_each_other_in_a_circle(house):
+    rooms = {}
+    for name, imported in house.items():
+        rooms.setdefault(room(name), set()).update({room(other) for other in imported} - {room(name)})
+    assert {"tfdist.core", "tfdist.cluster", "tfdist.strategies"} <= set(rooms)
+    assert not circle(rooms)
+
+
+def test_few_modules_stand_at_the_top():
+    assert {path.stem for path in (ROOT / "tfdist").glob("*.py")} == AT_THE_TOP
+
+
+@pytest.mark.parametrize("folder", ["cluster", "launcher"])
+def test_what_starts_and_watches_processes_loads_no_tensorflow_at_its_top(folder):
+    for path in (ROOT / "tfdist" / folder).glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {"tensorflow", "keras"} & {name.split(".")[0] for name in names}, path

@@ -1,0 +1,309 @@
+"""What functions of Keras do in the step of one replica among several.
+
+Keras computes a replica's loss as a mean over the replica's own examples. tfdist makes N replicas equal to one by a
+single rule: a replica's step counts with its *share*, its part of the examples of the global batch. Shares add up
+to one, so the rule leaves alone what is whole on each replica (regularizers) and is right for every mean over the
+batch (losses, activity regularizers, what `add_loss` or an own `compute_loss` averages). Where Keras divides by
+something else than the number of examples (a sum, a mask, the sum of the sample weights), the functions here put the
+global divisor in its place. See docs/contract.md for the derivation.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.core import gradient_tape, randomness, replica_context
+from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
+
+if TYPE_CHECKING:
+    from tfdist.core.replica import Replica
+
+
+@functools.cache
+def install() -> None:
+    """Has Keras call the functions here, once; outside of a replica's step each of them calls Keras' own."""
+    keras_internals.install()
+    for place, function in _IN_STEP.items():
+        keras_internals.around(place, functools.partial(_in_step, function))
+    for place, function in _DRAWS.items():
+        keras_internals.around(place, functools.partial(_drawing, function))
+    for place in ("scale_loss", "unscale_loss"):
+        keras_internals.around(place, _as_it_is)
+
+
+def _in_step(function: Callable[..., Any], original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    replica = replica_context.current()
+    return original(*args, **named) if replica is None else function(replica, original, *args, **named)
+
+
+def _drawing(function: Callable[..., Any], original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    if replica_context.current() is None and not randomness.is_alike():
+        return original(*args, **named)
+    return function(original, *args, **named)
+
+
+def _as_it_is(original: Callable[..., Any], value: Any) -> Any:
+    """Keras scales losses by the number of replicas here; the share does that, see `tfdist.core.gradient_tape`."""
+    return value if replica_context.in_step() else original(value)
+
+
+def _reduce_values(
+    replica: Replica,
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> Any:
+    """The local value L with share * L = local sum / global divisor."""
+    if tuple(values.shape) in ((), (0,)):
+        return original(values, sample_weight, reduction)
+    if reduction == "sum":
+        return tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(replica.share, values.dtype))
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weight = tf.cast(tf.reduce_sum(sample_weight), values.dtype)
+        return _over_global(replica, tf.reduce_sum(values), weight)
+    return original(values, sample_weight, reduction)
+
+
+def _over_global(replica: Replica, total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    (divisor,) = replica.all_reduce([replica.only_real(tf.stop_gradient(divisor))])
+    return tf.math.divide_no_nan(total, divisor * tf.cast(replica.share, total.dtype))
+
+
+class _Thread(threading.local):
+    per_example = False  # a loss that is not one value per example is refused
+
+
+_thread = _Thread()
+
+
+class _OfWholeBatch(Exception):  # noqa: N818 - not an error
+    """Raised in a loss of the user's own that is not one value per example."""
+
+
+def _loss_call(
+    replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """A loss whose value counts with the replica's share, whatever it was reduced by."""
+    value = _loss_value(replica, original, loss, y_true, y_pred, sample_weight)
+    replica.means.append(value)
+    return value
+
+
+def _loss_value(
+    replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    """A loss that is not one value per example may be anything of its batch: it is computed on the global one."""
+    kind = getattr(loss, "fn", type(loss))
+    if kind not in keras_internals.OF_WHOLE_BATCH:
+        if keras_internals.is_of_keras(kind):
+            return original(loss, y_true, y_pred, sample_weight)
+        before, _thread.per_example = _thread.per_example, True
+        try:
+            with replica_context.asks() as asked:
+                return original(loss, y_true, y_pred, sample_weight)
+        except _OfWholeBatch:
+            if asked.any:  # it has seen to the other replicas itself
+                _thread.per_example = False
+                return original(loss, y_true, y_pred, sample_weight)
+        finally:
+            _thread.per_example = before
+    y_true, y_pred, sample_weight = gathered((y_true, y_pred, sample_weight))
+    with replica_context.on_replica(None):
+        return original(loss, y_true, y_pred, sample_weight)
+
+
+def _reduce_weighted_values(
+    replica: Replica, original: Callable[..., Any], values: Any, *args: Any, **named: Any
+) -> Any:
+    if _thread.per_example and not keras_internals.is_per_example(replica, values):
+        raise _OfWholeBatch
+    return original(values, *args, **named)
+
+
+def gathered(structure: Any) -> Any:
+    """The examples of all replicas of each tensor in `structure`, with their masks; what has none stays as it is."""
+
+    def gather_one(value: Any) -> Any:
+        if value is None or not tf.is_tensor(value) or value.shape.rank == 0:
+            return value
+        found = replica_context.gather(value)
+        mask = keras_internals.mask_of(value)
+        if mask is not None:
+            keras_internals.set_mask(found, replica_context.gather(mask))
+        return found
+
+    return keras.tree.map_structure(gather_one, structure)
+
+
+def _draw(original: Callable[..., Any], shape: Any, *args: Any, **named: Any) -> Any:
+    return randomness.drawn(lambda shape: original(shape, *args, **named), shape)
+
+
+def _draw_dropout(
+    original: Callable[..., Any], inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
+) -> Any:
+    noise_shape = randomness.noise_shape(inputs, noise_shape)
+    shape = tf.shape(inputs) if noise_shape is None or noise_shape[0] is None else noise_shape
+    return randomness.drawn_for(lambda: original(inputs, rate, noise_shape, seed), shape)
+
+
+def _draw_categorical(
+    original: Callable[..., Any], logits: Any, num_samples: int, dtype: Any = "int64", seed: Any = None
+) -> Any:
+    if randomness.is_alike():
+        # The largest of the logits that this noise is added to is drawn with their probabilities (Gumbel).
+        noise = keras_internals.uniform([*tf.unstack(tf.shape(logits)), num_samples], 1e-7, 1.0, seed)
+        noisy = tf.cast(logits[:, :, tf.newaxis], noise.dtype) - tf.math.log(-tf.math.log(noise))
+        return tf.cast(tf.argmax(noisy, axis=1), dtype)
+    shape = tf.shape(logits)
+    return randomness.drawn_for(lambda: original(logits, num_samples, dtype, seed), shape)
+
+
+def _draw_seed(original: Callable[..., Any], seed: Any) -> Any:
+    replica = replica_context.current()
+    generator = randomness.unseeded(replica) if seed is None else None
+    drawn = original(seed) if generator is None else generator.next(ordered=False)
+    return drawn if replica is None else randomness.of_keras(replica, drawn)
+
+
+def _apply_mask(
+    replica: Replica, original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: Any
+) -> Any:
+    """As Keras', with the number of valid entries of the whole global batch."""
+    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return original(sample_weight, mask, dtype=dtype, reduction=reduction)
+    mask = tf.cast(mask, dtype)
+    weight = mask * _over_global(replica, tf.cast(tf.size(mask), dtype), tf.reduce_sum(mask))
+    if sample_weight is None:
+        return weight
+    weight, sample_weight = keras_internals.squeeze_or_expand_to_same_rank(weight, tf.cast(sample_weight, dtype))
+    return sample_weight * weight
+
+
+# What layers add to the loss is kept per replica. Keras keeps it per layer and forgets it when the model is called
+# again, which another replica does while this one waits for it in the middle of its step.
+def _add_loss(replica: Replica, original: Callable[..., Any], layer: Any, loss: Any) -> None:
+    original(layer, loss)
+    replica.losses.setdefault(id(layer), []).extend(keras.tree.flatten(loss))
+
+
+def _get_own_losses(replica: Replica, original: Callable[..., Any], layer: Any) -> list[Any]:
+    del original
+    return list(replica.losses.get(id(layer), ()))
+
+
+def _clear_losses(replica: Replica, original: Callable[..., Any], layer: Any) -> None:
+    replica.losses.pop(id(layer), None)
+    original(layer)  # which calls this for the layers inside
+
+
+def _mean_update_state(
+    replica: Replica, original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """A scalar given to a `Mean` is a mean over the local batch, or a sum, and counts once in the global one."""
+    values = keras.ops.convert_to_tensor(values)
+    if len(values.shape) == 0:
+        if values.dtype.is_floating:  # a sum grows by what the share takes from it
+            values = tf.math.divide_no_nan(
+                gradient_tape.part_of_global(replica, values), tf.cast(replica.share, values.dtype)
+            )
+        sample_weight = replica.share if sample_weight is None else sample_weight
+    return original(metric, values, sample_weight)
+
+
+def _compute_moments_sync(
+    replica: Replica, original: Callable[..., Any], x: tf.Tensor, axes: Any, keepdims: bool
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over the global batch, in one reduction."""
+    del original
+    total, squares, count = _global_sums(replica, [x, tf.square(x), tf.ones_like(x)], axes)
+    mean = tf.math.divide_no_nan(total, count)
+    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
+    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+
+
+def _masked_moments(
+    replica: Replica, original: Callable[..., Any], layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """As Keras' of a masked batch, which it does not synchronize; over the global batch."""
+    if mask is None or not layer.synchronized:
+        return original(layer, inputs, mask)
+    valid = tf.broadcast_to(tf.cast(mask, "bool")[..., tf.newaxis], tf.shape(inputs))
+    x, axes = tf.where(valid, inputs, 0), keras_internals.reduction_axes(layer)
+    total, squares, count = _global_sums(replica, [x, tf.square(x), tf.cast(valid, x.dtype)], axes)
+    divisor = count + keras.config.epsilon()
+    mean = total / divisor
+    variance = tf.maximum((squares - 2 * mean * total + count * tf.square(mean)) / divisor, 0.0)
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def _global_sums(replica: Replica, tensors: list[tf.Tensor], axes: Any) -> list[tf.Tensor]:
+    """The sums of `tensors` along `axes`, which stay, and over the replicas."""
+    local = [replica.only_real(tf.reduce_sum(tensor, axes, keepdims=True)) for tensor in tensors]
+    return replica_context.differentiable_sums(replica, local)
+
+
+def _optimizer_apply(
+    replica: Replica,
+    original: Callable[..., Any],
+    optimizer: Any,
+    grads: Any,
+    trainable_variables: Any = None,
+) -> Any:
+    def apply(gradients: Sequence[Any]) -> None:
+        with (
+            replica_context.on_replica(None),
+            keras_internals.outside_of_stateless_scope(),
+            keras_internals.applying_reduced_gradients(),
+        ):
+            original(optimizer, gradients, trainable_variables)
+
+    if keras_internals.around_apply(optimizer) is not None:
+        raise UsageError(
+            f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
+            "leave out the one or the other",
+        )
+    if not optimizer.built:
+        replica.build(
+            optimizer,
+            keras_internals.trainable_variables(optimizer) if trainable_variables is None else trainable_variables,
+        )
+    replica_context.require_meeting(replica, f"An update of the optimizer `{optimizer.name}`")
+    replica.settle()
+    replica.apply(apply, list(grads), optimizer)
+
+
+_IN_STEP: dict[str, Callable[..., Any]] = {
+    "loss": _loss_call,
+    "reduce_weighted_values": _reduce_weighted_values,
+    "reduce_values": _reduce_values,
+    "apply_mask": _apply_mask,
+    "mean_update_state": _mean_update_state,
+    "add_loss": _add_loss,
+    "get_own_losses": _get_own_losses,
+    "clear_losses": _clear_losses,
+    "compute_moments_sync": _compute_moments_sync,
+    "masked_moments": _masked_moments,
+    "apply": _optimizer_apply,
+    "apply_scaled": _optimizer_apply,
+}
+_DRAWS: dict[str, Callable[..., Any]] = {
+    "beta": _draw,
+    "binomial": _draw,
+    "categorical": _draw_categorical,
+    "draw_seed": _draw_seed,
+    "dropout": _draw_dropout,
+    "gamma": _draw,
+    "normal": _draw,
+    "randint": _draw,
+    "truncated_normal": _draw,
+    "uniform": _draw,
+}
