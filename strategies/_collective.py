@@ -25,6 +25,7 @@ from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import base
@@ -191,7 +192,7 @@ class CommunicatingStrategy(base.Strategy):
         if self.world.world_size == 1:
             yield
             return
-        with added_up(self.communicator, [(variable, variable._value) for variable in variables], name):
+        with added_up(self.communicator, [(variable, tf_variable(variable)) for variable in variables], name):
             yield
 
     def reset_metrics(self, model: Any) -> None:
@@ -202,7 +203,7 @@ class CommunicatingStrategy(base.Strategy):
         for metric in keras_internals.metrics_of(model):
             if not keras_internals.is_additive(metric):
                 for variable in metric.variables:
-                    variable._value.assign(tf.zeros_like(variable._value))
+                    tf_variable(variable).assign(tf.zeros_like(tf_variable(variable)))
 
     def exchange(self, message: bytes) -> list[bytes]:
         return self.communicator.exchange(message)
@@ -212,8 +213,8 @@ class CommunicatingStrategy(base.Strategy):
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         for index, variable in enumerate(variables):
-            value = tf.convert_to_tensor(variable._value)
-            variable._value.assign(self.communicator.broadcast(value, f"variable.{index}"))
+            value = tf.convert_to_tensor(tf_variable(variable))
+            tf_variable(variable).assign(self.communicator.broadcast(value, f"variable.{index}"))
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ class DistributeStrategy(base.Strategy):
             raise self.made_outside(f"variable `{outside[0].path}`" if outside else f"model `{model.name}`")
         for optimizer in optimizers:
             inner = getattr(optimizer, "inner_optimizer", optimizer)
-            if inner._distribution_strategy is not self.tf_strategy:
+            if keras_internals.strategy_of(inner) is not self.tf_strategy:
                 raise UsageError(
                     f"The optimizer `{inner.name}` was made outside the scope of the strategy `{self.name}`",
                     "make the optimizer, or pass its name to `compile`, inside `with strategy.scope():`",

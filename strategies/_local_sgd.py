@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfdist.core.inner_loop import Logs, Outcome, StepProgram
 from tfdist.data.pipeline.feed import ArrayBatches, Batches
 from tfdist.internals import keras as keras_internals
+from tfdist.internals.keras import tf_variable
 from tfdist.strategies import base
 
 
@@ -139,23 +140,26 @@ class _Averages:
     def merged_metrics(self) -> dict[str, Any]:
         """The results of the metrics over all processes; each one's own part stays in its variables."""
         variables = self._model.metrics_variables
-        states = np.concatenate([np.asarray(v._value, np.float64).reshape(-1) for v in variables] or [np.zeros(0)])
+        states = np.concatenate(
+            [np.asarray(tf_variable(v), np.float64).reshape(-1) for v in variables] or [np.zeros(0)]
+        )
         self._communicator.sum_in_place(states)
         pieces = np.split(states, np.cumsum([math.prod(v.shape) for v in variables])[:-1])
         merged = [
-            (v, tf.constant(piece.reshape(v.shape), v._value.dtype)) for v, piece in zip(variables, pieces, strict=True)
+            (v, tf.constant(piece.reshape(v.shape), tf_variable(v).dtype))
+            for v, piece in zip(variables, pieces, strict=True)
         ]
         with keras.StatelessScope(merged):
             return self._model.get_metrics_result()
 
     def _pack(self) -> tf.Tensor:
-        flat = [tf.reshape(tf.cast(variable._value, tf.float32), [-1]) for variable in self._variables]
+        flat = [tf.reshape(tf.cast(tf_variable(variable), tf.float32), [-1]) for variable in self._variables]
         return tf.concat([tf.zeros(0), *flat], 0)
 
     def _unpack(self, flat: tf.Tensor) -> None:
         parts = tf.split(flat, [math.prod(variable.shape) for variable in self._variables])
         for variable, part in zip(self._variables, parts, strict=True):
-            variable._value.assign(tf.cast(tf.reshape(part, variable.shape), variable._value.dtype))
+            tf_variable(variable).assign(tf.cast(tf.reshape(part, variable.shape), tf_variable(variable).dtype))
 
 
 def _slots(model: Any) -> list[Any]:
@@ -166,7 +170,7 @@ def _slots(model: Any) -> list[Any]:
 
 
 def _is_float(variable: Any) -> bool:
-    return variable._value.dtype.is_floating
+    return tf_variable(variable).dtype.is_floating
 
 
 @dataclass(frozen=True)

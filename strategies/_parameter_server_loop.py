@@ -27,6 +27,7 @@ from tfdist.data.pipeline.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 
 STEPS_OF_A_CLOSURE = 10
 # So many that a worker which is done early finds another one.
@@ -125,8 +126,8 @@ class ClosureProgram(StepProgram):
             return done + 1, self._finite(values), total + late, tf.maximum(largest, late), values, own
 
         states = _small_states(self._model)
-        begun = [tf.convert_to_tensor(variable._value) for variable in states]
-        metrics = [tf.zeros(v.shape, v._value.dtype) for v in self._model.metrics_variables]
+        begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in states]
+        metrics = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), metrics + begun, self._no_logs()]
         if unrolled:
             carried = functools.reduce(lambda before, _: body(*before), range(STEPS_OF_A_CLOSURE), start)
@@ -134,7 +135,7 @@ class ClosureProgram(StepProgram):
             carried = tf.while_loop(proceed, body, start)
         done, finite, total, largest, values, own = carried
         for variable, before, after in zip(states, begun, values[len(metrics) :], strict=True):
-            variable._value.assign_add(after - before)  # others may have added theirs
+            tf_variable(variable).assign_add(after - before)  # others may have added theirs
         numbers = tf.nest.flatten([done, finite, total, largest, values[: len(metrics)], own])
         return tf.concat([tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers], 0)
 
@@ -175,7 +176,7 @@ class ClosureProgram(StepProgram):
     def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         if not self._stop_at_nan:
             return tf.constant(True)
-        total = self._model._loss_tracker.total
+        total = keras_internals.loss_tracker(self._model).total
         index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
         return tf.math.is_finite(values[index])
 
@@ -183,10 +184,12 @@ class ClosureProgram(StepProgram):
         with self._strategy.scope():
             for variable, *added in zip(self._model.metrics_variables, *results, strict=True):
                 if added:
-                    variable._value.assign_add(np.sum(added, axis=0).astype(variable._value.dtype.as_numpy_dtype))
+                    tf_variable(variable).assign_add(
+                        np.sum(added, axis=0).astype(tf_variable(variable).dtype.as_numpy_dtype)
+                    )
 
     def _iterations(self) -> int:
-        return int(self._model.optimizer._iterations.numpy()) if self._trains else 0
+        return int(keras_internals.iterations(self._model.optimizer).numpy()) if self._trains else 0
 
     def _note_repeated(self, steps: int) -> None:
         # An update that the optimizer left out, for a loss that is not finite, counts for nothing.
@@ -328,8 +331,8 @@ def _small_states(model: Any) -> list[Any]:
     return [
         variable
         for variable in model.non_trainable_variables
-        if (variable._value.dtype.is_floating or variable._value.dtype.is_integer)
-        and math.prod(variable.shape) * variable._value.dtype.size <= BYTES_OF_A_SMALL_STATE
+        if (tf_variable(variable).dtype.is_floating or tf_variable(variable).dtype.is_integer)
+        and math.prod(variable.shape) * tf_variable(variable).dtype.size <= BYTES_OF_A_SMALL_STATE
     ]
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 
 FIRST_SERVER = "/job:ps/task:0/device:CPU:0"
 
@@ -139,7 +140,7 @@ def by_part(optimizer: Any) -> Iterator[None]:
     """While an update is traced in this context, `optimizer` updates each part of a table, where its formula allows."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if type(inner) in BY_ELEMENT:
-        _thread.slots = [slot for slot in inner.variables if isinstance(slot._value, Table)]
+        _thread.slots = [slot for slot in inner.variables if isinstance(tf_variable(slot), Table)]
     try:
         yield
     finally:
@@ -149,11 +150,11 @@ def by_part(optimizer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _reduced_to(part: int, table: Table) -> Iterator[None]:
     """Meanwhile the optimizer finds in the slots of `table` those of one part."""
-    slots = [slot for slot in _thread.slots or () if slot._value.shape == table.shape]
-    wholes = [(slot, slot._value, slot._shape) for slot in slots]
+    slots = [slot for slot in _thread.slots or () if tf_variable(slot).shape == table.shape]
+    wholes = [(slot, tf_variable(slot), slot._shape) for slot in slots]
     for slot in slots:
-        slot._value = slot._value.variables[part]
-        slot._shape = tuple(slot._value.shape)
+        slot._value = tf_variable(slot).variables[part]
+        slot._shape = tuple(tf_variable(slot).shape)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
@@ -205,7 +206,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             stack.enter_context(super().merged(variables, name))
             if self.communicator is not None:
                 local = self.tf_strategy.experimental_local_results
-                parts = [(one, local(one._value)[0]) for one in variables if _is_added_up(one._value)]
+                parts = [(one, local(tf_variable(one))[0]) for one in variables if _is_added_up(tf_variable(one))]
                 stack.enter_context(collective.added_up(self.communicator, parts, name))
             yield
 
@@ -220,11 +221,11 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         def on_replica(replica: base.Replica) -> None:
-            values = [tf.convert_to_tensor(variable._value) for variable in variables]
+            values = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
             mine = tf.constant(replica.index == 0)
             kept = [tf.where(mine, value, tf.zeros_like(value)) for value in map(_summable, values)]
             shared = gradient_reduction.packed(replica.all_reduce, gradient_reduction.Packing(None))(kept)
-            replica.write([(v, tf.cast(s, v._value.dtype)) for v, s in zip(variables, shared, strict=True)])
+            replica.write([(v, tf.cast(s, tf_variable(v).dtype)) for v, s in zip(variables, shared, strict=True)])
 
         if variables:
             # TensorFlow warns of retracing by a function's code, which all calls share, unless it is wrapped.

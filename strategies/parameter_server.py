@@ -24,6 +24,7 @@ from tfdist.cluster.world import Task, World, cores
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _parameter_server_loop as parameter_server_loop
@@ -65,7 +66,7 @@ class ServedReplica(base.Replica):
             yield lambda: tf.constant(0)
             return
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        counter = inner._iterations._value
+        counter = tf_variable(keras_internals.iterations(inner))
         counted: list[tf.Tensor] = []
 
         def count(variable: Any) -> None:

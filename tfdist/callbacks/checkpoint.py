@@ -35,6 +35,7 @@ from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Header, Stored
 from tfdist.cluster import consensus, elastic
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
+from tfdist.internals import keras as keras_internals
 
 
 class Checkpoint(ClockedCallback):
@@ -203,7 +204,7 @@ class Checkpoint(ClockedCallback):
         self._steps_at_last_save = header.step
         # A run that a callback had ended does not train on: the loop then has no epoch to run.
         ended = header.stopped and header.epoch < self.params.get("epochs", header.epoch)
-        self.model._initial_epoch = self.params["epochs"] if ended else header.epoch
+        keras_internals.set_initial_epoch(self.model, self.params["epochs"] if ended else header.epoch)
         if self._within_epochs:
             self.resume_batch = header.batch
             if header.data is not None and header.steps_per_epoch == self.params.get("steps"):
@@ -214,7 +215,7 @@ class Checkpoint(ClockedCallback):
         """The first epoch begins; called once all callbacks have seen it begin."""
         # Only this fit begins there, not the model's next one.
         if self.resumed_from is not None:
-            self.model._initial_epoch = None
+            keras_internals.set_initial_epoch(self.model, None)
         if self._stored is not None and self.resume_batch:
             # The callbacks have begun this epoch before, in the run that was killed: what they did to the model in
             # `on_epoch_begin` (LearningRateScheduler lowers the rate) must not be done twice.
@@ -250,7 +251,7 @@ class Checkpoint(ClockedCallback):
     def end(self) -> None:
         """The training ends."""
         if self.resumed_from is not None:
-            self.model._initial_epoch = None
+            keras_internals.set_initial_epoch(self.model, None)
         self._stored, self.resume_batch = None, None
 
     def _begin(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
 
 
 def current(optimizer: Any) -> float:
@@ -16,7 +17,7 @@ def current(optimizer: Any) -> float:
 
 def refuse_schedule(optimizer: Any, callback: str) -> None:
     """Raises `UsageError` where `callback` cannot set the rate, because the optimizer follows a schedule."""
-    rate = getattr(optimizer, "inner_optimizer", optimizer)._learning_rate
+    rate = keras_internals.learning_rate(getattr(optimizer, "inner_optimizer", optimizer))
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         raise UsageError(
             f"{callback} cannot set the learning rate: the optimizer follows a schedule, `{type(rate).__name__}`",

@@ -23,7 +23,7 @@ from tfdist.cluster.consensus import Peers, any_of
 from tfdist.cluster.world import World
 from tfdist.errors import CheckpointError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals.keras import global_state
+from tfdist.internals.keras import global_state, tf_variable
 
 # What Keras' own callbacks remember from epoch to epoch. They begin anew in `on_train_begin`, and a resumed run shall
 # end where an unbroken one ends. A callback of one's own has `checkpoint_state()` and
@@ -288,7 +288,7 @@ def _assign(variable: Any, entry: Entry) -> None:
     elif len(parts) == len(held):
         for copy, part in zip(held, parts, strict=True):
             copy.assign(part)
-    elif variable._value.aggregation == tf.VariableAggregation.SUM:
+    elif tf_variable(variable).aggregation == tf.VariableAggregation.SUM:
         # Other replicas than those that wrote it: what counts is the sum.
         _assign_all(variable, np.zeros_like(parts[0]))
         held[0].assign(sum(parts[1:], parts[0]))

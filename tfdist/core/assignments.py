@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfdist.communicators import opaque
 from tfdist.core import dependencies, replica_context
 from tfdist.errors import UsageError
+from tfdist.internals.keras import tf_variable
 
 if TYPE_CHECKING:
     from tfdist.core.replica import Replica
@@ -49,7 +50,7 @@ class Updates(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if self._whole is not None:
-            self._whole[id(variable)] = variable, tf.cast(value, variable._value.dtype)
+            self._whole[id(variable)] = variable, tf.cast(value, tf_variable(variable).dtype)
         elif id(variable) in self._metrics:
             self.metrics_updated.add(id(variable))
             self._add_part(variable, value)
@@ -59,11 +60,11 @@ class Updates(keras.StatelessScope):
             super().add_update((variable, value))
 
     def _add_part(self, variable: Any, value: Any) -> None:
-        value = tf.cast(value, variable._value.dtype)
+        value = tf.cast(value, tf_variable(variable).dtype)
         if self._replica.real is not True:
-            value = tf.where(self._replica.real, value, tf.convert_to_tensor(variable._value))
+            value = tf.where(self._replica.real, value, tf.convert_to_tensor(tf_variable(variable)))
         with replica_context.on_replica(None):
-            variable._value.assign(value)
+            tf_variable(variable).assign(value)
 
     def get_current_value(self, variable: Any) -> Any:
         if self._whole is not None and id(variable) in self._whole:
@@ -71,11 +72,11 @@ class Updates(keras.StatelessScope):
         if self._must_be_written(variable):
             self.write()
         value = super().get_current_value(variable)
-        return variable._value if value is None else value
+        return tf_variable(variable) if value is None else value
 
     def _must_be_written(self, variable: Any) -> bool:
         """Whether reading `variable` shows what the replicas have not agreed on."""
-        waits = id(variable) in self._waiting and variable._value.dtype.is_floating
+        waits = id(variable) in self._waiting and tf_variable(variable).dtype.is_floating
         return waits and replica_context.can_meet(self._replica)
 
     def write(self) -> None:
@@ -120,7 +121,7 @@ class Carried(Updates):
         variable, value = update
         if id(variable) in self._carried:
             self.metrics_updated.add(id(variable))
-            self.state_mapping[id(variable)] = tf.cast(value, variable._value.dtype)
+            self.state_mapping[id(variable)] = tf.cast(value, tf_variable(variable).dtype)
         else:
             super().add_update(update)
 
@@ -132,15 +133,16 @@ class Carried(Updates):
 
 def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tf.Tensor]]:
     """The values of Keras variables that all replicas agree on, from what each of them would assign."""
-    floats = [(v, tf.cast(value, v._value.dtype)) for v, value in updates if v._value.dtype.is_floating]
-    others = [(v, value) for v, value in updates if not v._value.dtype.is_floating]
+    floats = [(v, tf.cast(value, tf_variable(v).dtype)) for v, value in updates if tf_variable(v).dtype.is_floating]
+    others = [(v, value) for v, value in updates if not tf_variable(v).dtype.is_floating]
     for variable, value in others:
         _require_alike(replica, variable, value)
     if not floats:
         return others
     sums = replica.all_reduce([_part(replica, variable, value) for variable, value in floats])
     merged = [
-        (v, v._value + total if v.aggregation == "sum" else total) for (v, _), total in zip(floats, sums, strict=True)
+        (v, tf_variable(v) + total if v.aggregation == "sum" else total)
+        for (v, _), total in zip(floats, sums, strict=True)
     ]
     return merged + others
 
@@ -162,7 +164,7 @@ def _require_alike(replica: Replica, variable: Any, value: Any) -> None:
 def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
     """What a replica adds to the value of `variable` that all agree on."""
     if variable.aggregation == "sum":
-        return replica.only_real(value - variable._value)
+        return replica.only_real(value - tf_variable(variable))
     return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
 
 

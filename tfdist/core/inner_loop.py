@@ -24,6 +24,7 @@ from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -96,7 +97,7 @@ class StepProgram(Program):
         self._model = model
         self._step_name = step_name
         self._batches = batches
-        self._stop_at_nan = stop_at_nan and getattr(model, "_loss_tracker", None) is not None
+        self._stop_at_nan = stop_at_nan and keras_internals.loss_tracker(model) is not None
         self._build = _builder(strategy, model, step_name.removesuffix("_step"), batches)
         self._own_logs: Any = None
         self._metrics_updated: set[int] = set()
@@ -193,8 +194,8 @@ class StepProgram(Program):
                 raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         finite = tf.constant(True)
         if self._stop_at_nan:
-            with self._strategy.merged([self._model._loss_tracker.total], "finite"):
-                finite = tf.math.is_finite(tf.convert_to_tensor(self._model._loss_tracker.total))
+            with self._strategy.merged([keras_internals.loss_tracker(self._model).total], "finite"):
+                finite = tf.math.is_finite(tf.convert_to_tensor(keras_internals.loss_tracker(self._model).total))
         return finite, logs
 
     def _returns_own(self, logs: Logs) -> bool:
@@ -253,7 +254,7 @@ class StepProgram(Program):
         if not keras_internals.compiled_metrics_are_built(self._model):
             return set()  # the step has not used them, and returns logs of its own
         # Of constants, since a step that reads the metrics' variables would add them up over all processes.
-        constants = [(v, tf.zeros(v.shape, v._value.dtype)) for v in self._model.metrics_variables]
+        constants = [(v, tf.zeros(v.shape, tf_variable(v).dtype)) for v in self._model.metrics_variables]
         with keras.StatelessScope(constants):
             return set(self._model.get_metrics_result())
 

@@ -104,7 +104,7 @@ def fit(
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
 
         def validate(epoch: int) -> Logs:
-            if validation is None or not model._should_eval(epoch, validation_freq):
+            if validation is None or not keras_internals.validates(model, epoch, validation_freq):
                 return {}
             with Passes(validation, validation_steps) as unseen:
                 return _evaluate(strategy, model, unseen, callbacks)
@@ -164,7 +164,7 @@ def evaluate(
     with Passes(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
         logs = _evaluate(strategy, model, passes, callbacks)
-    return logs if return_dict else model._flatten_metrics_in_order(logs)
+    return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
 
 
 def predict(
@@ -212,7 +212,7 @@ def train_on_batch(
             raise UsageError("Both `sample_weight` and `class_weight` were given", "give the one or the other")
         sample_weight = keras_internals.class_weight_to_sample_weights(y, class_weight)
     logs = _step_on_batch(strategy, model, "train", (x, y, sample_weight))
-    return logs if return_dict else model._flatten_metrics_in_order(logs)
+    return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
 
 
 def test_on_batch(
@@ -221,7 +221,7 @@ def test_on_batch(
     """Loss and metrics of a global batch; see `keras.Model.test_on_batch`."""
     _check(strategy, model, "test_on_batch")
     logs = _step_on_batch(strategy, model, "test", (x, y, sample_weight))
-    return logs if return_dict else model._flatten_metrics_in_order(logs)
+    return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
 
 
 def predict_on_batch(strategy: Strategy, model: keras.Model, x: Any) -> Any:
@@ -371,7 +371,11 @@ def _config(optimizer: Any) -> Any:
 
 def _begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
     """The epoch, batch and pass to begin at, and the chief's variables in every process: only it reads files."""
-    begin = model._initial_epoch or initial_epoch, _resume_batch(callbacks), getattr(model, _NEXT_PASS, 0)
+    begin = (
+        keras_internals.initial_epoch(model) or initial_epoch,
+        _resume_batch(callbacks),
+        getattr(model, _NEXT_PASS, 0),
+    )
     begin = tuple(consensus.of_chief(strategy, begin))
     building.share(strategy, model)
     return begin

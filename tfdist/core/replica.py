@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.communicators import opaque
 from tfdist.core import gradient_reduction, replica_context
+from tfdist.internals.keras import tf_variable
 
 
 class Unbuilt(Exception):  # noqa: N818 - not an error
@@ -143,7 +144,7 @@ class Replica:
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Assigns to Keras variables values that are the same on every replica."""
-        variables = [variable._value for variable, _ in updates]
+        variables = [tf_variable(variable) for variable, _ in updates]
 
         def assign(values: list[tf.Tensor]) -> None:
             for variable, value in zip(variables, values, strict=True):
@@ -154,7 +155,7 @@ class Replica:
 
     def read_metric(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         """The values that variables of a metric have over all replicas."""
-        values = [tf.convert_to_tensor(variable._value) for variable in variables]
+        values = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
         return self.all_reduce(values) if self.metrics_in_parts else values
 
     def write_metric(self, updates: list[tuple[Any, tf.Tensor]]) -> None:

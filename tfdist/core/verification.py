@@ -41,7 +41,7 @@ from tfdist.data.pipeline.feed import BatchFeed
 from tfdist.errors import VerificationError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.keras import tree
+from tfdist.internals.keras import tf_variable, tree
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -197,7 +197,7 @@ def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list
 
 def _value(variable: Any) -> np.ndarray:
     value = training_state.copies(variable)[0].numpy()
-    return value.astype(np.float64) if variable._value.dtype.is_floating else value.astype(np.int64)
+    return value.astype(np.float64) if tf_variable(variable).dtype.is_floating else value.astype(np.int64)
 
 
 def _flat(logs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -232,15 +232,15 @@ def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
     """Moves each floating-point number of the model up or down by one bit of what layers compute in."""
     draw = np.random.default_rng(number)
     for variable in variables:
-        if variable._value.dtype.is_floating:
-            value = variable._value.numpy().astype(np.float64)
+        if tf_variable(variable).dtype.is_floating:
+            value = tf_variable(variable).numpy().astype(np.float64)
             moved = value * (1 + epsilon * draw.choice([-1, 1], value.shape))
-            variable._value.assign(tf.cast(moved, variable._value.dtype))
+            tf_variable(variable).assign(tf.cast(moved, tf_variable(variable).dtype))
 
 
 def _epsilon(strategy: Strategy, model: Any) -> float:
     """The machine epsilon of the coarsest type that layers compute in."""
-    types = {str(layer.compute_dtype) for layer in model._flatten_layers()} | {"float32"}
+    types = {str(layer.compute_dtype) for layer in keras_internals.all_layers(model)} | {"float32"}
     found = [
         float(tf.experimental.numpy.finfo(tf.as_dtype(name).as_numpy_dtype).eps) for name in types if "float" in name
     ]
@@ -405,7 +405,7 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
 
 def _owners(model: Any) -> dict[str, str]:
     """The layer of each variable, by the variable's path: the innermost one that has it."""
-    layers = sorted(model._flatten_layers(), key=lambda layer: -len(layer.variables))
+    layers = sorted(keras_internals.all_layers(model), key=lambda layer: -len(layer.variables))
     return {variable.path: layer.name for layer in layers for variable in layer.variables}
 
 
@@ -444,7 +444,7 @@ _WHAT = {
 
 def _cause(model: Any, entry: Entry) -> tuple[str, str]:
     """What most often makes an entry of this kind differ, and the way that is equal."""
-    layer = next((one for one in model._flatten_layers() if one.name == entry.layer), None)
+    layer = next((one for one in keras_internals.all_layers(model) if one.name == entry.layer), None)
     if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
         return (
             f"`{entry.layer}` normalizes each replica's part of the batch by itself",

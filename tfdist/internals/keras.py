@@ -286,6 +286,62 @@ def values_per_example(replica: Replica | None, metric: Any, *arguments: Any, **
     return tf.is_tensor(values) and is_per_example(replica, values)
 
 
+def tf_variable(variable: Any) -> Any:
+    """The variable of TensorFlow's that holds the value of one of Keras'."""
+    return variable._value
+
+
+def all_layers(model: Any) -> list[Any]:
+    """`model` and all layers in it."""
+    return list(model._flatten_layers())
+
+
+def is_connected(layer: Any) -> bool:
+    """Whether a layer has been called on symbolic inputs, so that its output is known."""
+    return bool(layer._inbound_nodes)
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric that averages the loss of `model`; `None` where it was compiled without."""
+    return getattr(model, "_loss_tracker", None)
+
+
+def iterations(optimizer: Any) -> Any:
+    """The variable that counts the steps of `optimizer`; its public property counts updates."""
+    return optimizer._iterations
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """The learning rate of `optimizer`: a variable, or a schedule."""
+    return optimizer._learning_rate
+
+
+def strategy_of(optimizer: Any) -> Any:
+    """The `tf.distribute.Strategy` in whose scope `optimizer` was made."""
+    return optimizer._distribution_strategy
+
+
+def in_order_of_metrics(model: Any, logs: Any) -> Any:
+    """`logs` as a list, as `evaluate` returns them."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def validates(model: Any, epoch: int, frequency: Any) -> bool:
+    """Whether epoch number `epoch` ends with a validation, for the `validation_freq` of `fit`."""
+    return bool(model._should_eval(epoch, frequency))
+
+
+def initial_epoch(model: Any) -> int | None:
+    """The epoch that a callback has set `fit` to begin with, see `set_initial_epoch`."""
+    epoch: int | None = model._initial_epoch
+    return epoch
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Has `fit` begin with `epoch`, as `keras.callbacks.BackupAndRestore` does; `None` leaves it to its argument."""
+    model._initial_epoch = epoch
+
+
 def trainable_variables(optimizer: Any) -> list[Any]:
     """The variables that `optimizer` was built for."""
     return list(optimizer._trainable_variables)

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import models
+from tfdist.internals import keras as keras_internals
 
 # Between `mlp` at batch 128 (78 million) and `lenet` at batch 32 (92 million), where both settings take the same time.
 SMALL_STEP_OPERATIONS = 85_000_000
@@ -32,8 +33,8 @@ def step_operations(model: str, spec: Any, batch_size: int, options: Mapping[str
     """
     with tf.Graph().as_default():  # variables in a graph of its own do not start TensorFlow's devices
         built = models.build(model, spec, **options or {})
-        layers = [layer for layer in built._flatten_layers() if not isinstance(layer, keras.Model)]
-        known = all(layer.built and layer._inbound_nodes for layer in layers)
+        layers = [layer for layer in keras_internals.all_layers(built) if not isinstance(layer, keras.Model)]
+        known = all(layer.built and keras_internals.is_connected(layer) for layer in layers)
         length = 1 if spec.vocabulary_size == 0 else spec.input_shape[0]
         forward = sum(_operations(layer, length) for layer in layers) if known else math.inf
     keras.backend.clear_session()  # the names that were used up

@@ -22,6 +22,7 @@ from tfdist.cluster import consensus
 from tfdist.cluster.world import World
 from tfdist.data.formats import text
 from tfdist.errors import RunFolderError, UsageError
+from tfdist.internals import keras as keras_internals
 from tfdist.profiling import trace
 from tfdist.run import flops, optimizers, record
 from tfdist.run.config import OF_SEVERAL_PROCESSES, TrainConfig
@@ -371,7 +372,7 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
 
 def _learning_rate(optimizer: Any) -> float | None:
     """The learning rate of the whole run; none where it follows a schedule."""
-    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+    if isinstance(keras_internals.learning_rate(optimizer), keras.optimizers.schedules.LearningRateSchedule):
         return None
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
