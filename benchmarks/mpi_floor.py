@@ -37,7 +37,7 @@ def measure(job: race.Job, repeats: int) -> None:
     from benchmarks import contestants
     from tfdist.communicators import opaque
     from tfdist.communicators.mpi import MpiCommunicator
-    from tfdist.core import gradient_reduction
+    from tfdist.core import fused_optimizers, gradient_reduction
 
     mpi = MpiCommunicator()
     strategy = tfdist.strategy("horovod", seed=job.seed, timeout_seconds=3600.0)
@@ -71,7 +71,7 @@ def measure(job: race.Job, repeats: int) -> None:
 
     @tf.function(autograph=False)
     def update(gradients: list[Any]) -> None:
-        with gradient_reduction.fused(model.optimizer):
+        with fused_optimizers.fused(model.optimizer):
             model.optimizer.apply(gradients, model.trainable_variables)
 
     def seconds(function: Callable[[], Any]) -> list[float]:

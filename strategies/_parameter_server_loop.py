@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import assignments, exact_step, gradient_reduction
+from tfdist.core import assignments, exact_step, fused_optimizers
 from tfdist.core.inner_loop import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
 from tfdist.data.pipeline.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
@@ -167,7 +167,7 @@ class ClosureProgram(StepProgram):
                 self._metrics_updated |= replica.updates.metrics_updated
                 return replica.updates.values, late(), tf.nest.map_structure(_as_float, logs)
 
-        with gradient_reduction.fused(self._model.optimizer, self._strategy.fused, locking=True), self._own_metrics():
+        with fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=True), self._own_metrics():
             ((values, late, logs),) = self._strategy.run(on_replica)
         if self._own_logs is None and set(logs) != self._metric_names():
             raise OwnLogs(tf.nest.map_structure(float_spec, logs))

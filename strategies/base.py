@@ -8,9 +8,9 @@ A strategy answers a few questions and nothing else:
     check(model)       whether a model can be trained here
     exchange(message)  what the other processes say, where there are any
 
-Everything that can be written once lives elsewhere: the loop over batches in `tfdist.core.outer_loop`, the weighing and
-packing of gradients and the fused update in `tfdist.core.gradient_reduction`, Keras' side of exactness in
-`tfdist.core.keras_steps`.
+Everything that can be written once lives elsewhere: the loop over batches in `tfdist.core.outer_loop`, the
+reduction of gradients in `tfdist.core.gradient_reduction`, the fused update in `tfdist.core.fused_optimizers`, Keras'
+side of exactness in `tfdist.core.keras_steps`.
 """
 
 from __future__ import annotations

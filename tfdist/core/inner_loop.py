@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import keras
 import tensorflow as tf
 
-from tfdist.core import building, exact_step, gradient_reduction, gradient_tape, metrics
+from tfdist.core import building, exact_step, fused_optimizers, gradient_tape, metrics
 from tfdist.core.replica import Replica, Unbuilt
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
@@ -185,7 +185,7 @@ class StepProgram(Program):
             self._metrics_updated |= updated
             return _mean(logs, replica) if self._returns_own(logs) else logs
 
-        with gradient_reduction.fused(self._model.optimizer, self._strategy.fused), self._own_metrics():
+        with fused_optimizers.fused(self._model.optimizer, self._strategy.fused), self._own_metrics():
             results = self._strategy.run(on_replica)
         logs: Logs = {}
         if self._returns_own(results[0]):

@@ -316,6 +316,40 @@ def learning_rate(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
+def variable_index(optimizer: Any, variable: Any) -> int:
+    """The number of `variable` among those that `optimizer` was built for."""
+    return int(optimizer._get_variable_index(variable))
+
+
+def slots(optimizer: Any, name: str) -> list[Any]:
+    """What `optimizer` keeps for each trainable variable, such as "velocities"; `None` for one that has none."""
+    return list(getattr(optimizer, name if hasattr(optimizer, name) else f"_{name}"))
+
+
+@contextlib.contextmanager
+def updating_with(
+    optimizer: Any, update_step: Callable[[Any, Any, Any], None], before_each: Callable[[], None]
+) -> Iterator[None]:
+    """Meanwhile `optimizer` updates a variable by `update_step(gradient, variable, learning_rate)`.
+
+    `before_each` is called before each update of all variables.
+    """
+    update_all = optimizer._backend_update_step
+
+    def update(*arguments: Any) -> None:
+        before_each()
+        update_all(*arguments)
+
+    # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
+    object.__setattr__(optimizer, "update_step", update_step)
+    object.__setattr__(optimizer, "_backend_update_step", update)
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "_backend_update_step")
+        object.__delattr__(optimizer, "update_step")
+
+
 def strategy_of(optimizer: Any) -> Any:
     """The `tf.distribute.Strategy` in whose scope `optimizer` was made."""
     return optimizer._distribution_strategy

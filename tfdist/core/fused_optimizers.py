@@ -1,0 +1,213 @@
+"""The optimizer's update of a variable in one kernel of TensorFlow's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.internals import keras as keras_internals
+
+
+@contextlib.contextmanager
+def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterator[None]:
+    """While a step is traced in this context, `optimizer` updates each variable with one TensorFlow kernel.
+
+    With `locking` a kernel is alone with its variables, where several processes update them.
+
+    Only for the Keras optimizers whose update a kernel computes with the same formula (`KERNELS`, and of sparse
+    gradients `OF_ROWS`); the others keep Keras' own update. The results agree to rounding.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kernel = KERNELS.get(type(inner))
+    if kernel is _rmsprop and not inner.momentum:  # that kernel has no form without momentum
+        kernel = None
+    of_rows = OF_ROWS.get(type(inner))
+    if not enabled or (kernel is None and of_rows is None):
+        yield
+        return
+    scalars: dict[Any, _Scalars] = {}  # of one update: the next has a count, and may have a learning rate, of its own
+    update_step = _update_step(inner, kernel, of_rows, locking, scalars)
+    with keras_internals.updating_with(inner, update_step, before_each=scalars.clear):
+        yield
+
+
+class _Scalars:
+    """An optimizer's scalars as tensors of one dtype: made once a graph, used for all variables."""
+
+    def __init__(self, optimizer: Any, learning_rate: Any, dtype: tf.DType, locking: bool):
+        self.optimizer = optimizer
+        self.locking = locking
+        self.dtype = dtype
+        self.learning_rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)
+        self._step: tf.Tensor | None = None
+        self._powers: dict[float, tf.Tensor] = {}
+
+    def constant(self, value: float) -> tf.Tensor:
+        """`value` as a tensor."""
+        return tf.constant(value, self.dtype)
+
+    def power(self, base: float) -> tf.Tensor:
+        """`base` to the number of this step, counted from one."""
+        if self._step is None:
+            self._step = tf.cast(self.optimizer.iterations + 1, self.dtype)
+        if base not in self._powers:
+            self._powers[base] = tf.pow(self.constant(base), self._step)
+        return self._powers[base]
+
+
+def _update_step(
+    optimizer: Any,
+    kernel: Callable[..., None] | None,
+    of_rows: Callable[..., None] | None,
+    locking: bool,
+    memo: dict[Any, _Scalars],
+) -> Callable[..., None]:
+    original = optimizer.update_step
+
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        chosen = of_rows if isinstance(gradient, tf.IndexedSlices) else kernel
+        if chosen is None:
+            original(gradient, variable, learning_rate)
+            return
+        dtype = variable.dtype.base_dtype
+        key = (tf.compat.v1.get_default_graph(), variable.device, dtype)
+        if key not in memo or tf.executing_eagerly():
+            memo[key] = _Scalars(optimizer, learning_rate, dtype, locking)
+        index = keras_internals.variable_index(optimizer, variable)
+        chosen(optimizer, memo[key], variable.handle, index, tf.cast(gradient, dtype))
+
+    return update_step
+
+
+def _handle(optimizer: Any, slots: str, index: int) -> tf.Tensor:
+    return keras_internals.slots(optimizer, slots)[index].value.handle
+
+
+def _sgd(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    if optimizer.momentum == 0:
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=variable, alpha=scalars.learning_rate, delta=gradient, use_locking=scalars.locking
+        )
+        return
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable,
+        accum=_handle(optimizer, "momentums", index),
+        lr=scalars.learning_rate,
+        grad=gradient,
+        momentum=scalars.constant(optimizer.momentum),
+        use_nesterov=optimizer.nesterov,
+        use_locking=scalars.locking,
+    )
+
+
+def _adam(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    arguments = {
+        "var": variable,
+        "m": _handle(optimizer, "momentums", index),
+        "v": _handle(optimizer, "velocities", index),
+        "beta1_power": scalars.power(optimizer.beta_1),
+        "beta2_power": scalars.power(optimizer.beta_2),
+        "lr": scalars.learning_rate,
+        "beta1": scalars.constant(optimizer.beta_1),
+        "beta2": scalars.constant(optimizer.beta_2),
+        "epsilon": scalars.constant(optimizer.epsilon),
+        "grad": gradient,
+        "use_locking": scalars.locking,
+    }
+    if optimizer.amsgrad:
+        tf.raw_ops.ResourceApplyAdamWithAmsgrad(vhat=_handle(optimizer, "velocity_hats", index), **arguments)
+    else:
+        tf.raw_ops.ResourceApplyAdam(**arguments)
+
+
+def _adamax(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    tf.raw_ops.ResourceApplyAdaMax(
+        var=variable,
+        m=_handle(optimizer, "m", index),
+        v=_handle(optimizer, "u", index),
+        beta1_power=scalars.power(optimizer.beta_1),
+        lr=scalars.learning_rate,
+        beta1=scalars.constant(optimizer.beta_1),
+        beta2=scalars.constant(optimizer.beta_2),
+        epsilon=scalars.constant(optimizer.epsilon),
+        grad=gradient,
+        use_locking=scalars.locking,
+    )
+
+
+def _rmsprop(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    arguments = {
+        "var": variable,
+        "ms": _handle(optimizer, "velocities", index),
+        "mom": _handle(optimizer, "momentums", index),
+        "lr": scalars.learning_rate,
+        "rho": scalars.constant(optimizer.rho),
+        "momentum": scalars.constant(optimizer.momentum),
+        "epsilon": scalars.constant(optimizer.epsilon),
+        "grad": gradient,
+        "use_locking": scalars.locking,
+    }
+    if optimizer.centered:
+        tf.raw_ops.ResourceApplyCenteredRMSProp(mg=_handle(optimizer, "average_gradients", index), **arguments)
+    else:
+        tf.raw_ops.ResourceApplyRMSProp(**arguments)
+
+
+def _adadelta(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    tf.raw_ops.ResourceApplyAdadelta(
+        var=variable,
+        accum=_handle(optimizer, "accumulated_grads", index),
+        accum_update=_handle(optimizer, "accumulated_delta_vars", index),
+        lr=scalars.learning_rate,
+        rho=scalars.constant(optimizer.rho),
+        epsilon=scalars.constant(optimizer.epsilon),
+        grad=gradient,
+        use_locking=scalars.locking,
+    )
+
+
+def _ftrl(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.Tensor) -> None:
+    l2 = scalars.constant(optimizer.l2_regularization_strength)
+    tf.raw_ops.ResourceApplyFtrlV2(
+        var=variable,
+        accum=_handle(optimizer, "accumulators", index),
+        linear=_handle(optimizer, "linears", index),
+        grad=gradient,
+        lr=scalars.learning_rate,
+        l1=scalars.constant(optimizer.l1_regularization_strength),
+        l2=l2 + scalars.constant(optimizer.beta) / (2.0 * scalars.learning_rate),
+        l2_shrinkage=scalars.constant(optimizer.l2_shrinkage_regularization_strength),
+        lr_power=scalars.constant(optimizer.learning_rate_power),
+        use_locking=scalars.locking,
+    )
+
+
+def _adagrad_of_rows(
+    optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.IndexedSlices
+) -> None:
+    """Keras' formula on the rows that have a gradient; where it is zero, nothing changes."""
+    accumulator, rows = _handle(optimizer, "accumulators", index), gradient.indices
+    tf.raw_ops.ResourceScatterAdd(resource=accumulator, indices=rows, updates=tf.square(gradient.values))
+    squares = tf.raw_ops.ResourceGather(resource=accumulator, indices=rows, dtype=scalars.dtype)
+    step = scalars.learning_rate * gradient.values / tf.sqrt(squares + scalars.constant(optimizer.epsilon))
+    tf.raw_ops.ResourceScatterSub(resource=variable, indices=rows, updates=step)
+
+
+# Keras' own update of these reads and writes whole variables for a sparse gradient too. The others are left out: they
+# change rows without a gradient as well, or (SGD without momentum) Keras' own is sparse already.
+OF_ROWS: dict[type, Callable[..., None]] = {keras.optimizers.Adagrad: _adagrad_of_rows}
+
+# Adagrad, Nadam and Lion are left out: their kernels place epsilon or the schedule elsewhere than Keras does.
+KERNELS: dict[type, Callable[..., None]] = {
+    keras.optimizers.SGD: _sgd,
+    keras.optimizers.Adam: _adam,
+    keras.optimizers.AdamW: _adam,
+    keras.optimizers.Adamax: _adamax,
+    keras.optimizers.RMSprop: _rmsprop,
+    keras.optimizers.Adadelta: _adadelta,
+    keras.optimizers.Ftrl: _ftrl,
+}
