@@ -79,3 +79,13 @@ def test_keras_imported_with_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
     with pytest.raises(UsageError, match="Keras was imported with the backend `torch`"):
         tfdist.strategy("single")
+
+
+def test_what_the_documents_show_is_there_after_one_import():
+    code = """
+import sys, tfdist
+print("tensorflow" in sys.modules)
+print(tfdist.callbacks.Throughput.__name__, "mlp" in tfdist.models.names(), "digits" in tfdist.data.names())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "Throughput", "True", "True"]

@@ -25,15 +25,30 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
+_PUBLIC_MODULES = ("callbacks", "data", "models")
+
+
 def __getattr__(name: str) -> Any:
-    """Imports `tfdist.data` when it is first used, so that `import tfdist` stays quick."""
-    if name == "data":
-        return importlib.import_module("tfdist.data")
+    """Imports the modules that users reach as `tfdist.callbacks` when they are first used: `import tfdist` is quick."""
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"tfdist.{name}")
     raise AttributeError(f"module `tfdist` has no attribute `{name}`")
 
 
 def strategy(name: str, **options: Any) -> Strategy:
-    """The strategy `name`: "single", "mirrored" or "custom"; see `tfdist.strategies.base.Strategy` for the options.
+    """The strategy `name`, with its options.
+
+    | name | replicas |
+    |---|---|
+    | "single" | one device |
+    | "mirrored" | several devices of this machine, by `tf.distribute.MirroredStrategy` |
+    | "custom" | several devices of this machine, by tfdist's own data-parallel loop |
+    | "multiworker" | several processes, by `tf.distribute.MultiWorkerMirroredStrategy` |
+    | "parameter_server" | several processes, whose variables are on servers |
+    | "horovod" | several processes, by Horovod over MPI or Gloo |
+    | "mpi_split" | several processes that average their weights now and then |
+
+    All take the options of `tfdist.strategies.base.Strategy`; docs/strategies.md has those of each.
 
     Raises:
         UnknownNameError: no strategy, or no device, has that name.
