@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
-from tfdist.errors import UnknownNameError
+from tfdist.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -30,11 +30,32 @@ def names() -> list[str]:
 def create(name: str, **options: Any) -> Strategy:
     """The strategy `name` with its options.
 
+    Args:
+        name: one of `names()`, or the user's own class as `module:Class`.
+        options: of the strategy.
+
     Raises:
         UnknownNameError: no strategy, or no device, has that name.
-        UsageError: an option is unknown or cannot work here.
+        UsageError: an option is unknown or cannot work here, or `module:Class` leads to no strategy.
     """
+    constructor = _users_own(name) if ":" in name else _ours(name)
+    return registry.call(constructor, kind="strategy", name=name, options=options)
+
+
+def _ours(name: str) -> type[Strategy]:
     if name not in names():
         raise UnknownNameError("strategy", name, names())
-    constructor = importlib.import_module(f"{__name__}.{name}").STRATEGY
-    return registry.call(constructor, kind="strategy", name=name, options=options)
+    strategy: type[Strategy] = importlib.import_module(f"{__name__}.{name}").STRATEGY
+    return strategy
+
+
+def _users_own(reference: str) -> type[Strategy]:
+    from tfdist.strategies.base import Strategy
+
+    found = registry.resolve(reference, "strategy")
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise UsageError(
+            f"The strategy `{reference}` is not a subclass of `tfdist.strategies.base.Strategy`",
+            "write one as docs/strategies.md shows",
+        )
+    return found

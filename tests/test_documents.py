@@ -39,6 +39,30 @@ def test_the_script_in_the_readme_runs(tmp_path):
     assert "Epoch 3/3" in done.stdout
 
 
+USES = """
+import keras
+import numpy as np
+import tfdist
+
+strategy = tfdist.strategy("mine:LastDevice", seed=1)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+strategy.prepare(model)
+model.fit(np.ones((10, 2)), np.ones((10, 1)), epochs=2, verbose=0)
+print(strategy.name, model.weights[0].value.device)
+"""
+
+
+def test_the_strategy_in_the_documents_runs_from_the_users_folder(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "strategies.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    (tmp_path / "script.py").write_text(USES)
+    done = run(tmp_path / "script.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "last_device" in done.stdout and "CPU:1" in done.stdout
+
+
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_an_example_runs(example, tmp_path):
     if "tfdist.horovod" in example.read_text():

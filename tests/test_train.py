@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,60 @@ def test_help_names_every_strategy_model_and_dataset_within_a_second(tmp_path):
     for name in ("mirrored", "cnn", "digits", "--gradient-accumulation", "--target-accuracy"):
         assert name in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_the_options_by_what_they_are_about_and_shows_commands(tmp_path):
+    headings = re.findall(r"^(\w+):$", run("--help", cwd=tmp_path).stdout, re.MULTILINE)
+    assert headings == ["Data", "Model", "Optimisation", "Strategy", "Processes", "Run", "Other"]
+    assert "python -m tfdist.train --strategy mirrored --model cnn" in run("--help", cwd=tmp_path).stdout
+
+
+OWN_STRATEGY = """
+import tensorflow as tf
+from tfdist.core.replica import Replica
+from tfdist.strategies import base
+
+
+class Mine(base.Strategy):
+    name = "mine"
+
+    def __init__(self, *, said: str = "nothing", **options):
+        print("said", said)
+        super().__init__(**options)
+
+    def run(self, step):
+        return [step(Replica())]
+
+
+other = 1
+"""
+
+
+def test_a_strategy_of_the_users_own_trains_with_options_of_its_own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_STRATEGY)
+    options = ["--model", "mlp", "--dataset", "digits", "--epochs", "1", "--run-dir", "run"]
+    done = run("--strategy", "mine:Mine", "--strategy-option", "said=hello", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "said hello" in done.stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["strategy"]["name"] == "mine:Mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["mine:other"], "The strategy `mine:other` cannot be called"),
+        (["mine:Path"], "`mine:Path` is not a subclass of `tfdist.strategies.base.Strategy`"),
+        (["nowhere:Mine"], "No module `nowhere` for the strategy `nowhere:Mine`"),
+        (["single", "--strategy-option", "said=hello"], "The strategy `single` does not know the option `said`"),
+        (["single", "--strategy-option", "seed=1"], "`--strategy-option` sets `seed`, which the command sets"),
+        (["single", "--strategy-option", "steps_per_call=0"], "`steps_per_call` is 0"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_told_in_a_sentence(tmp_path, options, said):
+    (tmp_path / "mine.py").write_text(OWN_STRATEGY + "from pathlib import Path")
+    done = run("--strategy", *options, "--model", "mlp", "--dataset", "digits", "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr and "hint: " in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,28 +16,55 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticWishes, elastic_options
 
+_processes = terminal.options_of("Processes")
+_hosts = terminal.options_of("Hosts")
+_output = terminal.options_of("Output and program")
+
+EXAMPLES = """\b
+Examples:
+  python -m tfdist.launch --workers 2 script.py
+  python -m tfdist.launch --workers 4 --hosts node1:2,node2:2 script.py
+  python -m tfdist.launch --workers 4 --emit slurm script.py
+"""
+
 
 @click.command(
+    cls=terminal.GroupedCommand,
+    epilog=EXAMPLES,
     context_settings={
         "help_option_names": ["-h", "--help"],
+        "max_content_width": terminal.HELP_WIDTH,
         # What comes after the program's name is the program's own.
         "allow_interspersed_args": False,
-    }
+    },
 )
-@click.option("--workers", type=int, default=2, show_default=True, help="processes that train")
-@click.option("--ps", type=int, default=0, show_default=True, help="parameter servers, and a chief beside them")
-@click.option("--mpi", is_flag=True, help="have mpirun start them")
-@click.option("--hosts", default="", metavar="A:2,B:2", help="start them there over ssh, in turn")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="the same from a file of lines `A slots=2`; watched")
-@click.option("--ssh-options", default="", metavar="TEXT", help="what ssh is given besides the host")
+@_processes("--workers", type=int, default=2, show_default=True, metavar="N", help="number of processes that train")
+@_processes(
+    "--ps", type=int, default=0, show_default=True, metavar="N", help="number of parameter servers; adds a chief"
+)
 @elastic_options
-@click.option("--restarts", type=int, default=0, show_default=True, help="start again so often after a failure")
-@click.option("--expose", is_flag=True, help="leave the job in this machine's network, open to others")
-@click.option("--start-seconds", type=float, default=60.0, show_default=True, help="deadline for all to start")
-@click.option("--log-dir", type=click.Path(path_type=Path), help="each process' output; below logs/ if not given")
-@click.option("--verbose", is_flag=True, help="show the output of all processes, not the chief's alone")
-@click.option("--emit", metavar="slurm|kubernetes", help="print a batch script, or manifests, that run the same job")
-@click.option("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m")
+@_processes(
+    "--restarts", type=int, default=0, show_default=True, metavar="N", help="restarts of the job after a failure"
+)
+@_processes(
+    "--start-seconds",
+    type=float,
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="deadline for all processes to start",
+)
+@_hosts("--hosts", default="", metavar="A:2,B:2", help="hosts and their slots, reached over ssh; ranks in this order")
+@_hosts("--hostfile", type=click.Path(path_type=Path), metavar="FILE", help="the same as lines `A slots=2`")
+@_hosts("--ssh-options", default="", metavar="TEXT", help="further options of ssh")
+@_hosts("--mpi", is_flag=True, help="start the processes by mpirun")
+@_hosts("--expose", is_flag=True, help="do not isolate the job's network")
+@_hosts("--emit", metavar="slurm|kubernetes", help="print a batch script or manifests that run the same job")
+@_output(
+    "--log-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="output of each process; in logs/ by default"
+)
+@_output("--verbose", is_flag=True, help="show the output of all processes, not only the chief's")
+@_output("-m", "module", is_flag=True, help="PROGRAM is a module, as for python -m")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def command(
     hosts: str,

@@ -26,7 +26,7 @@ from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import checked
 
 # How a command passes options to a function of each kind.
-OPTIONS_OF = {"dataset": "data-option", "model": "model-option"}
+OPTIONS_OF = {"dataset": "data-option", "model": "model-option", "strategy": "strategy-option"}
 
 
 def names(package: str) -> list[str]:

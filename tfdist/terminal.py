@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
 
+import click
+
 # Where messages for the user go; the last one holds.
 _terminal: list[TextIO] = [sys.stderr]
 STDOUT, STDERR = 1, 2
@@ -133,3 +135,38 @@ def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class GroupedOption(click.Option):
+    """An option that the help lists under the heading `group`."""
+
+    def __init__(self, *args: Any, group: str, **named: Any):
+        super().__init__(*args, **named)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options under their headings, in the order in which these come first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                groups.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records, col_max=38)
+
+
+def options_of(group: str) -> Callable[..., Any]:
+    """`click.option` for options that the help lists under the heading `group`."""
+
+    def option(*names: str, **named: Any) -> Callable[..., Any]:
+        return click.option(*names, cls=GroupedOption, group=group, **named)
+
+    return option
+
+
+# So wide that names and values stay whole.
+HELP_WIDTH = 110

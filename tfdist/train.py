@@ -43,8 +43,8 @@ EXIT_UNEXPECTED = 1
 ENGINES = {"horovod": ("horovod", "horovod"), "mpi_split": ("mpi4py", "mpi")}
 
 
-def _names(found: list[str] | tuple[str, ...], own: bool = False) -> str:
-    return ", ".join(found) + (", or your own as module:function" if own else "")
+def _names(found: list[str] | tuple[str, ...], own: str = "") -> str:
+    return ", ".join(found) + (f", or your own as module:{own}" if own else "")
 
 
 def _take_recipe(context: click.Context, option: click.Parameter, name: str | None) -> None:
@@ -59,71 +59,114 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
         context.exit(error.exit_code)
 
 
+_data = terminal.options_of("Data")
+_model = terminal.options_of("Model")
+_optimisation = terminal.options_of("Optimisation")
+_strategy = terminal.options_of("Strategy")
+_processes = terminal.options_of("Processes")
+_of_run = terminal.options_of("Run")
+
+EXAMPLES = """\b
+Examples:
+  python -m tfdist.train --strategy mirrored --model cnn --dataset fashion_mnist
+  python -m tfdist.train --strategy multiworker --model cnn --dataset digits --workers 2
+  python -m tfdist.train --strategy custom --recipe fashion_mnist-cnn
+"""
+
+
 @click.command(
+    cls=terminal.GroupedCommand,
+    epilog=EXAMPLES,
     context_settings={
         "help_option_names": ["-h", "--help"],
+        "max_content_width": terminal.HELP_WIDTH,
         # `--batch_size` is `--batch-size`; names of models and modules stay as they are.
         "token_normalize_func": lambda token: token.replace("_", "-"),
-    }
+    },
 )
-@click.option(
+@_data("--dataset", required=True, metavar="NAME", help=_names(data.names(), own="function"))
+@_data("--data-option", multiple=True, metavar="NAME=VALUE", help="an option of the dataset; may be repeated")
+@_data("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the dataset's files")
+@_data("--limit", type=int, metavar="N", help="train on the first N examples only")
+@_data("--augment", default="none", show_default=True, metavar="NAME", help=_names(augmentation.NAMES))
+@_data("--on-bad-example", metavar="NAME", help="what to do with a file or line that cannot be used: fail, skip")
+@_model("--model", required=True, metavar="NAME", help=_names(models.names(), own="function"))
+@_model("--model-option", multiple=True, metavar="NAME=VALUE", help="an option of the model; may be repeated")
+@_model("--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES))
+@_optimisation("--epochs", type=int, default=5, show_default=True, help="passes over the training examples")
+@_optimisation("--batch-size", type=int, default=32, show_default=True, help="examples per global batch")
+@_optimisation(
+    "--optimizer", metavar="NAME", help=_names(configs.OPTIMIZERS) + "; by default the one usual for the model"
+)
+@_optimisation("--learning-rate", type=float, help="learning rate; by default the one usual for the model")
+@_optimisation("--momentum", type=float, help="momentum of sgd; by default the one usual for the model")
+@_optimisation("--weight-decay", type=float, help="weight decay; by default the one usual for the model")
+@_optimisation("--schedule", default="constant", show_default=True, metavar="NAME", help=_names(configs.SCHEDULES))
+@_optimisation("--warmup-epochs", type=float, default=0.0, help="epochs in which the learning rate rises from 0")
+@_optimisation("--gradient-accumulation", type=int, default=1, show_default=True, help="batches per update")
+@_optimisation("--seed", type=int, default=0, show_default=True, help="seed of weights, order and random layers")
+@_optimisation("--target-accuracy", type=float, metavar="SHARE", help="stop at this validation accuracy")
+@_strategy("--strategy", required=True, metavar="NAME", help=_names(strategies.names(), own="Class"))
+@_strategy("--strategy-option", multiple=True, metavar="NAME=VALUE", help="an option of the strategy; may be repeated")
+@_strategy("--devices", metavar="N|NAMES", help="number or names of the devices of a process, such as GPU:0,GPU:1")
+@_strategy("--compression", metavar="NAME", help="type of gradients on the network: none, bf16; fp16 with horovod")
+@_strategy(
+    "--staleness", type=int, metavar="N", help="parameter_server: largest number of updates between read and write"
+)
+@_strategy("--shard-bytes", type=int, metavar="N", help="parameter_server: divide larger variables among the servers")
+@_strategy("--sync-every", metavar="epoch|N", help="mpi_split: average the weights every epoch, or every N steps")
+@_strategy(
+    "--timeline", type=click.Path(path_type=Path), metavar="FILE", help="horovod: write the timeline of all ranks"
+)
+@_strategy("--timeout-seconds", type=float, metavar="S", help="how long a process waits for others that do not answer")
+@_strategy(
+    "--callback-timeout-seconds",
+    type=float,
+    metavar="S",
+    help="how long a process may be busy while others wait for it",
+)
+@_processes("--workers", type=int, metavar="N", help="number of processes to start on this machine")
+@_processes("--ps", type=int, metavar="N", help="number of parameter servers to start on this machine")
+@elastic_options
+@_processes(
+    "--hostfile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="hosts of an elastic job, one line `host slots=2` each; changes take effect",
+)
+@_processes(
+    "--restarts", type=int, default=0, show_default=True, metavar="N", help="restarts of the job after a failure"
+)
+@_processes("--expose", is_flag=True, help="do not isolate the job's network")
+@_of_run(
     "--recipe",
     metavar="NAME",
     is_eager=True,
     expose_value=False,
     callback=_take_recipe,
-    help="these options, where no others are given: " + _names(recipes.names()),
+    help="use the options of a recipe where no others are given: " + _names(recipes.names()),
 )
-@click.option("--strategy", required=True, metavar="NAME", help=_names(strategies.names()))
-@click.option("--model", required=True, metavar="NAME", help=_names(models.names(), own=True))
-@click.option("--dataset", required=True, metavar="NAME", help=_names(data.names(), own=True))
-@click.option("--epochs", type=int, default=5, show_default=True, help="passes over the training examples")
-@click.option("--batch-size", type=int, default=32, show_default=True, help="examples in a global batch")
-@click.option("--model-option", multiple=True, metavar="NAME=VALUE", help="what the model is told; often as needed")
-@click.option("--optimizer", metavar="NAME", help="the model's own if not given; " + _names(configs.OPTIMIZERS))
-@click.option("--learning-rate", type=float, help="the model's own if not given")
-@click.option("--momentum", type=float, help="likewise")
-@click.option("--weight-decay", type=float, help="likewise")
-@click.option("--schedule", default="constant", show_default=True, metavar="NAME", help=_names(configs.SCHEDULES))
-@click.option("--warmup-epochs", type=float, default=0.0, help="in which the learning rate rises from 0")
-@click.option(
-    "--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES)
+@_of_run(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="folder of the run; a new one in runs/ by default",
 )
-@click.option("--gradient-accumulation", type=int, default=1, show_default=True, help="batches to an update")
-@click.option("--compression", metavar="NAME", help="of gradients between processes: none, bf16; or fp16, of horovod")
-@click.option("--staleness", type=int, metavar="S", help="bound on the updates between a step's reading and its own")
-@click.option("--shard-bytes", type=int, metavar="N", help="spread larger variables over the parameter servers")
-@click.option("--sync-every", metavar="epoch|N", help="average the weights of mpi_split after so many steps")
-@click.option("--timeline", type=click.Path(path_type=Path), help="write the timeline of all ranks there, of horovod")
-@click.option("--timeout-seconds", type=float, metavar="S", help="how long a process waits for the others in a step")
-@click.option("--callback-timeout-seconds", type=float, metavar="S", help="how long one may be busy while others wait")
-@click.option("--workers", type=int, metavar="N", help="start so many processes on this machine")
-@click.option("--ps", type=int, metavar="N", help="and so many parameter servers")
-@elastic_options
-@click.option("--hostfile", type=click.Path(path_type=Path), help="watched by an elastic job: lines `host slots=2`")
-@click.option("--restarts", type=int, default=0, show_default=True, help="start them again so often after a failure")
-@click.option("--expose", is_flag=True, help="leave them in this machine's network, open to others")
-@click.option("--devices", metavar="N|NAMES", help="how many, or which, as in GPU:0,GPU:1")
-@click.option("--seed", type=int, default=0, show_default=True, help="of weights, order and random layers")
-@click.option("--limit", type=int, metavar="N", help="only the first N training examples")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="where the dataset's files lie")
-@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="what the dataset is told; often as needed")
-@click.option("--augment", default="none", show_default=True, metavar="NAME", help=_names(augmentation.NAMES))
-@click.option("--on-bad-example", metavar="NAME", help="a file or line that cannot be used: fail, skip")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="the run's folder; below runs/ if not given")
-@click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
-@click.option("--checkpoint-steps", type=int, metavar="N", help="save after so many steps too, not only each epoch")
-@click.option("--target-accuracy", type=float, metavar="SHARE", help="stop at this validation accuracy")
-@click.option("--tensorboard", is_flag=True, help="write TensorBoard logs")
-@click.option("--profile", metavar="FIRST:LAST", help="trace these training steps, LAST excluded")
-@click.option("--quiet", is_flag=True, help="show nothing but errors")
-@click.option("--verbose", is_flag=True, help="show TensorFlow's messages too")
+@_of_run("--resume", is_flag=True, help="continue the run in --run-dir")
+@_of_run(
+    "--checkpoint-steps", type=int, metavar="N", help="save a checkpoint every N steps, and at the end of each epoch"
+)
+@_of_run("--tensorboard", is_flag=True, help="write TensorBoard logs")
+@_of_run("--profile", metavar="FIRST:LAST", help="trace training steps FIRST to LAST - 1")
+@_of_run("--quiet", is_flag=True, help="show errors only")
+@_of_run("--verbose", is_flag=True, help="show TensorFlow's messages too")
 def command(
     devices: str | None,
     profile: str | None,
     sync_every: str | None,
     data_option: tuple[str, ...],
     model_option: tuple[str, ...],
+    strategy_option: tuple[str, ...],
     workers: int | None,
     ps: int | None,
     restarts: int,
@@ -144,6 +187,7 @@ def command(
             sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
             data_options=registry.parse_options(data_option, "--data-option"),
             model_options=registry.parse_options(model_option, "--model-option"),
+            strategy_options=registry.parse_options(strategy_option, "--strategy-option"),
         )
         world = World.detect()
         counts = {"worker": workers, "ps": ps}

@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tfdist import terminal
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
     from tfdist.launcher.elastic import Members
 
+_option = terminal.options_of("Processes")
 OPTIONS = (
-    click.option("--elastic", is_flag=True, help="go on with other workers when hosts come and go"),
-    click.option("--min-workers", type=int, metavar="N", help="the elastic job needs so many; 1 if not given"),
-    click.option("--max-workers", type=int, metavar="N", help="and takes no more"),
-    click.option("--host-discovery-script", type=click.Path(path_type=Path), help="asked for lines `host:2`"),
+    _option("--elastic", is_flag=True, help="continue with other workers when hosts leave or join"),
+    _option("--min-workers", type=int, metavar="N", help="smallest number of workers of an elastic job; 1 by default"),
+    _option("--max-workers", type=int, metavar="N", help="largest number of workers of an elastic job"),
+    _option(
+        "--host-discovery-script",
+        type=click.Path(path_type=Path),
+        metavar="PROGRAM",
+        help="program that prints the hosts of an elastic job, one line `host:slots` each",
+    ),
 )
 
 

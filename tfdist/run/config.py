@@ -54,12 +54,13 @@ class TrainConfig:
     """The options of `tfdist train`.
 
     Attributes:
-        strategy: a name from `tfdist.strategies.names()`.
+        strategy: a name from `tfdist.strategies.names()`, or `module:Class`.
         model: a name from `tfdist.models.names()`, or `module:function`.
         dataset: a name from `tfdist.data.names()`, or `module:function`.
         epochs: passes over the training examples.
         batch_size: examples in a global batch, over all replicas.
         model_options: what the model is to be told, by the names of its own options.
+        strategy_options: likewise, of the strategy.
         optimizer: one of `OPTIMIZERS`; `None` is what the model is usually trained with.
         learning_rate: `None` is the model's where the optimizer is, else the optimizer's default.
         momentum: likewise.
@@ -102,6 +103,7 @@ class TrainConfig:
     batch_size: int = 32
     learning_rate: float | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | None = None
     momentum: float | None = None
     weight_decay: float | None = None
@@ -133,7 +135,9 @@ class TrainConfig:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        _known("strategy", self.strategy, strategies.names())
+        if ":" not in self.strategy:
+            _known("strategy", self.strategy, strategies.names())
+        _check_strategy_options(self)
         if ":" not in self.model:
             _known("model", self.model, models.names())
         if ":" not in self.dataset:
@@ -171,6 +175,17 @@ class TrainConfig:
         """The options of `tfdist.data.load`."""
         policy = {} if self.on_bad_example is None else {"on_bad_example": self.on_bad_example}
         return dict(self.data_options) | policy
+
+
+def _check_strategy_options(config: TrainConfig) -> None:
+    """Refuses an option of the strategy that is set in two places, or is one of the command's own."""
+    for name in config.strategy_options:
+        if name == "card" or (hasattr(config, name) and name in ("devices", "seed")):
+            raise UsageError(f"`--strategy-option` sets `{name}`, which the command sets", f"use `{_option(name)}`")
+        if getattr(config, name, None) is not None:
+            raise UsageError(
+                f"`{_option(name)}` and `--strategy-option {name}=...` are both set", "leave out the one or the other"
+            )
 
 
 def _check_optimizer(config: TrainConfig) -> None:

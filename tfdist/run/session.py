@@ -180,6 +180,7 @@ class Session:
         if config.strategy in OF_SEVERAL_PROCESSES:
             options["card"] = _card(config)
             options |= {name: value for name in OF_STRATEGIES if (value := getattr(config, name)) is not None}
+        options |= config.strategy_options
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
             count = len(strategy.devices)
@@ -389,6 +390,7 @@ def _card(config: TrainConfig) -> dict[str, str]:
         "epochs",
         "batch_size",
         "model_options",
+        "strategy_options",
         "optimizer",
         "learning_rate",
         "momentum",
