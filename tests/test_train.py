@@ -233,6 +233,18 @@ def test_every_strategy_leaves_the_same_record(tmp_path):
     assert records["mirrored"]["strategy"]["replicas"] == 2
 
 
+def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_path):
+    options = ["--strategy", "single", "--model", "mlp", "--dataset", "digits", "--seed", "3", "--batch-size", "64"]
+    assert run(*options, "--model-option", "width=16", "--epochs", "1", "--run-dir", "r", cwd=tmp_path).returncode == 0
+    for epochs in (2, 3):
+        done = run("--resume", "--run-dir", "r", "--epochs", str(epochs), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        resumed = record.load(tmp_path / "r")
+        assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, epochs + 1))
+        assert (resumed.global_batch_size, resumed.seed, resumed.model.options) == (64, 3, {"width": "16"})
+    assert "`elsewhere` has no `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
+
+
 def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
     base = ["--strategy", "single", *QUICK, "--run-dir", "r"]
     assert run(*base, "--epochs", 1, cwd=tmp_path).returncode == 0

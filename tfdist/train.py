@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -53,7 +53,7 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
     if name is None:
         return
     try:
-        context.default_map = recipes.load(name)
+        context.default_map = {**(context.default_map or {}), **recipes.load(name)}
     except TfdistError as error:
         click.echo(f"error: {error}", err=True)
         context.exit(error.exit_code)
@@ -74,8 +74,47 @@ Examples:
 """
 
 
+class _TrainCommand(terminal.GroupedCommand):
+    """A command whose options, with `--resume`, are those of the run that it continues, unless others are given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            ctx.default_map = self._options_of_earlier_run(ctx, args)
+        except TfdistError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        return super().parse_args(ctx, args)
+
+    def _options_of_earlier_run(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
+        given = self._parsed(ctx, args)
+        if not (given.get("resume") and given.get("run_dir")):
+            return {}
+        from tfdist.run import record
+
+        if given.get("strategy") and not (Path(given["run_dir"]) / "run.json").exists():
+            return {}  # a run that ended before it had begun
+        earlier = self._parsed(ctx, record.load(given["run_dir"]).command[2:])
+        recipe = earlier.pop("recipe", None)
+        for name in ("resume", "run_dir"):
+            earlier.pop(name, None)
+        return (recipes.load(recipe) if recipe else {}) | {name: _last_of_each(v) for name, v in earlier.items()}
+
+    def _parsed(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
+        """What is given for each parameter, as text."""
+        parser = self.make_parser(ctx)
+        parser.ignore_unknown_options = True
+        return parser.parse_args(list(args))[0]
+
+
+def _last_of_each(value: Any) -> Any:
+    """Of settings NAME=VALUE, which may be repeated, the last one of each name."""
+    if not isinstance(value, list):
+        return value
+    return list({setting.partition("=")[0]: setting for setting in value}.values())
+
+
 @click.command(
-    cls=terminal.GroupedCommand,
+    cls=_TrainCommand,
     epilog=EXAMPLES,
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -152,7 +191,7 @@ Examples:
     metavar="FOLDER",
     help="folder of the run; a new one in runs/ by default",
 )
-@_of_run("--resume", is_flag=True, help="continue the run in --run-dir")
+@_of_run("--resume", is_flag=True, help="continue the run in --run-dir with its options; those given here replace them")
 @_of_run(
     "--checkpoint-steps", type=int, metavar="N", help="save a checkpoint every N steps, and at the end of each epoch"
 )
@@ -353,7 +392,8 @@ def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) ->
     session.close(status, reason)
     if session.record is not None and status == "interrupted":
         with contextlib.suppress(OSError):
-            click.echo(f"Interrupted; go on with `--resume --run-dir {session.folder.path}`", file=stderr)
+            again = f"python -m tfdist.train --resume --run-dir {session.folder.path}"
+            click.echo(f"Interrupted; continue with `{again}`", file=stderr)
 
 
 def _print_table(record: RunRecord, folder: RunFolder) -> None:

@@ -233,7 +233,7 @@ class RunFolder:
             names = ", ".join(f"`{name}`" for name in found)
             raise RunFolderError(
                 f"The run folder `{self.path}` already holds a run: {names}",
-                "go on with that run with `--resume`, or choose another `--run-dir`",
+                f"continue it with `python -m tfdist.train --resume --run-dir {path}`, or choose another `--run-dir`",
             )
 
     @property

@@ -195,7 +195,7 @@ class Session:
         config = self.config
         world = strategy.world
         return RunRecord(
-            command=self._command,
+            command=self._command if earlier is None else _continued(earlier.command, self._command),
             started=self._started if earlier is None else earlier.started,
             machine=record.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
             threads=record.Threads(
@@ -402,6 +402,12 @@ def _card(config: TrainConfig) -> dict[str, str]:
         "seed",
     )
     return {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in alike}
+
+
+def _continued(before: list[str], now: list[str]) -> list[str]:
+    """The command of a run that is resumed: `now`, after `before` where it takes its options from there."""
+    complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in now)
+    return now if complete else [*before, *now[2:]]
 
 
 def _refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
