@@ -105,7 +105,7 @@ class CommunicatingStrategy(base.Strategy):
         callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
             is without end.
         start_timeout_seconds: how long the start waits for all; `None` is what the launcher says, else 60.
-        card: what must be the same in all processes besides the versions.
+        job_settings: what must be the same in all processes besides the versions.
         options: see `tfdist.strategies.base.Strategy`.
 
     Raises:
@@ -124,15 +124,15 @@ class CommunicatingStrategy(base.Strategy):
         timeout_seconds: float = 20.0,
         callback_timeout_seconds: float | None = None,
         start_timeout_seconds: float | None = None,
-        card: Mapping[str, str] | None = None,
+        job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
         self.callback_timeout_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
-        self._card = dict(card or {})
+        self._job_settings = dict(job_settings or {})
         super().__init__(**options)
-        self.seed = consensus.of_chief(self, self.seed)
+        self.seed = consensus.broadcast_from_chief(self, self.seed)
         self.seed_tensorflow()
 
     def connect(self) -> Communicator:
@@ -156,7 +156,8 @@ class CommunicatingStrategy(base.Strategy):
         self.world = World.detect(os.environ)
         self.communicator = self.connect()
         self.world.require_size(self.communicator.size, self.communicator.engine)
-        consensus.require(self, {name: importlib.metadata.version(name) for name in distribute.PACKAGES} | self._card)
+        versions = {name: importlib.metadata.version(name) for name in distribute.PACKAGES}
+        consensus.require_equal(self, versions | self._job_settings)
         self._heartbeat = None
         if self.world.world_size > 1:
             limits = Limits(self.timeout_seconds, self.callback_timeout_seconds)
@@ -167,8 +168,8 @@ class CommunicatingStrategy(base.Strategy):
         return self.world.world_size == 1
 
     @property
-    def serial(self) -> bool:
-        return self.alone and super().serial
+    def single_threaded(self) -> bool:
+        return self.alone and super().single_threaded
 
     def options(self) -> dict[str, Any]:
         return super().options() | {
@@ -188,7 +189,7 @@ class CommunicatingStrategy(base.Strategy):
         return self.run(lambda replica: replica.all_gather(step(replica)))[0]
 
     @contextlib.contextmanager
-    def merged(self, variables: Sequence[Any], name: str) -> Iterator[None]:
+    def global_metrics(self, variables: Sequence[Any], name: str) -> Iterator[None]:
         if self.world.world_size == 1:
             yield
             return
@@ -222,12 +223,12 @@ class CommunicatingStrategy(base.Strategy):
             try:
                 yield
             except tf.errors.OpError as error:
-                told = self._told(str(error))
+                told = self._explain(str(error))
                 if told is None:
                     raise
                 raise told from error
 
-    def _told(self, message: str) -> ClusterError | None:
+    def _explain(self, message: str) -> ClusterError | None:
         """What an error of the engine says about the other processes; `None` if it is about none of them."""
         mismatch = next((line for line in message.splitlines() if "Mismatched" in line), None)
         if mismatch is not None:

@@ -43,7 +43,7 @@ class MirroredReplica(base.Replica):
         joined = tf.distribute.get_replica_context().merge_call(base.joined_parts, args=tuple(flat)) if flat else []
         return tf.nest.pack_sequence_as(structure, joined)
 
-    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         with replica_local_updates(tf.distribute.get_strategy()):
             function(values)
 
@@ -117,8 +117,10 @@ def callback_timeout_seconds(wanted: float | None) -> float | None:
     return None if wanted is None else checked_seconds("callback_timeout_seconds", wanted)
 
 
-def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], deadline_seconds: float) -> bool:
-    """Waits for all processes of the job, and compares their versions and `card`; `False` if it had already begun.
+def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], deadline_seconds: float) -> bool:
+    """Waits for all processes of the job, and compares their versions and `job_settings`.
+
+    Returns `False` if the job had already begun.
 
     Raises:
         UsageError: TensorFlow has already started.
@@ -130,4 +132,4 @@ def meet(world: World, strategy: str, card: Iterable[tuple[str, str]], deadline_
             "create the strategy before anything else uses TensorFlow",
         )
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return rendezvous.meet(world, versions | {"strategy": strategy} | dict(card), deadline_seconds)
+    return rendezvous.meet(world, versions | {"strategy": strategy} | dict(job_settings), deadline_seconds)

@@ -183,7 +183,7 @@ class OwnBatches(Batches):
     whole: ArrayBatches
     rank: int
     size: int
-    counted: bool = True
+    length_known: bool = True
 
     def state(self, state: Any) -> Any:
         """This process' part of a pass, in the order of the pass, and how many examples all have."""
@@ -238,8 +238,8 @@ class _PartBatches(Batches):
     size: int
 
     @property
-    def counted(self) -> bool:  # type: ignore[override]
-        return self.whole.counted
+    def length_known(self) -> bool:  # type: ignore[override]
+        return self.whole.length_known
 
     def state(self, state: Any) -> Any:
         return state

@@ -97,7 +97,7 @@ class Strategy:
         """The context in which a model and its optimizer are made and compiled."""
         return contextlib.nullcontext()
 
-    def merged(self, variables: Sequence[Any], name: str) -> contextlib.AbstractContextManager[Any]:
+    def global_metrics(self, variables: Sequence[Any], name: str) -> contextlib.AbstractContextManager[Any]:
         """The context in which `variables` of metrics are read as they are over all replicas; `name` is its own."""
         del variables, name
         return self.scope()
@@ -116,7 +116,7 @@ class Strategy:
         return bool(model.run_eagerly)
 
     @property
-    def serial(self) -> bool:
+    def single_threaded(self) -> bool:
         """Whether one thread computes all, so that handing operations from thread to thread gains nothing."""
         on_one_cpu = self.num_replicas == 1 and self.devices[0].startswith("CPU")
         return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1

@@ -43,7 +43,7 @@ class Tower(base.Replica):
         flat = tf.nest.flatten(structure)
         return tf.nest.pack_sequence_as(structure, _meet(join, flat) if flat else [])
 
-    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         def update(strategy: tf.distribute.Strategy, *parts: Any) -> None:
             first = [strategy.experimental_local_results(part)[0] for part in parts]
             with without_strategy(), tf.device(self._home):

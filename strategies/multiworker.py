@@ -80,7 +80,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
             is without end.
         start_timeout_seconds: how long the start waits for them; `None` is what the launcher says, else 60.
-        card: what must be the same in all processes besides the versions, checked before TensorFlow starts.
+        job_settings: what must be the same in all processes besides the versions, checked before TensorFlow starts.
         options: see `tfdist.strategies.base.Strategy`.
 
     Raises:
@@ -100,7 +100,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         timeout_seconds: float = 60.0,
         callback_timeout_seconds: float | None = None,
         start_timeout_seconds: float | None = None,
-        card: Mapping[str, str] | None = None,
+        job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
         for kind, value, known in (
@@ -114,7 +114,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         self._timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
         self._callback_timeout_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
-        self._card = dict(card or {})
+        self._job_settings = dict(job_settings or {})
         super().__init__(**options)
         # The order of the examples follows from the seed, which must be the same everywhere.
         self.seed = int.from_bytes(self.exchange(self.seed.to_bytes(8, "big"))[0], "big")
@@ -141,9 +141,9 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 "use the strategy `parameter_server`, or a cluster of workers alone",
             )
         distribute.require_addresses(self.world, self.name)
-        card = tuple(self._card.items())
+        job_settings = tuple(self._job_settings.items())
         self.tf_strategy, watch = _join(
-            self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, card
+            self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, job_settings
         )
         self.communicator = self._connect()
         self._heartbeat = None
@@ -166,7 +166,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         return _connected(self.world, self.tf_strategy, self._timeout_seconds, required)
 
     @property
-    def serial(self) -> bool:
+    def single_threaded(self) -> bool:
         return False  # its graphs hold collectives
 
     def options(self) -> dict[str, Any]:
@@ -198,12 +198,12 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         return stack
 
     @contextlib.contextmanager
-    def merged(self, variables: Sequence[Any], name: str) -> Iterator[None]:
+    def global_metrics(self, variables: Sequence[Any], name: str) -> Iterator[None]:
         outside = [one for one in variables if not self.is_ours(one)]
         if outside:  # each process has its own, of which nobody knows that it is a part
             raise self.made_outside(f"variable `{outside[0].path}` of a metric")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(super().merged(variables, name))
+            stack.enter_context(super().global_metrics(variables, name))
             if self.communicator is not None:
                 local = self.tf_strategy.experimental_local_results
                 parts = [(one, local(tf_variable(one))[0]) for one in variables if _is_added_up(tf_variable(one))]
@@ -243,12 +243,12 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 failure = self._heartbeat.error
             if isinstance(error, ClusterError) and error is not failure:
                 raise  # it is told already
-            told = self._told(str(error), failure)
+            told = self._explain(str(error), failure)
             if told is None or told is error:
                 raise
             raise told from error
 
-    def _told(self, message: str, failure: ClusterError | None) -> ClusterError | None:
+    def _explain(self, message: str, failure: ClusterError | None) -> ClusterError | None:
         """What an error says about the other processes, by its message and by what sockets found; `None` if nothing."""
         if self.world.world_size == 1:
             return None
@@ -368,13 +368,17 @@ def _connected(
 
 @functools.cache
 def _join(
-    world: World, communication: str, timeout_seconds: float, start_timeout_seconds: float, card: tuple[Any, ...]
+    world: World,
+    communication: str,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+    job_settings: tuple[Any, ...],
 ) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, watchdog.Watch | None]:
     """Joins the job, which a process can do once; a job of several has a watch on its collectives."""
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATIONS[communication])
     if world.world_size == 1:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), None
-    if not distribute.meet(world, "multiworker", card, start_timeout_seconds):
+    if not distribute.meet(world, "multiworker", job_settings, start_timeout_seconds):
         raise ClusterError(
             f"The job of {world.named(0)} has begun without {world.named(world.rank)}",
             "end all its processes, and start all of them again",

@@ -49,9 +49,9 @@ class ServedReplica(base.Replica):
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
         # What an update needs beside the gradients comes from the servers, and need not travel to the worker and back.
         with tf.device(self._home), sharded_variable.by_part(optimizer):
-            self.once_per_copy(apply, list(gradients))
+            self.update_each_copy(apply, list(gradients))
 
-    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         with tensorflow_internals.without_strategy():
             function(values)
 
@@ -102,7 +102,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         shard_bytes: the rows of a variable that is larger than this are spread over the servers.
         timeout_seconds: how long to wait for a worker that is silent, before its steps are given to another.
         start_timeout_seconds: how long the start waits for all processes; `None` is what the launcher says, else 60.
-        card: what must be the same in all processes besides the versions.
+        job_settings: what must be the same in all processes besides the versions.
         options: see `tfdist.strategies.base.Strategy`.
 
     Raises:
@@ -120,7 +120,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         shard_bytes: int = SHARD_BYTES,
         timeout_seconds: float = 60.0,
         start_timeout_seconds: float | None = None,
-        card: Mapping[str, str] | None = None,
+        job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
         if staleness is not None and staleness < 0:
@@ -131,7 +131,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         self.shard_bytes = shard_bytes
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
-        self._card = dict(card or {})
+        self._job_settings = dict(job_settings or {})
         super().__init__(**options)
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
@@ -151,8 +151,8 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
                 "workers and parameter servers",
                 "start it with `--workers 2 --ps 1`, or name all three roles in `TF_CONFIG`",
             )
-        card = tuple(self._card.items())
-        self.tf_strategy, self._coordinator = _join(self._job, self._start_timeout_seconds, card)
+        job_settings = tuple(self._job_settings.items())
+        self.tf_strategy, self._coordinator = _join(self._job, self._start_timeout_seconds, job_settings)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return len(self._job.tasks_of("worker"))
 
     @property
-    def serial(self) -> bool:
+    def single_threaded(self) -> bool:
         return False
 
     def runs_eagerly(self, model: Any) -> bool:
@@ -233,9 +233,9 @@ def _counted(world: World) -> str:
 
 
 @functools.cache
-def _join(world: World, start_timeout_seconds: float, card: tuple[Any, ...]) -> tuple[Any, Any]:
+def _join(world: World, start_timeout_seconds: float, job_settings: tuple[Any, ...]) -> tuple[Any, Any]:
     """Joins the job, which a process can do once; returns in the chief alone."""
-    distribute.meet(world, "parameter_server", card, start_timeout_seconds)
+    distribute.meet(world, "parameter_server", job_settings, start_timeout_seconds)
     cluster = tf.train.ClusterSpec(world.cluster())
     if not world.is_chief:
         _serve(world, cluster)

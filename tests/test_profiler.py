@@ -119,7 +119,7 @@ class TestSummarize:
         images = np.zeros([8 * last, 28, 28, 1], np.float32)
         data = tf.data.Dataset.from_tensor_slices((images, np.zeros(len(images)))).batch(8)
         strategy = tfdist.strategy("single", devices=1)
-        assert strategy.serial
+        assert strategy.single_threaded
         with strategy.scope():
             model = keras.Sequential([keras.layers.Input((28, 28, 1)), keras.layers.Flatten(), keras.layers.Dense(1)])
             model.compile("sgd", "mse")

@@ -34,11 +34,11 @@ def worlds():
     ]
 
 
-def outcome(of_world, card=CARD, seconds=20.0, after=0.0):
+def outcome(of_world, settings=CARD, seconds=20.0, after=0.0):
     """What `meet` returns, or what it raises."""
     time.sleep(after)
     try:
-        return rendezvous.meet(of_world, card, seconds)
+        return rendezvous.meet(of_world, settings, seconds)
     except ClusterError as error:
         return error
 
@@ -105,8 +105,8 @@ def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):
             try:
                 with socket.create_connection((worlds[0].tasks[0].host, worlds[0].tasks[0].port)) as connection:
                     hello = {"tfdist": 1, "rank": 1, "seconds": 9.0, "deadline_seconds": 9.0}
-                    card = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
-                    connection.sendall(json.dumps({**hello, "card": card}).encode() + b"\n")
+                    settings = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
+                    connection.sendall(json.dumps({**hello, "settings": settings}).encode() + b"\n")
                     time.sleep(0.2)
                 break
             except ConnectionRefusedError:
@@ -144,15 +144,15 @@ def test_a_stranger_is_not_looked_at(worlds, said):
     [
         {"rank": 7},
         {"rank": 0},
-        {"rank": 2, "card": {"TensorFlow": "2.21.0"}},
-        {"rank": 2, "card": {rendezvous.CLUSTER: "[]"}},
+        {"rank": 2, "settings": {"TensorFlow": "2.21.0"}},
+        {"rank": 2, "settings": {rendezvous.CLUSTER: "[]"}},
         {"rank": 2, "seconds": 0},
     ],
     ids=str,
 )
 def test_one_who_cannot_be_of_the_job_is_a_stranger_whatever_else_it_says(worlds, said):
-    card = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
-    hello = {"tfdist": 1, "seconds": 9.0, "deadline_seconds": 9.0, "card": card} | said
+    settings = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
+    hello = {"tfdist": 1, "seconds": 9.0, "deadline_seconds": 9.0, "settings": settings} | said
 
     def disturb():
         with connected_to(worlds[0].tasks[0]) as connection:

@@ -104,17 +104,17 @@ class DisagreementError(ClusterError):
     exit_code = EXIT_USAGE
 
     @classmethod
-    def among(cls, cards: Mapping[str, Mapping[str, object]]) -> DisagreementError | None:
+    def among(cls, settings_by_rank: Mapping[str, Mapping[str, object]]) -> DisagreementError | None:
         """The error that shows, for each thing that differs, who has which value; `None` where nothing differs.
 
-        `cards` has, by who, each one's value by name.
+        `settings_by_rank` has, by who, each one's value by name.
         """
-        names = dict.fromkeys(name for card in cards.values() for name in card)
-        differing = [name for name in names if len({card.get(name) for card in cards.values()}) > 1]
+        names = dict.fromkeys(name for settings in settings_by_rank.values() for name in settings)
+        differing = [name for name in names if len({settings.get(name) for settings in settings_by_rank.values()}) > 1]
         if not differing:
             return None
         lines = [
-            f"`{name}`: " + ", ".join(f"{who} has `{card.get(name)}`" for who, card in cards.items())
+            f"`{name}`: " + ", ".join(f"{who} has `{settings.get(name)}`" for who, settings in settings_by_rank.items())
             for name in differing
         ]
         return cls(

@@ -110,7 +110,7 @@ class Checkpoint(ClockedCallback):
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._stored: Stored | None = None
         self._within_epochs = False  # a run can begin there
-        self._peers: consensus.Peers = consensus.Alone()
+        self._peers: consensus.ProcessGroup = consensus.Alone()
         self._begin()
 
     def set_model(self, model: keras.Model) -> None:
@@ -143,7 +143,7 @@ class Checkpoint(ClockedCallback):
         if self._peers.world.is_chief:
             checkpoint_format.remove_temporaries(self.folder)
         # A machine of its own may not know that the run is resumed, and all must ask the chief, or none.
-        if consensus.of_chief(self._peers, self.resume):
+        if consensus.broadcast_from_chief(self._peers, self.resume):
             self._stored = self._choose_alike()
         elif self._peers.world.is_chief and self.saved is None and (found := checkpoint_format.paths(self.folder)):
             raise CheckpointError(

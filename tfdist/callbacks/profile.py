@@ -101,7 +101,7 @@ class Profile(keras.callbacks.Callback):
         peers = self.params.get("peers") or consensus.Alone()
         self._servers = peers.servers
         if peers.world.world_size > 1 or self._servers:
-            self._run = consensus.of_chief(peers, time.strftime("%Y_%m_%d_%H_%M_%S"))
+            self._run = consensus.broadcast_from_chief(peers, time.strftime("%Y_%m_%d_%H_%M_%S"))
             self._name = "chief-0" if self._servers else f"rank-{peers.world.rank}"
             self._own_dir = os.path.join(self.log_dir, f"of-{self._name}")
 

@@ -19,7 +19,7 @@ from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
 from tfdist.checkpointing.format import Entry
-from tfdist.cluster.consensus import Peers, any_of
+from tfdist.cluster.consensus import ProcessGroup, any_of
 from tfdist.cluster.world import World
 from tfdist.errors import CheckpointError
 from tfdist.internals import keras as keras_internals
@@ -51,32 +51,32 @@ def variables(model: Any) -> dict[str, list[Any]]:
     return groups
 
 
-def read(model: Any, peers: Peers) -> list[Entry]:
+def read(model: Any, peers: ProcessGroup) -> list[Entry]:
     """The values of all variables."""
     parts = ("metrics",) if peers.metrics_by_process and peers.world.world_size > 1 else ()
     return [_read(group, v, group in parts) for group, members in variables(model).items() for v in members]
 
 
-def of_all(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+def of_all(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
     """`entries` with the parts of the replicas of every process; all processes call it."""
     if peers.world.world_size == 1:
         return list(entries)
     return [_of_all(entry, peers) if entry.by_replica else entry for entry in entries]
 
 
-def _of_all(entry: Entry, peers: Peers) -> Entry:
+def _of_all(entry: Entry, peers: ProcessGroup) -> Entry:
     parts = [np.frombuffer(part, entry.value.dtype) for part in peers.exchange(entry.value.tobytes())]
     return replace(entry, value=np.concatenate([part.reshape(-1, *entry.shape) for part in parts]))
 
 
-def of_this(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+def of_this(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
     """`entries` with the parts of this process' replicas alone; where another number wrote them, the chief has all."""
     if peers.world.world_size == 1:
         return list(entries)
     return [_of_this(part, peers.world) if part.by_replica else part for part in _in_parts(entries, peers)]
 
 
-def _in_parts(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
+def _in_parts(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
     """`entries` with the metrics that one process wrote as the only part, where each process has its own now."""
     return [
         replace(entry, value=entry.value[np.newaxis], by_replica=True)
@@ -196,7 +196,7 @@ def restore_random_state(entries: Iterable[Entry]) -> None:
     random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
 
 
-def data_state(data: Any, peers: Peers) -> list[Entry] | None:
+def data_state(data: Any, peers: ProcessGroup) -> list[Entry] | None:
     """Where the data stand, `Passes` of the loop, in every process that has its own; `None` where one cannot tell."""
     saved = data.feed.save()
     if any_of(peers, saved is None):
@@ -205,7 +205,7 @@ def data_state(data: Any, peers: Peers) -> list[Entry] | None:
     return [Entry("data", f"iterator {rank}", np.frombuffer(state, np.uint8)) for rank, state in enumerate(states)]
 
 
-def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry], peers: Peers) -> None:
+def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry], peers: ProcessGroup) -> None:
     """Has `data` go on from there.
 
     Raises:

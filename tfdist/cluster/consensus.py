@@ -23,7 +23,7 @@ GIVE_ALIKE = (
 )
 
 
-class Peers(Protocol):
+class ProcessGroup(Protocol):
     """How a process reaches the others; a strategy is one."""
 
     world: World
@@ -51,56 +51,56 @@ class Alone:
         return [message]
 
 
-def said(peers: Peers, value: Any) -> list[Any]:
+def all_gather_object(peers: ProcessGroup, value: Any) -> list[Any]:
     """What each process says, by rank; `value` is this one's, as JSON has it."""
     if peers.world.world_size == 1:
         return [value]
     return [json.loads(message) for message in peers.exchange(json.dumps(value).encode())]
 
 
-def of_chief(peers: Peers, value: Any) -> Any:
+def broadcast_from_chief(peers: ProcessGroup, value: Any) -> Any:
     """The chief's `value`, as JSON has it."""
-    return said(peers, value if peers.world.is_chief else None)[0]
+    return all_gather_object(peers, value if peers.world.is_chief else None)[0]
 
 
-def next_call(peers: Peers, steps: int, stop: bool, given: str) -> tuple[int, bool]:
+def next_call(peers: ProcessGroup, steps: int, stop: bool, given: str) -> tuple[int, bool]:
     """How many steps the next call runs, the fewest that a process wishes, and whether one wishes to stop.
 
     Raises:
         DisagreementError: `given`, the fingerprint of the batches so far, differs between the processes.
     """
-    found = said(peers, [steps, stop, given])
-    _require_alike(peers, "batches", [fingerprint for _, _, fingerprint in found])
+    found = all_gather_object(peers, [steps, stop, given])
+    _require_equal_fingerprints(peers, "batches", [fingerprint for _, _, fingerprint in found])
     return min(wish for wish, _, _ in found), any(stops for _, stops, _ in found)
 
 
-def any_of(peers: Peers, wish: bool) -> bool:
+def any_of(peers: ProcessGroup, wish: bool) -> bool:
     """Whether a process wishes it."""
-    return any(said(peers, wish))
+    return any(all_gather_object(peers, wish))
 
 
-def require(peers: Peers, facts: Mapping[str, Any]) -> None:
+def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
     """Refuses processes that are about to train different things.
 
     Raises:
         DisagreementError: in every process, with each one's value of what differs.
     """
-    found = said(peers, {name: str(value) for name, value in facts.items()})
+    found = all_gather_object(peers, {name: str(value) for name, value in facts.items()})
     error = DisagreementError.among({peers.world.named(rank): values for rank, values in enumerate(found)})
     if error is not None:
         raise error
 
 
-def require_alike(peers: Peers, what: str, fingerprint: str) -> None:
+def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str) -> None:
     """Refuses processes that were given different data; `what` they are, and this one's `fingerprint`.
 
     Raises:
         DisagreementError: in every process, with each one's fingerprint.
     """
-    _require_alike(peers, what, said(peers, fingerprint))
+    _require_equal_fingerprints(peers, what, all_gather_object(peers, fingerprint))
 
 
-def _require_alike(peers: Peers, what: str, fingerprints: list[str]) -> None:
+def _require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprints: list[str]) -> None:
     if len(set(fingerprints)) > 1:
         values = ", ".join(f"{peers.world.named(rank)}: {value}" for rank, value in enumerate(fingerprints))
         raise DisagreementError(f"The processes of the job were given different {what} ({values})", GIVE_ALIKE)

@@ -30,7 +30,7 @@ def listen() -> None:
     signal.signal(SIGNAL, _note)
 
 
-def leave_if_told(peers: consensus.Peers) -> None:
+def leave_if_told(peers: consensus.ProcessGroup) -> None:
     """Ends every process of the job where one of them was told to leave; all call it, behind a checkpoint."""
     if _listening and consensus.any_of(peers, _told):
         raise SystemExit(EXIT_RESHAPED)

@@ -41,24 +41,24 @@ MOST_NAMES = 8
 # stream 0 (RFC 9113, sections 3.4 and 6.5).
 HTTP2_SETTINGS = b"\4\0\0\0\0\0"
 
-# What is in a card although no caller puts it there.
+# What is in a settings although no caller puts it there.
 CLUSTER = "TF_CONFIG cluster"
 
 
 class _Hello(BaseModel):
-    """What a rank says: the world it sees, its card, and how long it can still wait."""
+    """What a rank says: the world it sees, its settings, and how long it can still wait."""
 
     tfdist: Literal[1]
     rank: StrictInt = Field(gt=0)
     seconds: float = Field(gt=0, allow_inf_nan=False)  # what is left of
     deadline_seconds: float = Field(gt=0, allow_inf_nan=False)
-    card: dict[str, str]
+    settings: dict[str, str]
 
     @property
     def world_size(self) -> int:
         """How many processes the job has as this rank sees it; 0 where it does not say so."""
         with contextlib.suppress(ValidationError):
-            cluster = TypeAdapter(dict[str, list[str]]).validate_json(self.card.get(CLUSTER, ""))
+            cluster = TypeAdapter(dict[str, list[str]]).validate_json(self.settings.get(CLUSTER, ""))
             return sum(map(len, cluster.values()))
         return 0
 
@@ -91,16 +91,16 @@ class _Guest:
     hello: _Hello | None = None
 
 
-def meet(world: World, card: Mapping[str, str], deadline_seconds: float) -> bool:
-    """Waits until every process of `world` is there with the same `card`; `False` if the job had already begun.
+def meet(world: World, settings: Mapping[str, str], deadline_seconds: float) -> bool:
+    """Waits until every process of `world` is there with the same `settings`; `False` if the job had already begun.
 
     Args:
         world: the job and this process' place in it; its cluster must be the same everywhere too.
-        card: what must be equal in all processes, such as the version of TensorFlow.
+        settings: what must be equal in all processes, such as the version of TensorFlow.
         deadline_seconds: how long to wait for the others; the shortest of all counts for all.
 
     Raises:
-        DisagreementError: the cards differ; in every process, with each one's value.
+        DisagreementError: the by_rank differ; in every process, with each one's value.
         ClusterError: a process did not come by the deadline, two say that they are the same one, or this one's
             address cannot be listened on.
     """
@@ -109,13 +109,13 @@ def meet(world: World, card: Mapping[str, str], deadline_seconds: float) -> bool
     task = world.tasks[world.rank]
     # TensorFlow's server, which listens on every interface, will need this port.
     _every_interface(task).close()
-    card = {CLUSTER: json.dumps(world.cluster()), **card}
+    settings = {CLUSTER: json.dumps(world.cluster()), **settings}
     deadline = time.monotonic() + deadline_seconds
     if world.rank == 0:
         with _listening(task) as listener:
-            refusal = _Reception(world, card, listener, deadline, deadline_seconds).hold()
+            refusal = _Reception(world, settings, listener, deadline, deadline_seconds).hold()
     else:
-        answer = _ask_chief(world, card, deadline, deadline_seconds)
+        answer = _ask_chief(world, settings, deadline, deadline_seconds)
         if answer is None:
             return False
         refusal = answer.refusal
@@ -158,10 +158,15 @@ class _Reception:
     """The chief's part: hears everyone, and tells everyone the same."""
 
     def __init__(
-        self, world: World, card: Mapping[str, str], listener: socket.socket, deadline: float, deadline_seconds: float
+        self,
+        world: World,
+        settings: Mapping[str, str],
+        listener: socket.socket,
+        deadline: float,
+        deadline_seconds: float,
     ):
         self.world = world
-        self.cards: dict[int, Mapping[str, str]] = {0: card}
+        self.by_rank: dict[int, Mapping[str, str]] = {0: settings}
         self.listener = listener
         # The earliest of all ranks, and what that rank had been given to wait.
         self.deadline, self.deadline_seconds = deadline, deadline_seconds
@@ -172,9 +177,9 @@ class _Reception:
         """Waits for everyone, and returns what everyone was told."""
         self.listener.setblocking(False)
         try:
-            while self.refusal is None and len(self.cards) < self.world.world_size:
+            while self.refusal is None and len(self.by_rank) < self.world.world_size:
                 self._wait()
-            self.refusal = self.refusal or self._difference(self.cards)
+            self.refusal = self.refusal or self._difference(self.by_rank)
             self._tell_everyone()
         finally:
             for guest in self.guests:
@@ -246,11 +251,11 @@ class _Reception:
         elif other is not None:
             self._drop(other)
         guest.hello = hello
-        if hello.card.get(CLUSTER) != self.cards[0][CLUSTER]:
+        if hello.settings.get(CLUSTER) != self.by_rank[0][CLUSTER]:
             # Nothing else can be compared by rank, and its own world may not even have this process.
-            self.refusal = self._difference({0: self.cards[0], hello.rank: hello.card})
+            self.refusal = self._difference({0: self.by_rank[0], hello.rank: hello.settings})
             return
-        self.cards[hello.rank] = hello.card
+        self.by_rank[hello.rank] = hello.settings
         if time.monotonic() + hello.seconds < self.deadline:
             self.deadline, self.deadline_seconds = time.monotonic() + hello.seconds, hello.deadline_seconds
 
@@ -258,7 +263,7 @@ class _Reception:
         self.guests.remove(guest)
         guest.connection.close()
         if guest.hello is not None:
-            del self.cards[guest.hello.rank]
+            del self.by_rank[guest.hello.rank]
 
     def _tell_everyone(self) -> None:
         answer = _line(_Answer(tfdist=1, refusal=self.refusal))
@@ -275,7 +280,7 @@ class _Reception:
                 connection.recv(1)
 
     def _missing(self) -> _Refusal:
-        missing = [self.world.named(rank) for rank in range(self.world.world_size) if rank not in self.cards]
+        missing = [self.world.named(rank) for rank in range(self.world.world_size) if rank not in self.by_rank]
         shown = missing if len(missing) <= MOST_NAMES else [*missing[:MOST_NAMES], f"{len(missing) - MOST_NAMES} more"]
         names = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
         return _Refusal(
@@ -292,8 +297,8 @@ class _Reception:
             hint="give every process a `task` of its own in `TF_CONFIG`, and start each once",
         )
 
-    def _difference(self, cards: Mapping[int, Mapping[str, str]]) -> _Refusal | None:
-        error = DisagreementError.among({self._named(rank): cards[rank] for rank in sorted(cards)})
+    def _difference(self, by_rank: Mapping[int, Mapping[str, str]]) -> _Refusal | None:
+        error = DisagreementError.among({self._named(rank): by_rank[rank] for rank in sorted(by_rank)})
         return None if error is None else _Refusal(differing=True, sentence=error.sentence, hint=error.hint)
 
     def _named(self, rank: int) -> str:
@@ -309,7 +314,7 @@ def _has_hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def _ask_chief(world: World, card: Mapping[str, str], deadline: float, deadline_seconds: float) -> _Answer | None:
+def _ask_chief(world: World, settings: Mapping[str, str], deadline: float, deadline_seconds: float) -> _Answer | None:
     """Another rank's part: the chief's answer; `None` if TensorFlow answers in its place."""
     chief = world.tasks[0]
     reason = "no time was left"
@@ -321,7 +326,11 @@ def _ask_chief(world: World, card: Mapping[str, str], deadline: float, deadline_
             ) as connection:
                 if connection.getsockname() != connection.getpeername():
                     hello = _Hello(
-                        tfdist=1, rank=world.rank, seconds=left, deadline_seconds=deadline_seconds, card=dict(card)
+                        tfdist=1,
+                        rank=world.rank,
+                        seconds=left,
+                        deadline_seconds=deadline_seconds,
+                        settings=dict(settings),
                     )
                     connection.sendall(_line(hello))
                     reason = "it was reached and did not answer"

@@ -20,18 +20,18 @@ from tfdist.errors import UsageError
 RANK = "HOROVOD_RANK"
 
 
-def meet(world: World, card: Mapping[str, str], start_timeout_seconds: float) -> dict[str, str]:
+def meet(world: World, job_settings: Mapping[str, str], start_timeout_seconds: float) -> dict[str, str]:
     """Waits for all processes of `world`, and returns the variables by which Horovod connects them.
 
     Args:
         world: the job, with the addresses of its processes, or a process alone.
-        card: what must be the same in all of them.
+        job_settings: what must be the same in all of them.
         start_timeout_seconds: how long to wait.
 
     Raises:
         ClusterError: as `tfdist.cluster.rendezvous.meet`.
     """
-    rendezvous.meet(world, card, start_timeout_seconds)
+    rendezvous.meet(world, job_settings, start_timeout_seconds)
     if world.world_size > 1 and world.is_chief:
         _serve_places(world.tasks[0].port)
     return places(world)

@@ -194,5 +194,5 @@ def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
         getattr(variable, name)(values[0])
 
     with replica_context.on_replica(None):
-        replica.once_per_copy(write, [value])
+        replica.update_each_copy(write, [value])
     return variable

@@ -43,7 +43,7 @@ class Rehearsal(Replica):
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
         del apply, gradients, optimizer
 
-    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         del function, values
 
 

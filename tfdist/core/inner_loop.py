@@ -133,7 +133,7 @@ class StepProgram(Program):
     def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         del count
         batch = self._batches.fetch(state, first)
-        if self._batches.counted:
+        if self._batches.length_known:
             finite, logs = self._step(state, batch)
             return tf.constant(1), tf.constant(True), self._results(logs, after=finite)
         more = batch.has_value()
@@ -148,7 +148,7 @@ class StepProgram(Program):
 
         def body(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> Any:
             batch = self._batches.fetch(state, first + done)
-            if self._batches.counted:
+            if self._batches.length_known:
                 return done + 1, more, *self._step(state, batch)
             more = batch.has_value()
             finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
@@ -194,7 +194,7 @@ class StepProgram(Program):
                 raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         finite = tf.constant(True)
         if self._stop_at_nan:
-            with self._strategy.merged([keras_internals.loss_tracker(self._model).total], "finite"):
+            with self._strategy.global_metrics([keras_internals.loss_tracker(self._model).total], "finite"):
                 finite = tf.math.is_finite(tf.convert_to_tensor(keras_internals.loss_tracker(self._model).total))
         return finite, logs
 
@@ -244,7 +244,9 @@ class StepProgram(Program):
     def _with_results(self, own_logs: Logs) -> Logs:
         merged: Logs = {}
         updated = [m for m in self._model.metrics if any(id(v) in self._metrics_updated for v in m.variables)]
-        with self._strategy.merged([variable for metric in updated for variable in metric.variables], "metrics"):
+        with self._strategy.global_metrics(
+            [variable for metric in updated for variable in metric.variables], "metrics"
+        ):
             for metric in updated:
                 result = _values(metric.result())
                 merged |= {metric.name: result} | (result if isinstance(result, dict) else {})
@@ -261,7 +263,7 @@ class StepProgram(Program):
 
 def merged_metrics(strategy: Strategy, model: Any) -> Logs:
     """The results of the metrics of `model` over all replicas."""
-    with strategy.merged(model.metrics_variables, "metrics"):
+    with strategy.global_metrics(model.metrics_variables, "metrics"):
         return _values(model.get_metrics_result())
 
 
@@ -342,7 +344,7 @@ class _Graph:
 
     def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
         """The `tf.function`, and whether its calls are serial."""
-        if self._strategy.serial:
+        if self._strategy.single_threaded:
             # A graph that is traced for the usual executor cannot be run by the serial one; the reverse works, without
             # what the usual one does to a graph.
             serial = self._new()

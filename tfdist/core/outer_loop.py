@@ -100,7 +100,7 @@ def fit(
         if keras_internals.take_to_verify(model):
             verification.verify(strategy, model, feed.first(verification.STEPS))
         if strategy.world.world_size > 1:
-            consensus.require(strategy, _facts(model, passes, epochs, initial_epoch))
+            consensus.require_equal(strategy, _facts(model, passes, epochs, initial_epoch))
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
 
         def validate(epoch: int) -> Logs:
@@ -376,7 +376,7 @@ def _begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: 
         _resume_batch(callbacks),
         getattr(model, _NEXT_PASS, 0),
     )
-    begin = tuple(consensus.of_chief(strategy, begin))
+    begin = tuple(consensus.broadcast_from_chief(strategy, begin))
     building.share(strategy, model)
     return begin
 
@@ -598,7 +598,7 @@ def _build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
         made.built = True
 
 
-def _next_call(peers: consensus.Peers, strategy: Strategy, steps: int, stop: bool) -> tuple[int, bool]:
+def _next_call(peers: consensus.ProcessGroup, strategy: Strategy, steps: int, stop: bool) -> tuple[int, bool]:
     """What all processes do next; see `agreement.next_call`."""
     try:
         return consensus.next_call(peers, steps, stop, str(strategy.given))

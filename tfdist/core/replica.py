@@ -140,7 +140,7 @@ class Replica:
             tf.IndexedSlices(new, g.indices, g.dense_shape) if is_rescaled(g) and new is not None else new
             for g, new in zip(gradients, summed, strict=True)
         ]
-        self.once_per_copy(apply, [g if new is None else new for g, new in zip(gradients, reduced, strict=True)])
+        self.update_each_copy(apply, [g if new is None else new for g, new in zip(gradients, reduced, strict=True)])
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Assigns to Keras variables values that are the same on every replica."""
@@ -151,7 +151,7 @@ class Replica:
                 variable.assign(tf.cast(value, variable.dtype))
 
         with replica_context.on_replica(None):
-            self.once_per_copy(assign, [value for _, value in updates])
+            self.update_each_copy(assign, [value for _, value in updates])
 
     def read_metric(self, variables: Sequence[Any]) -> list[tf.Tensor]:
         """The values that variables of a metric have over all replicas."""
@@ -166,6 +166,6 @@ class Replica:
             updates = [(variable, tf.where(first, value, tf.zeros_like(value))) for variable, value in updates]
         self.write(updates)
 
-    def once_per_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
+    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         """Calls `function(values)` once for each copy of the variables; `values` are the same on every replica."""
         function(values)

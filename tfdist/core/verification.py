@@ -412,7 +412,7 @@ def _owners(model: Any) -> dict[str, str]:
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
     first = report.first
     mine = None if first is None else [*_explained(model, first), first.layer]
-    told = next((one for one in consensus.said(strategy, mine) if one is not None), None)
+    told = next((one for one in consensus.all_gather_object(strategy, mine) if one is not None), None)
     if told is None:
         return
     sentence, hint, layer = told

@@ -180,7 +180,7 @@ class TrainConfig:
 def _check_strategy_options(config: TrainConfig) -> None:
     """Refuses an option of the strategy that is set in two places, or is one of the command's own."""
     for name in config.strategy_options:
-        if name == "card" or (hasattr(config, name) and name in ("devices", "seed")):
+        if name == "job_settings" or (hasattr(config, name) and name in ("devices", "seed")):
             raise UsageError(f"`--strategy-option` sets `{name}`, which the command sets", f"use `{_option(name)}`")
         if getattr(config, name, None) is not None:
             raise UsageError(

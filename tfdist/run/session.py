@@ -157,7 +157,7 @@ class Session:
     def _load_with_words_of_chief(self, strategy: Any) -> data.Source:
         """The chief makes the vocabulary; the others are told it, keep it beside their run, and number words by it."""
         source = self._load() if strategy.world.is_chief else None
-        of_chief = consensus.of_chief(strategy, {} if source is None else _vocabularies(source))
+        of_chief = consensus.broadcast_from_chief(strategy, {} if source is None else _vocabularies(source))
         if source is not None:
             return source
         paths = {name: getattr(self.folder, name) for name in of_chief if data.knows(self.config.dataset, name)}
@@ -178,7 +178,7 @@ class Session:
         ):
             options["threads"] = 1
         if config.strategy in OF_SEVERAL_PROCESSES:
-            options["card"] = _card(config)
+            options["job_settings"] = _job_settings(config)
             options |= {name: value for name in OF_STRATEGIES if (value := getattr(config, name)) is not None}
         options |= config.strategy_options
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
@@ -243,7 +243,7 @@ class Session:
             facts = {name: consensus.fingerprint(tokens) for name, tokens in found.items()}
             splits = [split for split in data.SPLITS if source.spec.examples[split]]
             facts |= {f"the words of `{split}`": _fingerprint_of_numbers(source, split) for split in splits}
-            consensus.require(strategy, facts)
+            consensus.require_equal(strategy, facts)
         if strategy.world.is_chief:
             with _whole_run_folder(self.folder):
                 for name, tokens in found.items():
@@ -378,7 +378,7 @@ def _learning_rate(optimizer: Any) -> float | None:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
-def _card(config: TrainConfig) -> dict[str, str]:
+def _job_settings(config: TrainConfig) -> dict[str, str]:
     """What all processes of a job must have been told alike."""
     alike = (
         "model",

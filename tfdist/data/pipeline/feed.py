@@ -170,15 +170,15 @@ class Batches:
     """How a graph gets at the batches of a feed; equal ones can share a graph.
 
     Attributes:
-        counted: every step that the loop asks for has a batch.
+        length_known: every step that the loop asks for has a batch.
         own: the other processes of the job take no part in the steps.
     """
 
-    counted: bool
+    length_known: bool
     own: ClassVar[bool] = False
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        """Global batch number `step` (int32 scalar) of the pass; an optional where batches are not counted."""
+        """Global batch number `step` (int32 scalar) of the pass; an optional where `length_known` is false."""
         raise NotImplementedError
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
@@ -197,7 +197,7 @@ class Batches:
         """Up to `count` batches from number `first` on, fetched one by one outside of a graph."""
         for step in range(first, first + count):
             batch = self.fetch(state, tf.constant(step))
-            if not self.counted:
+            if not self.length_known:
                 if not batch.has_value():
                     return
                 batch = batch.get_value()
@@ -300,7 +300,7 @@ class ArrayBatches(Batches):
     batch_size: int
     even: bool  # the batches are all of one size: a static shape makes a faster graph
     transform: Transform | None = None
-    counted: bool = True
+    length_known: bool = True
     length_is_known: bool = True  # in the graph, where the batches are even
 
     def of_any_length(self) -> ArrayBatches:
@@ -371,7 +371,7 @@ class DatasetFeed(Feed):
     @property
     def batches(self) -> DatasetBatches:
         # A `PyDataset` may end before the number of batches that it announced.
-        return DatasetBatches(counted=self.num_batches is not None and self._in_order is None)
+        return DatasetBatches(length_known=self.num_batches is not None and self._in_order is None)
 
     def start(self, epoch: int, first_batch: int) -> Any:
         if self._in_order is not None:
@@ -462,7 +462,7 @@ class DatasetFeed(Feed):
 class DatasetBatches(Batches):
     """A batch is fetched from the iterator; each replica slices its part."""
 
-    counted: bool
+    length_known: bool
     length_is_known: bool = field(default=True, kw_only=True)
 
     def of_any_length(self) -> DatasetBatches:
@@ -470,7 +470,7 @@ class DatasetBatches(Batches):
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         del step
-        return next(state) if self.counted else state.get_next_as_optional()
+        return next(state) if self.length_known else state.get_next_as_optional()
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         del state
@@ -515,7 +515,7 @@ class FileFeed(Feed):
         self.spec = of_any_size(pipeline(0, 0).element_spec)
         alone = world.world_size == 1
         self.batches: Any = (
-            DatasetBatches(counted=True)
+            DatasetBatches(length_known=True)
             if alone
             else RankBatches(True, world.rank, world.world_size, examples, batch_size)
         )
@@ -566,7 +566,7 @@ class RankBatches(DatasetBatches):
 class FetchedBatches(DatasetBatches):
     """A batch that was fetched already is the state itself."""
 
-    counted: bool = True
+    length_known: bool = True
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         del step

@@ -33,13 +33,13 @@ def shared(feed: Feed, strategy: Strategy) -> Feed:
     Raises:
         DisagreementError: the processes were given different arrays, or different numbers of batches, in all of them.
     """
-    consensus.require(
+    consensus.require_equal(
         strategy,
         {"the examples": feed.examples, "the batches": feed.num_batches, "the batch size": feed.batch_size},
     )
     if isinstance(feed, ArrayFeed):
         mine = fingerprint(feed.arrays).numpy().tobytes().hex()
-        consensus.require_alike(strategy, "arrays", mine)
+        consensus.require_equal_fingerprints(strategy, "arrays", mine)
     return _SharedFeed(feed, strategy.given) if isinstance(feed, DatasetFeed) else feed
 
 
@@ -152,12 +152,13 @@ class JoinedFeed(_Around):
     def __init__(self, feed: Feed, strategy: Strategy):
         super().__init__(feed)
         self._strategy = strategy
-        found = consensus.said(strategy, [feed.num_batches, feed.examples, feed.batch_size])
+        found = consensus.all_gather_object(strategy, [feed.num_batches, feed.examples, feed.batch_size])
         numbers, examples, sizes = ([None] if None in values else values for values in zip(*found, strict=True))
         self._num_batches = None if numbers == [None] else max(numbers)
         self.examples = None if examples == [None] else sum(examples)
         self.batch_size = None if sizes == [None] else sum(sizes)
-        self._counted = self._num_batches is not None and all(consensus.said(strategy, feed.batches.counted))
+        length_known = consensus.all_gather_object(strategy, feed.batches.length_known)
+        self._length_known = self._num_batches is not None and all(length_known)
 
     @property
     def num_batches(self) -> int | None:
@@ -170,9 +171,9 @@ class JoinedFeed(_Around):
     def batches(self) -> Batches:
         own = self._feed.batches
         # The end of this process' data is to be seen, whatever it is for the loop.
-        own = replace(own, even=False) if isinstance(own, ArrayBatches) else replace(own, counted=False)
+        own = replace(own, even=False) if isinstance(own, ArrayBatches) else replace(own, length_known=False)
         world = self._strategy.world
-        return JoinedBatches(own, world.rank, world.world_size, self._counted, self._strategy.given)
+        return JoinedBatches(own, world.rank, world.world_size, self._length_known, self._strategy.given)
 
 
 @dataclass(frozen=True)
@@ -199,12 +200,12 @@ class SharedBatches(Batches):
         return replace(self, whole=self.whole.of_any_length())
 
     @property
-    def counted(self) -> bool:  # type: ignore[override]
-        return self.whole.counted
+    def length_known(self) -> bool:  # type: ignore[override]
+        return self.whole.length_known
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         batch = self.whole.fetch(state, step)
-        if self.counted:
+        if self.length_known:
             self.given.note(batch)
             return batch
         there = batch.has_value()
@@ -228,8 +229,8 @@ class PartBatches(Batches):
     own: ClassVar[bool] = True
 
     @property
-    def counted(self) -> bool:  # type: ignore[override]
-        return self.part_of.counted
+    def length_known(self) -> bool:  # type: ignore[override]
+        return self.part_of.length_known
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         return self.part_of.fetch(state, step)
@@ -248,7 +249,7 @@ class JoinedBatches(Batches):
     part_of: Batches
     rank: int
     world_size: int
-    counted: bool
+    length_known: bool
     given: Given
 
     def of_any_length(self) -> JoinedBatches:
@@ -256,11 +257,11 @@ class JoinedBatches(Batches):
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         mine = self.part_of.fetch(state, step)
-        if not self.part_of.counted:
+        if not self.part_of.length_known:
             mine = _value_or_nothing(mine)
         examples = next(feeds.length(tensor) for tensor in tree.flatten(mine) if tensor is not None)
         sizes = self.given.numbers_of_all(tf.cast(examples, tf.int32))
-        if self.counted:
+        if self.length_known:
             return mine, sizes
         return Found(tf.reduce_sum(sizes) > 0, lambda: (mine, sizes))
 
