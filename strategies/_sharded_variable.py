@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 
@@ -77,12 +77,12 @@ class Table(tensorflow_internals.ShardedVariable):
     def __init__(self, parts: Sequence[tf.Variable], name: str):
         super().__init__(list(parts), name=name)
         for part in parts:  # so that Keras' optimizers know whose slots they are to take
-            part._distributed_container = weakref.ref(self)
+            tensorflow_internals.set_container(part, self)
 
     @property
     def first_rows(self) -> list[int]:
         """The number of the first row of each part."""
-        return [offset[0] for offset in self._var_offsets]
+        return tensorflow_internals.first_rows(self)
 
     @property
     def handle(self) -> Table:
@@ -109,7 +109,7 @@ class Table(tensorflow_internals.ShardedVariable):
         if isinstance(value, Table):
             return value.variables
         if isinstance(value, tf.IndexedSlices):
-            slices = zip(self._decompose_indexed_slices(value), self.variables, strict=True)
+            slices = zip(tensorflow_internals.slices_by_part(self, value), self.variables, strict=True)
             return [tf.IndexedSlices(s.values, s.indices, tf.constant(part.shape.as_list())) for s, part in slices]
         if tf.is_tensor(value) and self.shape == value.shape:
             return tf.split(value, [part.shape[0] for part in self.variables])
@@ -151,15 +151,14 @@ def by_part(optimizer: Any) -> Iterator[None]:
 def _reduced_to(part: int, table: Table) -> Iterator[None]:
     """Meanwhile the optimizer finds in the slots of `table` those of one part."""
     slots = [slot for slot in _thread.slots or () if tf_variable(slot).shape == table.shape]
-    wholes = [(slot, tf_variable(slot), slot._shape) for slot in slots]
-    for slot in slots:
-        slot._value = tf_variable(slot).variables[part]
-        slot._shape = tuple(tf_variable(slot).shape)
+    wholes = [(slot, tf_variable(slot)) for slot in slots]
+    for slot, whole in wholes:
+        keras_internals.set_tf_variable(slot, whole.variables[part])
     try:
         yield
     finally:
-        for slot, value, shape in wholes:
-            slot._value, slot._shape = value, shape
+        for slot, whole in wholes:
+            keras_internals.set_tf_variable(slot, whole)
 
 
 def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None:

@@ -97,3 +97,34 @@ def test_what_starts_and_watches_processes_loads_no_tensorflow_at_its_top(folder
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not {"tensorflow", "keras"} & {name.split(".")[0] for name in names}, path
+
+
+def private_attributes(tree):
+    """The attributes with one underscore in front that a source reads or sets, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node.attr, node.lineno
+
+
+def own_names(tree):
+    """What a source defines itself: functions, names, and attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_private_attributes_of_keras_and_tensorflow_are_in_internals_alone():
+    outside = {name: path for name, path in modules().items() if not name.startswith("tfdist.internals.")}
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in outside.values()}
+    own = {name for tree in trees.values() for name in own_names(tree)} | {"_exit", "_getframe"}  # of `os`, of `sys`
+    foreign = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, tree in trees.items()
+        for name, line in private_attributes(tree)
+        if name not in own
+    ]
+    assert not foreign

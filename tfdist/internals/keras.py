@@ -291,6 +291,11 @@ def tf_variable(variable: Any) -> Any:
     return variable._value
 
 
+def set_tf_variable(variable: Any, value: Any) -> None:
+    """Has a variable of Keras' stand for another one of TensorFlow's, of its type and of any shape."""
+    variable._value, variable._shape = value, tuple(value.shape)
+
+
 def all_layers(model: Any) -> list[Any]:
     """`model` and all layers in it."""
     return list(model._flatten_layers())

@@ -15,6 +15,7 @@ import signal
 import tempfile
 import threading
 import traceback
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,21 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def set_container(part: tf.Variable, whole: Any) -> None:
+    """Notes that `part` belongs to `whole`: Keras' optimizers then take its slots for those of the whole."""
+    part._distributed_container = weakref.ref(whole)
+
+
+def first_rows(whole: Any) -> list[int]:
+    """The number of the first row of each part of a variable that lies on several servers."""
+    return [offset[0] for offset in whole._var_offsets]
+
+
+def slices_by_part(whole: Any, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+    """What of `slices` belongs to each part of such a variable, with its rows counted from that part's first."""
+    return list(whole._decompose_indexed_slices(slices))
 
 
 @contextlib.contextmanager
