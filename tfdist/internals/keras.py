@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -41,9 +41,6 @@ from keras.src.utils import python_utils
 
 from tfdist.errors import UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
-
-if TYPE_CHECKING:
-    from tfdist.core.replica import Replica
 
 SEEN_IN = "3.15.1"
 
@@ -244,7 +241,7 @@ def is_of_keras(kind: Any) -> bool:
     return (getattr(kind, "__module__", None) or "").partition(".")[0] == "keras"
 
 
-def is_per_example(replica: Replica | None, values: Any) -> bool:
+def is_per_example(replica: Any, values: Any) -> bool:
     """Whether the first axis of `values` is that of the replica's examples, or of their parts."""
     shape = tf.TensorShape(getattr(values, "shape", ()))  # a number has none
     if shape.rank is None or shape.rank == 0 or replica is None:
@@ -277,7 +274,7 @@ def is_additive(metric: Any) -> bool:
     return of_keras and (function is None or (is_of_keras(function) and function not in OF_WHOLE_BATCH))
 
 
-def values_per_example(replica: Replica | None, metric: Any, *arguments: Any, **named: Any) -> bool:
+def values_per_example(replica: Any, metric: Any, *arguments: Any, **named: Any) -> bool:
     """Whether `metric` is the mean of a function that gives a value per example."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
         return False
