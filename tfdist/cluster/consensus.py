@@ -24,7 +24,7 @@ GIVE_ALIKE = (
 
 
 class ProcessGroup(Protocol):
-    """How a process reaches the others; a strategy is one."""
+    """The processes of a job, as one of them reaches the others; every strategy is one."""
 
     world: World
     metrics_by_process: bool  # each process has its own part of a metric's state, in an ordinary variable
@@ -35,36 +35,36 @@ class ProcessGroup(Protocol):
         ...
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """What each process says, by rank."""
+        """The messages of all processes, by rank; each process calls this with its own."""
         ...
 
 
 class Alone:
-    """A process without others."""
+    """A job of one process."""
 
     world = World()
     metrics_by_process = False
     servers: Mapping[str, str] = {}
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """What this process says."""
+        """The message of this process."""
         return [message]
 
 
 def all_gather_object(peers: ProcessGroup, value: Any) -> list[Any]:
-    """What each process says, by rank; `value` is this one's, as JSON has it."""
+    """The values of all processes, by rank; `value` is this process' own and can be stored as JSON."""
     if peers.world.world_size == 1:
         return [value]
     return [json.loads(message) for message in peers.exchange(json.dumps(value).encode())]
 
 
 def broadcast_from_chief(peers: ProcessGroup, value: Any) -> Any:
-    """The chief's `value`, as JSON has it."""
+    """The `value` of the chief, in all processes; it can be stored as JSON."""
     return all_gather_object(peers, value if peers.world.is_chief else None)[0]
 
 
 def next_call(peers: ProcessGroup, steps: int, stop: bool, given: str) -> tuple[int, bool]:
-    """How many steps the next call runs, the fewest that a process wishes, and whether one wishes to stop.
+    """The smallest requested number of steps for the next call, and whether any process wants to stop.
 
     Raises:
         DisagreementError: `given`, the fingerprint of the batches so far, differs between the processes.
@@ -75,15 +75,15 @@ def next_call(peers: ProcessGroup, steps: int, stop: bool, given: str) -> tuple[
 
 
 def any_of(peers: ProcessGroup, wish: bool) -> bool:
-    """Whether a process wishes it."""
+    """Whether `wish` is true in any process."""
     return any(all_gather_object(peers, wish))
 
 
 def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
-    """Refuses processes that are about to train different things.
+    """Compares `facts` by name over the processes.
 
     Raises:
-        DisagreementError: in every process, with each one's value of what differs.
+        DisagreementError: they differ; raised in every process, with the values of all processes.
     """
     found = all_gather_object(peers, {name: str(value) for name, value in facts.items()})
     error = DisagreementError.among({peers.world.named(rank): values for rank, values in enumerate(found)})
@@ -92,10 +92,10 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
 
 
 def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str) -> None:
-    """Refuses processes that were given different data; `what` they are, and this one's `fingerprint`.
+    """Compares the fingerprint of this process' data with those of the other processes; `what` names the data.
 
     Raises:
-        DisagreementError: in every process, with each one's fingerprint.
+        DisagreementError: they differ; raised in every process, with all fingerprints.
     """
     _require_equal_fingerprints(peers, what, all_gather_object(peers, fingerprint))
 
@@ -107,12 +107,12 @@ def _require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprints: li
 
 
 def fingerprint(description: Any) -> str:
-    """A short name for what is too long to be shown."""
+    """A hash of 12 digits that stands for a description too long to show."""
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def fingerprint_of_arrays(arrays: Iterable[np.ndarray]) -> str:
-    """A short name for the numbers in C-contiguous arrays."""
+    """A hash of 12 digits of the numbers in C-contiguous arrays."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype}{array.shape}".encode())

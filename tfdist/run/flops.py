@@ -42,7 +42,7 @@ def step_operations(model: str, spec: Any, batch_size: int, options: Mapping[str
 
 
 def _operations(layer: Any, length: int) -> int:
-    """Of one example, forward: each kernel once for each place of the output that it makes.
+    """Forward FLOPs per example: 2 x kernel size x output positions.
 
     A recurrent layer makes a state at each of the `length` places of its input, whichever of them it returns.
     """
