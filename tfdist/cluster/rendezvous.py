@@ -1,11 +1,11 @@
-"""The processes of a job meet before TensorFlow's servers start, so that a missing one is named and not waited for.
+"""The processes of a job connect before TensorFlow's servers start, so that an error can name one that is missing.
 
-    rank 1, 2, ...    say who they are, on the chief's port   →  {"tfdist": 1, "rank": 1, "seconds": 60.0, ...}
-    chief             waits for all, or for the deadline      →  {"tfdist": 1, "refusal": null}, or why not, to everyone
+    rank 1, 2, ...    send a hello to the chief's port          →  {"tfdist": 1, "rank": 1, "seconds": 60.0, ...}
+    chief             waits for all ranks, or the deadline     →  {"tfdist": 1, "refusal": null}, or the reason, to all
 
 It happens on the chief's own port in TF_CONFIG, which TensorFlow takes over afterwards; a rank that finds TensorFlow
-there already comes late. Messages are lines of JSON of bounded length, and nothing else that comes is looked at: the
-network may hold strangers. This module never imports TensorFlow.
+there already is late. Messages are lines of JSON of bounded length; anything else is ignored, since other programs may
+connect to the port. This module never imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from tfdist.errors import ClusterError, DisagreementError
 
 LONGEST_MESSAGE_BYTES = 1 << 16
 SECONDS_BETWEEN_TRIES = 0.1
-# Who has not said who it is by then is a stranger.
-SECONDS_TO_INTRODUCE = 5.0
+# A connection that has sent no hello by then is closed.
+SECONDS_TO_IDENTIFY = 5.0
 # The chief answers by the earliest deadline of all; its answer may travel this long.
 SECONDS_TO_HEAR_ALL = 5.0
 SECONDS_TO_CONNECT = 5.0
 SECONDS_TO_CLOSE = 1.0
-SECONDS_TO_GREET = 3.0
-MOST_STRANGERS = 64
+SECONDS_TO_FIRST_BYTE = 3.0
+MAX_UNIDENTIFIED = 64
 MOST_NAMES = 8
 # The first frame of an HTTP/2 server, such as TensorFlow's, after three bytes that say its length: type 4, no flags,
 # stream 0 (RFC 9113, sections 3.4 and 6.5).
 HTTP2_SETTINGS = b"\4\0\0\0\0\0"
 
-# What is in a settings although no caller puts it there.
+# A setting that is always compared.
 CLUSTER = "TF_CONFIG cluster"
 
 
 class _Hello(BaseModel):
-    """What a rank says: the world it sees, its settings, and how long it can still wait."""
+    """The first message of a rank: its number, its settings, and how long it can still wait."""
 
     tfdist: Literal[1]
     rank: StrictInt = Field(gt=0)
-    seconds: float = Field(gt=0, allow_inf_nan=False)  # what is left of
+    seconds: float = Field(gt=0, allow_inf_nan=False)  # until its deadline
     deadline_seconds: float = Field(gt=0, allow_inf_nan=False)
     settings: dict[str, str]
 
     @property
     def world_size(self) -> int:
-        """How many processes the job has as this rank sees it; 0 where it does not say so."""
+        """The number of processes in the cluster of this rank's settings; 0 if these name none."""
         with contextlib.suppress(ValidationError):
             cluster = TypeAdapter(dict[str, list[str]]).validate_json(self.settings.get(CLUSTER, ""))
             return sum(map(len, cluster.values()))
@@ -64,7 +64,7 @@ class _Hello(BaseModel):
 
 
 class _Refusal(BaseModel):
-    """Why a job cannot begin, which every rank raises."""
+    """The reason why a job cannot begin; every rank raises it."""
 
     differing: bool
     sentence: str
@@ -75,24 +75,24 @@ class _Refusal(BaseModel):
 
 
 class _Answer(BaseModel):
-    """What the chief says to everyone at the end."""
+    """The chief's message to all ranks at the end."""
 
     tfdist: Literal[1]
     refusal: _Refusal | None
 
 
 @dataclass
-class _Guest:
-    """A connection that the chief has accepted; a stranger until it has said a hello."""
+class _Peer:
+    """A connection that the chief has accepted; it is unidentified until its hello has come."""
 
-    connection: socket.socket
-    introduce_by: float
+    socket: socket.socket
+    identify_by: float
     text: bytes = b""
     hello: _Hello | None = None
 
 
 def meet(world: World, settings: Mapping[str, str], deadline_seconds: float) -> bool:
-    """Waits until every process of `world` is there with the same `settings`; `False` if the job had already begun.
+    """Waits until every process of `world` has connected with equal `settings`; `False` if the job had already begun.
 
     Args:
         world: the job and this process' place in it; its cluster must be the same everywhere too.
@@ -100,7 +100,7 @@ def meet(world: World, settings: Mapping[str, str], deadline_seconds: float) -> 
         deadline_seconds: how long to wait for the others; the shortest of all counts for all.
 
     Raises:
-        DisagreementError: the by_rank differ; in every process, with each one's value.
+        DisagreementError: the settings differ; raised in every process, with the values of all.
         ClusterError: a process did not come by the deadline, two say that they are the same one, or this one's
             address cannot be listened on.
     """
@@ -113,7 +113,7 @@ def meet(world: World, settings: Mapping[str, str], deadline_seconds: float) -> 
     deadline = time.monotonic() + deadline_seconds
     if world.rank == 0:
         with _listening(task) as listener:
-            refusal = _Reception(world, settings, listener, deadline, deadline_seconds).hold()
+            refusal = _ChiefServer(world, settings, listener, deadline, deadline_seconds).serve()
     else:
         answer = _ask_chief(world, settings, deadline, deadline_seconds)
         if answer is None:
@@ -154,8 +154,8 @@ def _is_address(host: str) -> bool:
     return False
 
 
-class _Reception:
-    """The chief's part: hears everyone, and tells everyone the same."""
+class _ChiefServer:
+    """The chief's part: receives the hellos of all ranks, and sends all of them the same answer."""
 
     def __init__(
         self,
@@ -170,43 +170,43 @@ class _Reception:
         self.listener = listener
         # The earliest of all ranks, and what that rank had been given to wait.
         self.deadline, self.deadline_seconds = deadline, deadline_seconds
-        self.guests: list[_Guest] = []
+        self.peers: list[_Peer] = []
         self.refusal: _Refusal | None = None
 
-    def hold(self) -> _Refusal | None:
-        """Waits for everyone, and returns what everyone was told."""
+    def serve(self) -> _Refusal | None:
+        """Waits for all ranks, and returns the refusal that all were sent, if any."""
         self.listener.setblocking(False)
         try:
             while self.refusal is None and len(self.by_rank) < self.world.world_size:
                 self._wait()
             self.refusal = self.refusal or self._difference(self.by_rank)
-            self._tell_everyone()
+            self._answer_all()
         finally:
-            for guest in self.guests:
-                guest.connection.close()
+            for peer in self.peers:
+                peer.socket.close()
         return self.refusal
 
     def _wait(self) -> None:
-        """Takes in what comes next, or ends the waiting."""
+        """Handles the next connections and messages, or ends at the deadline."""
         now = time.monotonic()
         if now >= self.deadline:
             self.refusal = self._missing()
             return
-        strangers = [guest for guest in self.guests if guest.hello is None]
-        for guest in strangers:
-            if now >= guest.introduce_by:
-                self._drop(guest)
-        until = min([self.deadline, *(guest.introduce_by for guest in strangers)])
+        unidentified = [peer for peer in self.peers if peer.hello is None]
+        for peer in unidentified:
+            if now >= peer.identify_by:
+                self._drop(peer)
+        until = min([self.deadline, *(peer.identify_by for peer in unidentified)])
         with selectors.DefaultSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
-            for guest in self.guests:
-                selector.register(guest.connection, selectors.EVENT_READ, guest)
+            for peer in self.peers:
+                selector.register(peer.socket, selectors.EVENT_READ, peer)
             ready = selector.select(max(0.0, until - now))
         for key, _ in ready:
             if key.data is None:
                 self._accept()
             elif self.refusal is None:
-                self._hear(key.data)
+                self._receive(key.data)
 
     def _accept(self) -> None:
         try:
@@ -214,43 +214,43 @@ class _Reception:
         except OSError:  # it has gone already
             return
         connection.setblocking(False)
-        strangers = [guest for guest in self.guests if guest.hello is None]
-        if len(strangers) >= MOST_STRANGERS:
-            self._drop(strangers[0])
-        self.guests.append(_Guest(connection, time.monotonic() + SECONDS_TO_INTRODUCE))
+        unidentified = [peer for peer in self.peers if peer.hello is None]
+        if len(unidentified) >= MAX_UNIDENTIFIED:
+            self._drop(unidentified[0])
+        self.peers.append(_Peer(connection, time.monotonic() + SECONDS_TO_IDENTIFY))
 
-    def _hear(self, guest: _Guest) -> None:
-        if guest not in self.guests:
+    def _receive(self, peer: _Peer) -> None:
+        if peer not in self.peers:
             return
         try:
-            part = guest.connection.recv(LONGEST_MESSAGE_BYTES)
+            part = peer.socket.recv(LONGEST_MESSAGE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             part = b""
         if not part:  # a rank that ends before the job begins is missing again
-            self._drop(guest)
-        elif guest.hello is None:
-            guest.text += part
-            if b"\n" in guest.text:
-                self._introduce(guest)
-            elif len(guest.text) > LONGEST_MESSAGE_BYTES:
-                self._drop(guest)
+            self._drop(peer)
+        elif peer.hello is None:
+            peer.text += part
+            if b"\n" in peer.text:
+                self._identify(peer)
+            elif len(peer.text) > LONGEST_MESSAGE_BYTES:
+                self._drop(peer)
 
-    def _introduce(self, guest: _Guest) -> None:
+    def _identify(self, peer: _Peer) -> None:
         try:
-            hello = _Hello.model_validate_json(guest.text.partition(b"\n")[0])
+            hello = _Hello.model_validate_json(peer.text.partition(b"\n")[0])
         except ValidationError:
             hello = None
         if hello is None or hello.rank >= hello.world_size:
-            self._drop(guest)
+            self._drop(peer)
             return
-        other = next((g for g in self.guests if g.hello is not None and g.hello.rank == hello.rank), None)
-        if other is not None and not _has_hung_up(other.connection):
-            self.refusal = self._twice(other, guest, hello.rank)
+        other = next((g for g in self.peers if g.hello is not None and g.hello.rank == hello.rank), None)
+        if other is not None and not _has_hung_up(other.socket):
+            self.refusal = self._twice(other, peer, hello.rank)
         elif other is not None:
             self._drop(other)
-        guest.hello = hello
+        peer.hello = hello
         if hello.settings.get(CLUSTER) != self.by_rank[0][CLUSTER]:
             # Nothing else can be compared by rank, and its own world may not even have this process.
             self.refusal = self._difference({0: self.by_rank[0], hello.rank: hello.settings})
@@ -259,15 +259,15 @@ class _Reception:
         if time.monotonic() + hello.seconds < self.deadline:
             self.deadline, self.deadline_seconds = time.monotonic() + hello.seconds, hello.deadline_seconds
 
-    def _drop(self, guest: _Guest) -> None:
-        self.guests.remove(guest)
-        guest.connection.close()
-        if guest.hello is not None:
-            del self.by_rank[guest.hello.rank]
+    def _drop(self, peer: _Peer) -> None:
+        self.peers.remove(peer)
+        peer.socket.close()
+        if peer.hello is not None:
+            del self.by_rank[peer.hello.rank]
 
-    def _tell_everyone(self) -> None:
+    def _answer_all(self) -> None:
         answer = _line(_Answer(tfdist=1, refusal=self.refusal))
-        told = [guest.connection for guest in self.guests if guest.hello is not None]
+        told = [peer.socket for peer in self.peers if peer.hello is not None]
         for connection in told:
             with contextlib.suppress(OSError):  # TensorFlow will miss those who have gone in this moment
                 connection.settimeout(SECONDS_TO_HEAR_ALL)
@@ -289,8 +289,8 @@ class _Reception:
             hint=f"start every process of the job, and see that each can reach `{self.world.tasks[0].address}`",
         )
 
-    def _twice(self, one: _Guest, other: _Guest, rank: int) -> _Refusal:
-        places = " and ".join(f"`{guest.connection.getpeername()[0]}`" for guest in (one, other))
+    def _twice(self, one: _Peer, other: _Peer, rank: int) -> _Refusal:
+        places = " and ".join(f"`{peer.socket.getpeername()[0]}`" for peer in (one, other))
         return _Refusal(
             differing=False,
             sentence=f"Two processes, on {places}, say that they are {self._named(rank)}",
@@ -385,7 +385,7 @@ def _line(message: BaseModel) -> bytes:
 def can_connect(task: Task) -> bool:
     """Whether something listens where a task should; its process may be stopped."""
     try:
-        socket.create_connection((task.host, task.port), timeout=SECONDS_TO_GREET).close()
+        socket.create_connection((task.host, task.port), timeout=SECONDS_TO_FIRST_BYTE).close()
     except OSError:
         return False
     return True
@@ -394,7 +394,7 @@ def can_connect(task: Task) -> bool:
 def serves(task: Task) -> bool:
     """Whether a task's server answers: TensorFlow's speaks first."""
     try:
-        with socket.create_connection((task.host, task.port), timeout=SECONDS_TO_GREET) as connection:
+        with socket.create_connection((task.host, task.port), timeout=SECONDS_TO_FIRST_BYTE) as connection:
             return connection.recv(3 + len(HTTP2_SETTINGS))[3:] == HTTP2_SETTINGS
     except OSError:
         return False
