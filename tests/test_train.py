@@ -96,6 +96,12 @@ def test_a_strategy_of_the_users_own_trains_with_options_of_its_own(tmp_path):
         (["nowhere:Mine"], "No module `nowhere` for the strategy `nowhere:Mine`"),
         (["single", "--strategy-option", "said=hello"], "The strategy `single` does not know the option `said`"),
         (["single", "--strategy-option", "seed=1"], "`--strategy-option` sets `seed`, which the command sets"),
+        (["single", "--strategy-option", "job_settings=1"], "`--strategy-option` sets `job_settings`"),
+        (
+            ["multiworker", "--timeout-seconds", "9", "--strategy-option", "timeout_seconds=9"],
+            "`--timeout-seconds` and `--strategy-option timeout_seconds=...` are both set",
+        ),
+        (["single", "--strategy-option", "epochs=3"], "The strategy `single` does not know the option `epochs`"),
         (["single", "--strategy-option", "steps_per_call=0"], "`steps_per_call` is 0"),
     ],
 )

@@ -86,6 +86,8 @@ class _TrainCommand(terminal.GroupedCommand):
         return super().parse_args(ctx, args)
 
     def _options_of_earlier_run(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
+        if "--resume" not in args:
+            return {}
         given = self._parsed(ctx, args)
         if not (given.get("resume") and given.get("run_dir")):
             return {}

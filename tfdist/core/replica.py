@@ -136,11 +136,13 @@ class Replica:
 
         local = [None if id(g) in known else g.values if is_rescaled(g) else g for g in gradients]
         summed = self.reduce(gradient_reduction.weigh(local, self.share))
-        reduced = [
-            tf.IndexedSlices(new, g.indices, g.dense_shape) if is_rescaled(g) and new is not None else new
-            for g, new in zip(gradients, summed, strict=True)
-        ]
-        self.update_each_copy(apply, [g if new is None else new for g, new in zip(gradients, reduced, strict=True)])
+
+        def reduced(gradient: Any, total: Any) -> Any:
+            if total is None:
+                return gradient
+            return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape) if is_rescaled(gradient) else total
+
+        self.update_each_copy(apply, list(map(reduced, gradients, summed)))
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Assigns to Keras variables values that are the same on every replica."""

@@ -325,7 +325,8 @@ def variable_index(optimizer: Any, variable: Any) -> int:
 
 def slots(optimizer: Any, name: str) -> list[Any]:
     """What `optimizer` keeps for each trainable variable, such as "velocities"; `None` for one that has none."""
-    return list(getattr(optimizer, name if hasattr(optimizer, name) else f"_{name}"))
+    found: list[Any] = getattr(optimizer, name if hasattr(optimizer, name) else f"_{name}")
+    return found
 
 
 @contextlib.contextmanager

@@ -47,6 +47,16 @@ WITH_SERVERS = ("parameter_server",)
 BY_MPI = ("mpi_split",)
 SCHEDULES = ("constant", "cosine")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+# The options of strategies of several processes for which the command has an option.
+OF_STRATEGIES = (
+    "compression",
+    "staleness",
+    "shard_bytes",
+    "sync_every",
+    "timeline",
+    "timeout_seconds",
+    "callback_timeout_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -180,9 +190,11 @@ class TrainConfig:
 def _check_strategy_options(config: TrainConfig) -> None:
     """Refuses an option of the strategy that is set in two places, or is one of the command's own."""
     for name in config.strategy_options:
-        if name == "job_settings" or (hasattr(config, name) and name in ("devices", "seed")):
+        if name in ("devices", "seed"):
             raise UsageError(f"`--strategy-option` sets `{name}`, which the command sets", f"use `{_option(name)}`")
-        if getattr(config, name, None) is not None:
+        if name == "job_settings":
+            raise UsageError("`--strategy-option` sets `job_settings`, which the command sets", "leave it out")
+        if name in OF_STRATEGIES and getattr(config, name) is not None:
             raise UsageError(
                 f"`{_option(name)}` and `--strategy-option {name}=...` are both set", "leave out the one or the other"
             )

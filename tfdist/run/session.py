@@ -25,19 +25,8 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.profiling import trace
 from tfdist.run import flops, optimizers, record
-from tfdist.run.config import OF_SEVERAL_PROCESSES, TrainConfig
+from tfdist.run.config import OF_SEVERAL_PROCESSES, OF_STRATEGIES, TrainConfig
 from tfdist.run.record import RunFolder, RunRecord
-
-# The options that are those of a strategy of several processes, where they are set.
-OF_STRATEGIES = (
-    "compression",
-    "staleness",
-    "shard_bytes",
-    "sync_every",
-    "timeline",
-    "timeout_seconds",
-    "callback_timeout_seconds",
-)
 
 
 class Session:
