@@ -23,9 +23,10 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tfdist.cluster import consensus
 from tfdist.cluster.world import World
 from tfdist.core.replica import Replica
-from tfdist.errors import UsageError
+from tfdist.errors import DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.strategies import _devices as device_choice
@@ -141,6 +142,29 @@ class Strategy:
     def exchange(self, message: bytes) -> list[bytes]:
         """What each process of the job says, by rank; all processes must call it."""
         return [message]
+
+    def coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
+        """What all processes do next, asked before each call of the inner loop, which all then run alike.
+
+        A strategy whose processes do not run in lock-step overrides it.
+
+        Args:
+            steps: how many steps this process would run.
+            stop: whether a callback of this process wants to stop.
+
+        Returns:
+            The smallest number of steps that a process asks for, and whether any process wants to stop.
+
+        Raises:
+            DisagreementError: the processes were given different batches.
+        """
+        if self.given is None:
+            return steps, stop
+        try:
+            return consensus.next_call(self, steps, stop, str(self.given))
+        except DisagreementError:
+            self.given.forget()  # what differed is told, and a later call has other data
+            raise
 
     def reset_metrics(self, model: Any) -> None:
         """Has the metrics of `model` begin anew."""

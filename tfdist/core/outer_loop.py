@@ -18,19 +18,19 @@ second, so that progress shows and Ctrl-C is heard.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from tfdist.cluster import consensus
-from tfdist.core import building, steps_per_call, verification
-from tfdist.core.inner_loop import Logs, Outcome, Program, as_traced, merged_metrics
+from tfdist.core import building, programs, verification
+from tfdist.core.epoch import EpochRunner
+from tfdist.core.inner_loop import Logs
 from tfdist.data.pipeline import feed as feeds
 from tfdist.data.pipeline import together
-from tfdist.errors import DataError, DisagreementError, UsageError
+from tfdist.data.pipeline.passes import Passes
+from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tree
 
@@ -95,7 +95,7 @@ def fit(
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
         validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps, passes=True))
-    _build(strategy, model, "train", feed)
+    programs.build(strategy, model, "train", feed)
     with Passes(feed, steps) as passes:
         if keras_internals.take_to_verify(model):
             verification.verify(strategy, model, feed.first(verification.STEPS))
@@ -121,7 +121,7 @@ def _run_epochs(
     callbacks: Any,
     validate: Callable[[int], Logs],
 ) -> None:
-    run_epoch = _epoch_runner(strategy, model, "train", passes, callbacks)
+    runner = EpochRunner(strategy, model, "train", passes, callbacks)
     model.stop_training = False
     callbacks.on_train_begin()
     initial_epoch, resume_batch, next_pass = _begin_alike(strategy, model, callbacks, epochs.start)
@@ -131,7 +131,7 @@ def _run_epochs(
         if not resume_batch:
             strategy.reset_metrics(model)
         callbacks.on_epoch_begin(epoch)
-        epoch_logs = dict(run_epoch(resume_batch or 0))
+        epoch_logs = dict(runner.run(resume_batch or 0))
         # Past Keras' attribute tracking, so that it is not saved with the model.
         object.__setattr__(model, _NEXT_PASS, passes.next)
         resume_batch = None
@@ -184,12 +184,12 @@ def predict(
     outputs: list[Any] = []
     with Passes(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
-        run_epoch = _epoch_runner(
+        runner = EpochRunner(
             strategy, model, "predict", passes, callbacks, lambda logs: outputs.append(logs["outputs"])
         )
         model.stop_predicting = False
         callbacks.on_predict_begin()
-        run_epoch(0)
+        runner.run(0)
         passes.close()
         callbacks.on_predict_end()
     joined = tree.map_structure_up_to(outputs[0], lambda *parts: keras_internals.concatenate(list(parts)), *outputs)
@@ -228,7 +228,7 @@ def predict_on_batch(strategy: Strategy, model: keras.Model, x: Any) -> Any:
     """The outputs of `model` for a global batch; see `keras.Model.predict_on_batch`."""
     strategy.check(model)
     feed = feeds.BatchFeed((x,))
-    outcome = _program(strategy, model, "predict", feed, ()).run(feed.start(0, 0), 0, 1)
+    outcome = programs.program(strategy, model, "predict", feed).run(feed.start(0, 0), 0, 1)
     return tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
 
 
@@ -248,15 +248,15 @@ def verify(
     feed = _feed(
         strategy, feeds.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)
     )
-    _build(strategy, model, "train", feed)
+    programs.build(strategy, model, "train", feed)
     with Passes(feed, steps):
         return verification.verify(strategy, model, feed.first(steps))
 
 
 def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs:
     feed = feeds.BatchFeed(data)
-    is_first = not _made(model, kind).programs
-    program = _program(strategy, model, kind, feed, ())
+    is_first = not programs.any_made(model, kind)
+    program = programs.program(strategy, model, kind, feed)
     if is_first and kind == "train":
         building.share(strategy, model)
     model.reset_metrics()
@@ -267,11 +267,11 @@ def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs
 
 
 def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) -> Logs:
-    run_epoch = _epoch_runner(strategy, model, "test", passes, callbacks)
+    runner = EpochRunner(strategy, model, "test", passes, callbacks)
     model.stop_evaluating = False
     callbacks.on_test_begin()
     strategy.reset_metrics(model)
-    logs = keras_internals.pythonify_logs(run_epoch(0))
+    logs = keras_internals.pythonify_logs(runner.run(0))
     passes.close()
     callbacks.on_test_end(logs)
     return logs
@@ -385,234 +385,3 @@ def _resume_batch(callbacks: Any) -> int | None:
     """The batch of the first epoch at which a callback resumes a run, `None` when none does."""
     found = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
     return max((batch for batch in found if batch is not None), default=None)
-
-
-class Passes:
-    """Cuts the passes over the data into epochs.
-
-    Without `steps_per_epoch` an epoch is a pass. With it, an epoch goes on where the one before stopped, and ends
-    early, with Keras' warning, at the end of the data.
-
-    Attributes:
-        feed: the data.
-        num_batches: steps in an epoch, `None` when only the end of the data will tell.
-        examples: examples in an epoch, `None` when unknown.
-        state: the arguments of the graph for the current pass, `None` between passes.
-        position: the number in its pass of the next batch.
-    """
-
-    def __init__(self, feed: feeds.Feed, steps_per_epoch: int | None):
-        self.feed = feed
-        self._steps = steps_per_epoch
-        self.num_batches = steps_per_epoch or feed.num_batches
-        whole = self._steps is None or self._steps == feed.num_batches
-        sized = self._steps is not None and feed.batch_size is not None
-        self.examples = feed.examples if whole else self._steps * feed.batch_size if sized else None
-        self.state: Any = None
-        self.position = 0
-        self._pass = 0
-        self._saved: tuple[int, int, bytes] | None = None
-        self._empty = True
-
-    def __enter__(self) -> Passes:
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        """Lets go of what reads ahead: at the interpreter's exit its threads, which may run Python, would never end."""
-        self.close()
-        self.feed.release()
-
-    def begin_at(self, epoch: int, resume_batch: int | None, next_pass: int) -> None:
-        """Goes to epoch number `epoch`, or to where a run that is resumed has run `resume_batch` steps of it.
-
-        A model that was trained before goes on with `next_pass`: its second `fit(epochs=1)` has another order than its
-        first one, and with `initial_epoch=1` the order of one `fit(epochs=2)`.
-        """
-        self._pass, self.position = max(epoch, next_pass), 0
-        if self._saved is not None:
-            self._pass, self.position, _ = self._saved
-        elif resume_batch is not None:
-            self._pass, self.position = self._after(epoch, resume_batch)
-
-    @property
-    def next(self) -> int:
-        """The number of the pass that a later `fit` begins with."""
-        return self._pass + (self.position > 0)
-
-    @property
-    def place(self) -> dict[str, int]:
-        """Where the data stand, as `resume` takes it."""
-        return {"number": self._pass, "position": self.position}
-
-    def resume(self, saved: bytes, number: int, position: int) -> None:
-        """Has the passes begin at batch `position` of pass `number`, as `saved` by the feed of another process."""
-        self._saved = number, position, saved
-
-    def _after(self, epochs: int, batches: int) -> tuple[int, int]:
-        """The pass, and the position in it, after `epochs` epochs and `batches` batches."""
-        if self._steps is None:
-            return epochs, batches
-        if self.feed.num_batches is None:
-            return 0, epochs * self._steps + batches
-        number = position = 0
-        for _ in range(epochs):
-            position += min(self._steps, self.feed.num_batches - position)
-            if position == self.feed.num_batches:
-                number, position = number + 1, 0
-        return number, position + batches
-
-    def begin_epoch(self) -> int | None:
-        """Makes the data ready; returns how many batches of the pass are left, `None` when unknown."""
-        if self._saved is not None:
-            self.state = self.feed.resume(self._saved[2], self._pass, self.position)
-            self._saved = None
-        elif self.state is None:
-            self.state = self.feed.start(self._pass, self.position)
-        return None if self.feed.num_batches is None else self.feed.num_batches - self.position
-
-    def end_epoch(self, steps: int, data_ended: bool) -> None:
-        """Notes that the epoch took `steps` steps, and whether there are no further batches in the pass.
-
-        Raises:
-            DataError: there was not one batch, which for data of unknown length only shows now.
-        """
-        self._empty = self._empty and self.position == 0
-        if self._empty and data_ended:
-            raise DataError(*feeds.NO_BATCHES)
-        if self._steps is None or data_ended:
-            self.close()
-            self._pass, self.position = self._pass + 1, 0
-        if self._steps is not None and steps < self._steps and data_ended:
-            warnings.warn(
-                f"The data ended after {steps} of the {self._steps} steps of an epoch; repeat the dataset, or lower "
-                "the number of steps.",
-                stacklevel=2,
-            )
-
-    def close(self) -> None:
-        """Ends the pass, if one is open."""
-        if self.state is not None:
-            self.feed.finish()
-            self.state = None
-
-
-def _epoch_runner(
-    strategy: Strategy,
-    model: Any,
-    kind: str,
-    passes: Passes,
-    callbacks: Any,
-    on_step: Callable[[Logs], None] = lambda logs: None,
-) -> Callable[[int], Logs]:
-    """A function that runs one epoch, from a given step on, between the callbacks' batch hooks; it returns the logs."""
-    begin = getattr(callbacks, f"on_{kind}_batch_begin")
-    end = getattr(callbacks, f"on_{kind}_batch_end")
-    stopped = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}[kind]
-
-    def current() -> Program:
-        return _program(strategy, model, kind, passes.feed, callbacks.callbacks)
-
-    program = current()
-    chunk = model.steps_per_execution
-    # The inner loop watches Keras' own loss for NaN; another `train_step`'s is seen in its logs, after a call.
-    own_loss = type(model).train_step is not keras.Model.train_step
-    unwatched = kind == "train" and own_loss and steps_per_call.stops_at_nan(callbacks.callbacks)
-    # The outputs of each call go to the host; a loop that is no graph gains nothing from being long.
-    at_most = chunk if kind == "predict" or model.run_eagerly or unwatched else strategy.steps_per_call
-    peers = consensus.Alone() if passes.feed.batches.own else strategy
-    pacer = steps_per_call.Pace(callbacks.callbacks, kind, chunk, at_most, strategy.seconds_per_call)
-
-    def run_epoch(done: int) -> Logs:
-        nonlocal program
-        first, logs = done, {}
-        program = current()
-        program.begin_epoch()
-        left = passes.begin_epoch()
-        limits = [limit for limit in (passes.num_batches, None if left is None else done + left) if limit is not None]
-        total = min(limits) if limits else None
-        data_ended = left == 0
-        # Who is told to stop before an epoch still takes one step of it, as Keras does.
-        steps = chunk if getattr(model, stopped) else pacer.steps(done)
-        wish, stopping = _next_call(peers, strategy, steps, False)
-        while not data_ended and not stopping and (total is None or done < total):
-            count = wish if total is None else min(wish, total - done)
-            begin(done)
-            if current() is not program:  # a callback has compiled the model, or the like
-                program.end_epoch()
-                program = current()
-                program.begin_epoch()
-            started = steps_per_call.now()
-            with passes.feed.naming_bad_examples(passes.position, count):
-                outcome: Outcome = program.run(passes.state, passes.position, count)
-            pacer.ran(outcome.steps, steps_per_call.now() - started)
-            done += outcome.steps
-            passes.position += outcome.steps
-            data_ended = outcome.data_ended or passes.position == passes.feed.num_batches
-            if outcome.steps:
-                logs = outcome.logs
-                on_step(logs)
-                # Keras numbers the last call of an epoch as if it were whole.
-                epoch_ended = data_ended or done == total
-                end(math.ceil(done / chunk) * chunk - 1 if epoch_ended else done - 1, logs)
-            wish, stopping = _next_call(peers, strategy, pacer.steps(done), bool(getattr(model, stopped)))
-            setattr(model, stopped, stopping)
-        passes.end_epoch(done - first, data_ended)
-        if first and done == first:  # resumed behind the last step of the epoch
-            logs = merged_metrics(strategy, model)
-        return logs | program.end_epoch()
-
-    return run_epoch
-
-
-@dataclass
-class _Made:
-    """What was made for the steps of one kind of a model, which is good for as long as Keras' own function for them.
-
-    Attributes:
-        function: that one.
-        built: their variables were made.
-        programs: by what they depend on.
-    """
-
-    function: Any
-    built: bool = False
-    programs: dict[Any, Program] = field(default_factory=dict)
-
-
-def _made(model: Any, kind: str) -> _Made:
-    """Kept with the model, since building a graph is slow."""
-    function = keras_internals.step_function(model, kind)
-    kinds = model.__dict__.get("_tfdist_made")
-    if kinds is None:
-        object.__setattr__(model, "_tfdist_made", kinds := {})
-    if kind not in kinds or kinds[kind].function is not function:
-        kinds[kind] = _Made(function)
-    return kinds[kind]
-
-
-def _build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
-    made = _made(model, kind)
-    strategy.unseeded  # noqa: B018 - is made now: it cannot be while a graph is
-    if not made.built:
-        building.build(strategy, model, kind, feed.spec)
-        made.built = True
-
-
-def _next_call(peers: consensus.ProcessGroup, strategy: Strategy, steps: int, stop: bool) -> tuple[int, bool]:
-    """What all processes do next; see `agreement.next_call`."""
-    try:
-        return consensus.next_call(peers, steps, stop, str(strategy.given))
-    except DisagreementError:
-        strategy.given.forget()  # what differed is told, and a later call has other data
-        raise
-
-
-def _program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Any) -> Program:
-    """The program for these batches."""
-    at_nan = kind == "train" and steps_per_call.stops_at_nan(callbacks)
-    key = (id(strategy), feed.batches, at_nan)
-    programs = _made(model, kind).programs
-    if key not in programs:
-        _build(strategy, model, kind, feed)
-        programs[key] = strategy.program(model, kind, as_traced(strategy, model, feed.batches), at_nan)
-    return programs[key]

@@ -1,0 +1,70 @@
+"""The inner loops of a model, each made once: to build a graph is slow, so that they are kept with the model.
+
+A program lasts as long as Keras' own function for the steps, which `compile`, `make_train_function(force=True)` and
+the like replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tfdist.core import building, steps_per_call
+from tfdist.core.inner_loop import Program, as_traced
+from tfdist.data.pipeline import feed as feeds
+from tfdist.internals import keras as keras_internals
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
+
+
+@dataclass
+class _Made:
+    """What was made for the steps of one kind of a model.
+
+    Attributes:
+        function: Keras' own function for these steps.
+        built: the variables of the steps were made.
+        programs: by what they depend on.
+    """
+
+    function: Any
+    built: bool = False
+    programs: dict[Any, Program] = field(default_factory=dict)
+
+
+def program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Sequence[Any] = ()) -> Program:
+    """The inner loop for the batches of `feed`, as `callbacks` need it; `kind` is "train", "test" or "predict"."""
+    at_nan = kind == "train" and steps_per_call.stops_at_nan(callbacks)
+    key = (id(strategy), feed.batches, at_nan)
+    programs = _made(model, kind).programs
+    if key not in programs:
+        build(strategy, model, kind, feed)
+        programs[key] = strategy.program(model, kind, as_traced(strategy, model, feed.batches), at_nan)
+    return programs[key]
+
+
+def build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
+    """Makes the variables that the steps of `kind` need, unless that was done."""
+    made = _made(model, kind)
+    strategy.unseeded  # noqa: B018 - is made now: it cannot be while a graph is
+    if not made.built:
+        building.build(strategy, model, kind, feed.spec)
+        made.built = True
+
+
+def any_made(model: Any, kind: str) -> bool:
+    """Whether there is a program for the steps of `kind`."""
+    return bool(_made(model, kind).programs)
+
+
+def _made(model: Any, kind: str) -> _Made:
+    function = keras_internals.step_function(model, kind)
+    kinds = model.__dict__.get("_tfdist_made")
+    if kinds is None:
+        # Past Keras' attribute tracking, so that it is not saved with the model.
+        object.__setattr__(model, "_tfdist_made", kinds := {})
+    if kind not in kinds or kinds[kind].function is not function:
+        kinds[kind] = _Made(function)
+    return kinds[kind]
