@@ -6,17 +6,24 @@ Synopsis:
     >>> strategies.names()
     ['custom', 'horovod', 'mirrored', 'mpi_split', 'multiworker', 'parameter_server', 'single']
 
-A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. Names are found without
-importing TensorFlow.
+    >>> strategies.having("elastic")
+    ['horovod', 'multiworker']
+
+A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. The names, and what a module
+says about its strategy in `TRAITS`, are found without importing TensorFlow.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.strategies import _traits
+from tfdist.strategies._traits import Traits
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -25,6 +32,26 @@ if TYPE_CHECKING:
 def names() -> list[str]:
     """The names that `create` knows."""
     return [name for name in registry.names(__name__) if name != "base"]
+
+
+@functools.cache
+def traits(name: str) -> Traits:
+    """What the file of the strategy `name`, or the module of the user's own `module:Class`, says in `TRAITS`.
+
+    Raises:
+        UnknownNameError: no strategy has that name.
+    """
+    if ":" in name:
+        found = registry.source_file(name.partition(":")[0])
+        return Traits() if found is None else _traits.read(found)
+    if name not in names():
+        raise UnknownNameError("strategy", name, names())
+    return _traits.read(Path(__file__).with_name(f"{name}.py"))
+
+
+def having(trait: str) -> list[str]:
+    """The names of the strategies with a trait: an attribute of `Traits` that is set, or one of its `options`."""
+    return [name for name in names() if getattr(traits(name), trait, False) or trait in traits(name).options]
 
 
 def create(name: str, **options: Any) -> Strategy:

@@ -11,10 +11,9 @@ import functools
 import importlib.metadata
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.cluster import consensus, process_exit
@@ -23,7 +22,6 @@ from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, structures
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
@@ -184,27 +182,9 @@ class CommunicatingStrategy(base.Strategy):
                 return [step(base.Replica())]
             return [step(CollectiveReplica(self.communicator, self.packing))]
 
-    def run_joined(self, step: base.Step, join: Callable[[list[Any]], Any]) -> Any:
-        del join  # every replica has all of it
-        return self.run(lambda replica: replica.all_gather(step(replica)))[0]
-
-    @contextlib.contextmanager
-    def global_metrics(self, variables: Sequence[Any], name: str) -> Iterator[None]:
-        if self.world.world_size == 1:
-            yield
-            return
-        with added_up(self.communicator, [(variable, tf_variable(variable)) for variable in variables], name):
-            yield
-
-    def reset_metrics(self, model: Any) -> None:
-        super().reset_metrics(model)
-        if self.world.is_chief:
-            return
-        # A metric that is no sum may begin with something else than nothing, and that once in the job.
-        for metric in keras_internals.metrics_of(model):
-            if not keras_internals.is_additive(metric):
-                for variable in metric.variables:
-                    tf_variable(variable).assign(tf.zeros_like(tf_variable(variable)))
+    def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
+        values = super().sum_metrics(variables, name)
+        return values if self.world.world_size == 1 else summed(self.communicator, values, name)
 
     def exchange(self, message: bytes) -> list[bytes]:
         return self.communicator.exchange(message)
@@ -240,21 +220,12 @@ class CommunicatingStrategy(base.Strategy):
         return gone(self.world, silent, self.timeout_seconds) if silent else None
 
 
-@contextlib.contextmanager
-def added_up(communicator: Communicator, parts: Sequence[tuple[Any, Any]], name: str) -> Iterator[None]:
-    """The context in which Keras variables are read as the sums of their `parts` over the processes.
-
-    Args:
-        communicator: brings the processes together.
-        parts: (variable, what this process has of it).
-        name: of the exchange.
-    """
+def summed(communicator: Communicator, tensors: Sequence[tf.Tensor], name: str) -> list[Any]:
+    """The sums of `tensors` over the processes, sent in one buffer; `name` is that of the exchange."""
     reduce = gradient_reduction.packed(
         lambda sent: communicator.all_reduce(sent, name), gradient_reduction.Packing(None)
     )
-    sums = reduce([tf.convert_to_tensor(part) for _, part in parts])
-    with keras.StatelessScope([(variable, total) for (variable, _), total in zip(parts, sums, strict=True)]):
-        yield
+    return reduce(list(tensors))
 
 
 @functools.cache

@@ -15,16 +15,17 @@ SlowMo, ICLR 2020.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core.inner_loop import Logs, Outcome, StepProgram
+from tfdist.core import metrics
+from tfdist.core.inner_loop import Outcome, StepProgram, Steps
+from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.feed import ArrayBatches, Batches
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tf_variable
@@ -36,23 +37,21 @@ class AveragingProgram(StepProgram):
 
     Args:
         strategy: has the `communicator`.
-        model: compiled and built.
-        batches: the graph's side of the data of all processes.
+        steps: of training, on the batches of all processes.
         sync_every: average after so many steps; `None` averages at the end of an epoch alone.
     """
 
     meets_in_each_step = False
 
-    def __init__(self, strategy: Any, model: Any, batches: Batches, sync_every: int | None):
-        self._communicator = strategy.communicator
-        rank, size = self._communicator.rank, self._communicator.size
-        self._own = (
-            OwnBatches(batches, rank, size) if isinstance(batches, ArrayBatches) else _PartBatches(batches, rank, size)
-        )
+    def __init__(self, strategy: Any, steps: Steps, sync_every: int | None):
+        self._job = strategy
+        rank, size = strategy.communicator.rank, strategy.communicator.size
+        in_memory = isinstance(steps.batches, ArrayBatches)
+        self._own: Any = (OwnBatches if in_memory else _PartBatches)(steps.batches, rank, size)  # type: ignore[arg-type]
         self._sync_every = sync_every
-        self._averages = _Averages(self._communicator, model)
+        self._averages = _Averages(strategy.communicator, steps.model)
         self._state: tuple[Any, Any] = (None, None)
-        super().__init__(base.OnThisProcess(strategy), model, "train_step", self._own, stop_at_nan=False)
+        super().__init__(base.OnThisProcess(strategy), dataclasses.replace(steps, batches=self._own, stop_at_nan=False))
 
     def begin_epoch(self) -> None:
         self._averages.begin_epoch()
@@ -72,7 +71,7 @@ class AveragingProgram(StepProgram):
             done, ended, own = done + outcome.steps, outcome.data_ended, outcome.logs or own
             if self._sync_every is not None and (first + done) % self._sync_every == 0:
                 self._averages.take()
-        merged = self._averages.merged_metrics() if done else {}
+        merged = metrics.results(self._job, self._model) if done else {}
         return Outcome(done, ended, own | {name: value for name, value in merged.items() if name in own})
 
     def end_epoch(self) -> dict[str, float]:
@@ -137,21 +136,6 @@ class _Averages:
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
         return {"disagreement": disagreement, "sync_seconds": mean}
 
-    def merged_metrics(self) -> dict[str, Any]:
-        """The results of the metrics over all processes; each one's own part stays in its variables."""
-        variables = self._model.metrics_variables
-        states = np.concatenate(
-            [np.asarray(tf_variable(v), np.float64).reshape(-1) for v in variables] or [np.zeros(0)]
-        )
-        self._communicator.sum_in_place(states)
-        pieces = np.split(states, np.cumsum([math.prod(v.shape) for v in variables])[:-1])
-        merged = [
-            (v, tf.constant(piece.reshape(v.shape), tf_variable(v).dtype))
-            for v, piece in zip(variables, pieces, strict=True)
-        ]
-        with keras.StatelessScope(merged):
-            return self._model.get_metrics_result()
-
     def _pack(self) -> tf.Tensor:
         flat = [tf.reshape(tf.cast(tf_variable(variable), tf.float32), [-1]) for variable in self._variables]
         return tf.concat([tf.zeros(0), *flat], 0)
@@ -173,7 +157,7 @@ def _is_float(variable: Any) -> bool:
     return tf_variable(variable).dtype.is_floating
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OwnBatches(Batches):
     """The examples of one process, which are the same in every epoch: its part of `np.array_split`.
 
@@ -229,7 +213,7 @@ class OwnBatches(Batches):
         return tf.cast((2 * own_count * seen + examples) // (2 * examples), tf.int32)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _PartBatches(Batches):
     """Batches that are not in memory cannot be split once: each process takes its part of every one."""
 

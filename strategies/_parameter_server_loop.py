@@ -10,19 +10,20 @@ A closure that was begun twice, because its worker was gone or silent, counts on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import assignments, exact_step, fused_optimizers
-from tfdist.core.inner_loop import Logs, Outcome, OwnLogs, Program, StepProgram, float_spec, joined
+from tfdist.core import assignments, exact_step, fused_optimizers, metrics
+from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
+from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.feed import ArrayBatches, Batches, FetchedBatches
 from tfdist.errors import ClusterError
 from tfdist.internals import keras as keras_internals
@@ -47,35 +48,39 @@ class ClosureProgram(StepProgram):
 
     meets_in_each_step = False
 
-    def __init__(self, strategy: Any, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
-        self._sender = _Sender(strategy, batches)
-        self._trains = step_name == "train_step"
+    def __init__(self, strategy: Any, steps: Steps):
+        self._sender = _Sender(strategy, steps.batches)
+        self._trains = steps.kind == "train"
         self._late = _Late()
         self._operations = math.inf  # of a step, not known before it is traced
-        super().__init__(strategy, model, step_name, self._sender.batches, stop_at_nan)
+        super().__init__(strategy, dataclasses.replace(steps, batches=self._sender.batches))
+        self._codec = _Codec(_Result.spec(steps.model.metrics_variables, self._own_logs or {}))
 
     def begin_epoch(self) -> None:
         self._late = _Late()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         before = self._iterations()
-        done, ended, own = 0, False, self._own_logs
-        metrics: list[list[np.ndarray]] = []
+        done, ended = 0, False
+        own: Logs = {}
+        added: list[Sequence[np.ndarray]] = []
         for wanted in self._rounds(count):
             work = list(self._sender.closures(state, first + done, wanted, self._closure_length(wanted)))
-            vectors = self._traced(functools.partial(self._send, work))
-            results = [self._read(vector) for vector in vectors]
-            metrics += [result.metrics for result in results]
-            done += sum(result.steps for result in results)
+            results = [self._codec.unpack(vector) for vector in self._send(work)]
+            added += [result.metrics for result in results]
+            done += sum(int(result.steps) for result in results)
             if results:
                 own = results[-1].own_logs
+            if self._trains:
+                self._late.note(results)
             ended = sum(closure.steps for closure in work) < wanted
             if ended or not all(result.finite for result in results):
                 break
-        self._merge(metrics)
+        with self._strategy.scope():
+            metrics.add(self._model.metrics_variables, added)
         self._note_repeated(self._iterations() - before - done)
         late = self._late.logs() if self._strategy.staleness != 0 else {}  # with no other's updates, none of it
-        return Outcome(done, ended, self._results(own or {}) | late if done else {})
+        return Outcome(done, ended, self._results(own) | late if done else {})
 
     def _rounds(self, count: int) -> list[int]:
         """Within a round of S + 1 steps, at most S updates come between a step's reading and its writing."""
@@ -127,32 +132,16 @@ class ClosureProgram(StepProgram):
 
         states = _small_states(self._model)
         begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in states]
-        metrics = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
-        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), metrics + begun, self._no_logs()]
+        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
+        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), nothing + begun, self._no_logs()]
         if unrolled:
             carried = functools.reduce(lambda before, _: body(*before), range(STEPS_OF_A_CLOSURE), start)
         else:
             carried = tf.while_loop(proceed, body, start)
         done, finite, total, largest, values, own = carried
-        for variable, before, after in zip(states, begun, values[len(metrics) :], strict=True):
+        for variable, before, after in zip(states, begun, values[len(nothing) :], strict=True):
             tf_variable(variable).assign_add(after - before)  # others may have added theirs
-        numbers = tf.nest.flatten([done, finite, total, largest, values[: len(metrics)], own])
-        return tf.concat([tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers], 0)
-
-    def _read(self, vector: np.ndarray) -> _Result:
-        """The parts of what `_closure` returned."""
-        steps, finite, late_total, late_max = vector[:4]
-        if self._trains:
-            self._late.note(int(steps), int(late_total), int(late_max))
-        position, metrics = 4, []
-        for variable in self._model.metrics_variables:
-            size = int(np.prod(variable.shape))
-            metrics.append(vector[position : position + size].reshape(variable.shape))
-            position += size
-        own = None
-        if self._own_logs is not None:
-            own = tf.nest.pack_sequence_as(self._own_logs, list(vector[position:].astype(np.float32)))
-        return _Result(int(steps), bool(finite), metrics, own)
+        return self._codec.pack(_Result(done, finite, total, largest, values[: len(nothing)], own))
 
     def _worker_step(self, state: Any, batch: Any, values: Any) -> tuple[Any, tf.Tensor, Logs]:
         """One step of one worker: what it carries, how many updates came in between, the step's logs."""
@@ -169,8 +158,6 @@ class ClosureProgram(StepProgram):
 
         with fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=True), self._own_metrics():
             ((values, late, logs),) = self._strategy.run(on_replica)
-        if self._own_logs is None and set(logs) != self._metric_names():
-            raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         return values, late, logs
 
     def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -179,14 +166,6 @@ class ClosureProgram(StepProgram):
         total = keras_internals.loss_tracker(self._model).total
         index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
         return tf.math.is_finite(values[index])
-
-    def _merge(self, results: Sequence[Sequence[np.ndarray]]) -> None:
-        with self._strategy.scope():
-            for variable, *added in zip(self._model.metrics_variables, *results, strict=True):
-                if added:
-                    tf_variable(variable).assign_add(
-                        np.sum(added, axis=0).astype(tf_variable(variable).dtype.as_numpy_dtype)
-                    )
 
     def _iterations(self) -> int:
         return int(keras_internals.iterations(self._model.optimizer).numpy()) if self._trains else 0
@@ -200,10 +179,10 @@ class ClosureProgram(StepProgram):
 class ClosurePredictProgram(Program):
     """Runs `model.predict_step` on the workers."""
 
-    def __init__(self, strategy: Any, model: Any, batches: Batches):
+    def __init__(self, strategy: Any, steps: Steps):
         self._strategy = strategy
-        self._model = model
-        self._sender = _Sender(strategy, batches)
+        self._model = steps.model
+        self._sender = _Sender(strategy, steps.batches)
         self._function = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
@@ -225,7 +204,7 @@ class ClosurePredictProgram(Program):
         return self._strategy.run(on_replica)[0]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Closure:
     """Some steps, as the arguments of the function that a worker runs.
 
@@ -240,12 +219,59 @@ class Closure:
     whole: bool = False
 
 
-@dataclass(frozen=True)
-class _Result:
-    steps: int
-    finite: bool
-    metrics: list[np.ndarray]
-    own_logs: Logs | None
+class _Result(NamedTuple):
+    """What the coordinator must know of a closure: tensors on the worker, NumPy arrays on the coordinator.
+
+    Attributes:
+        steps: how many it ran.
+        finite: whether the loss still is.
+        late_total: the staleness of its steps, added up.
+        late_max: the largest staleness of a step.
+        metrics: what it added to each variable of the metrics.
+        own_logs: what the last step returned, where that is not the results of the metrics.
+    """
+
+    steps: Any
+    finite: Any
+    late_total: Any
+    late_max: Any
+    metrics: list[Any]
+    own_logs: Logs
+
+    @classmethod
+    def spec(cls, metrics_variables: Sequence[Any], own_logs: Any) -> _Result:
+        """The shapes and dtypes of a result."""
+        count = tf.TensorSpec([], tf.int32)
+        added = [tf.TensorSpec(variable.shape, tf_variable(variable).dtype) for variable in metrics_variables]
+        return cls(count, tf.TensorSpec([], tf.bool), count, count, added, own_logs)
+
+
+class _Codec:
+    """Packs a structure of tensors into one vector and back: a vector travels faster than several tensors.
+
+    The vector is float64, which holds integers up to 2^53 exactly.
+
+    Args:
+        spec: a structure of `tf.TensorSpec`s of known shapes.
+    """
+
+    def __init__(self, spec: Any):
+        self._spec = spec
+
+    def pack(self, structure: Any) -> tf.Tensor:
+        """The vector, inside a graph."""
+        numbers = tf.nest.flatten(structure)
+        return tf.concat([tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers], 0)
+
+    def unpack(self, vector: np.ndarray) -> Any:
+        """The structure, of NumPy arrays."""
+        specs = tf.nest.flatten(self._spec)
+        pieces = np.split(vector, np.cumsum([spec.shape.num_elements() for spec in specs])[:-1])
+        arrays = [
+            piece.reshape(spec.shape).astype(spec.dtype.as_numpy_dtype)
+            for piece, spec in zip(pieces, specs, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self._spec, arrays)
 
 
 class _Late:
@@ -254,10 +280,11 @@ class _Late:
     def __init__(self) -> None:
         self._steps = self._total = self._max = 0
 
-    def note(self, steps: int, total: int, largest: int) -> None:
-        self._steps += steps
-        self._total += total
-        self._max = max(self._max, largest)
+    def note(self, results: Sequence[_Result]) -> None:
+        for result in results:
+            self._steps += int(result.steps)
+            self._total += int(result.late_total)
+            self._max = max(self._max, int(result.late_max))
 
     def logs(self) -> Logs:
         if not self._steps:

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tensorflow as tf
 
@@ -29,7 +29,11 @@ from tfdist.core.replica import Replica
 from tfdist.errors import DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _devices as device_choice
+
+if TYPE_CHECKING:
+    from tfdist.core.inner_loop import Program, Steps
 
 Step = Callable[[Replica], Any]
 
@@ -98,10 +102,13 @@ class Strategy:
         """The context in which a model and its optimizer are made and compiled."""
         return contextlib.nullcontext()
 
-    def global_metrics(self, variables: Sequence[Any], name: str) -> contextlib.AbstractContextManager[Any]:
-        """The context in which `variables` of metrics are read as they are over all replicas; `name` is its own."""
-        del variables, name
-        return self.scope()
+    def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
+        """The values over all replicas of `variables` of metrics, of which a replica may have its part.
+
+        Called in the strategy's scope, inside a graph or outside; `name` tells it from other sums of the same step.
+        """
+        del name
+        return [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
 
     def on_this_process(self) -> Strategy:
         """One replica on the first device, as if there were no others."""
@@ -135,10 +142,6 @@ class Strategy:
         """Calls `step(replica)` for each replica of this process and returns what each of them returned."""
         raise NotImplementedError
 
-    def run_joined(self, step: Step, join: Callable[[list[Any]], Any]) -> Any:
-        """What `step` returned on all replicas of the job, joined in their order."""
-        return join(self.run(step))
-
     def exchange(self, message: bytes) -> list[bytes]:
         """What each process of the job says, by rank; all processes must call it."""
         return [message]
@@ -166,10 +169,6 @@ class Strategy:
             self.given.forget()  # what differed is told, and a later call has other data
             raise
 
-    def reset_metrics(self, model: Any) -> None:
-        """Has the metrics of `model` begin anew."""
-        model.reset_metrics()
-
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         """A whole number of each process, int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
         return number[tf.newaxis]
@@ -189,13 +188,13 @@ class Strategy:
         if self.world.world_size > 1 and tensorflow_internals.global_seed() is None:
             tf.random.set_seed(self.seed)
 
-    def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
-        """The inner loop of `kind`: "train", "test" or "predict"; see `tfdist.core.inner_loop`."""
+    def program(self, steps: Steps) -> Program:
+        """The inner loop that runs `steps`."""
         from tfdist.core import inner_loop
 
-        if kind == "predict":
-            return inner_loop.PredictProgram(self, model, batches)
-        return inner_loop.StepProgram(self, model, f"{kind}_step", batches, stop_at_nan)
+        return (
+            inner_loop.PredictProgram(self, steps) if steps.kind == "predict" else inner_loop.StepProgram(self, steps)
+        )
 
     def share_variables(self, variables: Sequence[Any]) -> None:
         """Gives Keras `variables` the chief's values in every process."""

@@ -23,6 +23,7 @@ from tfdist.communicators import horovod_timeline as timelines
 from tfdist.core import gradient_reduction
 from tfdist.errors import UnknownNameError
 from tfdist.strategies import _collective as collective
+from tfdist.strategies._traits import Traits
 
 # Horovod looks for new tensors so often, in milliseconds. Its default, 1, is a part of a small step.
 CYCLE_TIME_MS = "0.1"
@@ -110,3 +111,9 @@ def _settings(timeout_seconds: float) -> dict[str, str]:
 
 
 STRATEGY = HorovodStrategy
+TRAITS = Traits(
+    processes=True,
+    elastic=True,
+    package="horovod",
+    options=("compression", "timeline", "timeout_seconds", "callback_timeout_seconds"),
+)

@@ -11,10 +11,12 @@ from typing import Any
 
 from tfdist.cluster import process_exit
 from tfdist.communicators import mpi
+from tfdist.core.inner_loop import Program, Steps
 from tfdist.data.pipeline import together
 from tfdist.errors import UsageError
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _local_sgd as local_sgd
+from tfdist.strategies._traits import Traits
 
 EPOCH = "epoch"
 
@@ -47,15 +49,15 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
     def options(self) -> dict[str, Any]:
         return super().options() | {"sync_every": self._sync_every or EPOCH}
 
-    def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
-        if kind == "train" and self.world.world_size > 1:
-            if isinstance(batches, together.JoinedBatches):
+    def program(self, steps: Steps) -> Program:
+        if steps.kind == "train" and self.world.world_size > 1:
+            if isinstance(steps.batches, together.JoinedBatches):
                 raise UsageError(
                     "`mpi_split` divides the data among the processes itself, and `per_process` has them divided",
                     "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
                 )
-            return local_sgd.AveragingProgram(self, model, batches, self._sync_every)
-        return super().program(model, kind, batches, stop_at_nan)
+            return local_sgd.AveragingProgram(self, steps, self._sync_every)
+        return super().program(steps)
 
 
 @functools.cache
@@ -68,3 +70,9 @@ def _join() -> mpi.MpiCommunicator:
 
 
 STRATEGY = MpiSplitStrategy
+TRAITS = Traits(
+    processes=True,
+    mpi=True,
+    package="mpi4py",
+    options=("sync_every", "timeout_seconds", "callback_timeout_seconds"),
+)

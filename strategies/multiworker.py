@@ -31,6 +31,7 @@ from tfdist.options import checked_seconds
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import base
+from tfdist.strategies._traits import Traits
 
 SOCKETS = "sockets"
 COMMUNICATIONS = {
@@ -187,28 +188,25 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
-    def run_joined(self, step: base.Step, join: Callable[[list[Any]], Any]) -> Any:
-        del join  # every replica has all of it
-        return self.run(lambda replica: replica.all_gather(step(replica)))[0]
-
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
         stack.enter_context(self.guard())
         stack.enter_context(super().scope())
         return stack
 
-    @contextlib.contextmanager
-    def global_metrics(self, variables: Sequence[Any], name: str) -> Iterator[None]:
+    def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         outside = [one for one in variables if not self.is_ours(one)]
         if outside:  # each process has its own, of which nobody knows that it is a part
             raise self.made_outside(f"variable `{outside[0].path}` of a metric")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(super().global_metrics(variables, name))
-            if self.communicator is not None:
-                local = self.tf_strategy.experimental_local_results
-                parts = [(one, local(tf_variable(one))[0]) for one in variables if _is_added_up(tf_variable(one))]
-                stack.enter_context(collective.added_up(self.communicator, parts, name))
-            yield
+        if self.communicator is None:
+            return super().sum_metrics(variables, name)
+        local, in_parts = self.tf_strategy.experimental_local_results, list(map(_is_in_parts, variables))
+        parts = [local(tf_variable(one))[0] for one, part in zip(variables, in_parts, strict=True) if part]
+        sums = iter(collective.summed(self.communicator, list(map(tf.convert_to_tensor, parts)), name))
+        return [
+            next(sums) if part else tf.convert_to_tensor(tf_variable(one))
+            for one, part in zip(variables, in_parts, strict=True)
+        ]
 
     def exchange(self, message: bytes) -> list[bytes]:
         return _exchange_by(self.tf_strategy, self.communicator)(message)
@@ -265,9 +263,9 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         return gone(self.world, silent, self._timeout_seconds) if silent else failure
 
 
-def _is_added_up(value: Any) -> bool:
+def _is_in_parts(variable: Any) -> bool:
     """Whether each replica has a part of it, as of the state of a metric."""
-    on_read, of_parts = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+    value, on_read, of_parts = tf_variable(variable), tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
     return value.synchronization == on_read and value.aggregation == of_parts
 
 
@@ -397,3 +395,4 @@ def _join(
 
 
 STRATEGY = MultiWorkerStrategy
+TRAITS = Traits(processes=True, elastic=True, options=("compression", "timeout_seconds", "callback_timeout_seconds"))

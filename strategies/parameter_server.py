@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.cluster import ports, rendezvous
 from tfdist.cluster.world import Task, World, cores
+from tfdist.core.inner_loop import Program, Steps
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -30,6 +31,7 @@ from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _parameter_server_loop as parameter_server_loop
 from tfdist.strategies import _sharded_variable as sharded_variable
 from tfdist.strategies import base
+from tfdist.strategies._traits import Traits
 
 # A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
 SHARD_BYTES = 8 << 20
@@ -180,10 +182,10 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         own = {"staleness": self.staleness, "shard_bytes": self.shard_bytes}
         return super().options() | own | {"workers": self.num_workers, "ps": len(self._job.tasks_of("ps"))}
 
-    def program(self, model: Any, kind: str, batches: Any, stop_at_nan: bool) -> Any:
-        if kind == "predict":
-            return parameter_server_loop.ClosurePredictProgram(self, model, batches)
-        return parameter_server_loop.ClosureProgram(self, model, f"{kind}_step", batches, stop_at_nan)
+    def program(self, steps: Steps) -> Program:
+        if steps.kind == "predict":
+            return parameter_server_loop.ClosurePredictProgram(self, steps)
+        return parameter_server_loop.ClosureProgram(self, steps)
 
     def run(self, step: base.Step) -> list[Any]:
         return base.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(ServedReplica())))
@@ -280,3 +282,4 @@ def _threads_needed(world: World) -> int:
 
 
 STRATEGY = ParameterServerStrategy
+TRAITS = Traits(processes=True, servers=True, options=("staleness", "shard_bytes", "timeout_seconds"))

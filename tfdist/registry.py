@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tfdist.errors import UnknownNameError, UsageError
@@ -83,6 +85,16 @@ def resolve(reference: str, kind: str) -> Callable[..., Any]:
             f"make it a function that returns the {kind}",
         )
     return function
+
+
+def source_file(module_name: str) -> Path | None:
+    """The source of a module, which is not imported, though the packages around it are; `None` where there is none."""
+    _make_importable(os.getcwd())
+    try:
+        found = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        return None
+    return Path(found.origin) if found is not None and found.origin and found.origin.endswith(".py") else None
 
 
 def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, options: Mapping[str, Any]) -> Any:
@@ -150,12 +162,16 @@ def _value(text: str) -> Any:
         return text
 
 
-def _import(module_name: str, reference: str, kind: str) -> Any:
-    directory = os.getcwd()
+def _make_importable(directory: str) -> None:
     if directory not in sys.path and "" not in sys.path:
         sys.path.insert(0, directory)
     # A file that was written after the interpreter last looked into its folder is found too.
     importlib.invalidate_caches()
+
+
+def _import(module_name: str, reference: str, kind: str) -> Any:
+    directory = os.getcwd()
+    _make_importable(directory)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -212,7 +212,7 @@ def test_a_difference_is_not_hidden_by_dropout(contestant):
     assert raised.value.layer == "planted"
 
 
-QUICK_CASES = ["remainder 1", "mixed float16, inf on one replica", "synchronized batch norm", "auc"]
+QUICK_CASES = ["remainder 1", "mixed bfloat16", "mixed float16, inf on one replica", "synchronized batch norm", "auc"]
 ALL_CASES = [
     pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.thorough, id=name) for name in cases.CASES
 ]

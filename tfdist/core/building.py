@@ -15,7 +15,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfdist.core import exact_step, replica_context
+import tensorflow as tf
+
+from tfdist.core import exact_step, metrics, replica_context
 from tfdist.core.replica import Replica
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -47,7 +49,7 @@ class Rehearsal(Replica):
         del function, values
 
 
-def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> None:
+def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
     """Makes the variables of the step of `kind`: "train", "test" or "predict".
 
     Args:
@@ -55,15 +57,27 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> None:
         model: compiled, or to predict alone.
         kind: of the step.
         spec: of a global batch, as `tf.TypeSpec`s.
+
+    Returns:
+        What the step returns, as `tf.TensorSpec`s; `None` if these are the results of the metrics, and of a step that
+        is not traced.
     """
     keras_internals.look_up_rows()
     if strategy.runs_eagerly(model) or not _is_needed(model, kind):
-        return
+        return None
     before = len(_variables(model))
     with tensorflow_internals.scratch_graph(strategy.scope) as outside:
         batch = tensorflow_internals.placeholders(keras_internals.without_optionals(spec))
-        _rehearse(model, kind, batch, outside, strategy.unseeded)
+        logs = _rehearse(model, kind, batch, outside, strategy.unseeded)
     _share_new(strategy, model, before)
+    if kind == "predict" or not isinstance(logs, dict) or set(logs) == metrics.names(model):
+        return None
+    return tf.nest.map_structure(_float_spec, logs)
+
+
+def _float_spec(value: Any) -> tf.TensorSpec:
+    """How a value travels among the logs of a step; a number of Python has no shape."""
+    return tf.TensorSpec(getattr(value, "shape", ()), tf.float32)
 
 
 def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None:
@@ -97,16 +111,17 @@ def _is_needed(model: Any, kind: str) -> bool:
     return keras_internals.has_own_step(model, kind) or not keras_internals.is_built(model, kind)
 
 
-def _rehearse(model: Any, kind: str, batch: Any, outside: Any, unseeded: Any) -> None:
+def _rehearse(model: Any, kind: str, batch: Any, outside: Any, unseeded: Any) -> Any:
+    """What the step of the user's own returns; `None` where Keras' own is built without it."""
     exact_step.install()
     replica = Rehearsal(outside)
     replica.unseeded = unseeded
     with replica_context.on_replica(replica):
-        if kind == "train" and not keras_internals.has_own_step(model, kind):
-            keras_internals.forward(model, batch)
-            optimizer = model.optimizer
-            if optimizer is not None and not optimizer.built:
-                with outside():
-                    optimizer.build(model.trainable_variables)
-        else:
-            getattr(model, f"{kind}_step")(batch)
+        if kind != "train" or keras_internals.has_own_step(model, kind):
+            return getattr(model, f"{kind}_step")(batch)
+        keras_internals.forward(model, batch)
+        optimizer = model.optimizer
+        if optimizer is not None and not optimizer.built:
+            with outside():
+                optimizer.build(model.trainable_variables)
+        return None

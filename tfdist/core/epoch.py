@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from tfdist.core import programs, steps_per_call
-from tfdist.core.inner_loop import Logs, Program, merged_metrics
+from tfdist.core import metrics, programs, steps_per_call
+from tfdist.core.inner_loop import Program
+from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.passes import Passes
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class EpochRunner:
             setattr(self._model, STOPS[self._kind], stop)
         self._passes.end_epoch(self._done - first, self._data_ended)
         if first and self._done == first:  # resumed behind the last step of the epoch
-            self._logs = merged_metrics(self._strategy, self._model)
+            self._logs = metrics.results(self._strategy, self._model)
         return self._logs | self._program.end_epoch()
 
     def _begin(self, first: int) -> None:

@@ -19,17 +19,15 @@ import keras
 import tensorflow as tf
 
 from tfdist.core import building, exact_step, fused_optimizers, gradient_tape, metrics
-from tfdist.core.replica import Replica, Unbuilt
+from tfdist.core.metrics import Logs
+from tfdist.core.replica import Replica
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.keras import tf_variable
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
-
-Logs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,24 @@ class Outcome:
     logs: Logs
 
 
-class OwnLogs(Exception):  # noqa: N818 - not an error
-    """Raised while tracing: the model's step returns logs that are not its metrics, so the loop must carry them."""
+@dataclass(frozen=True)
+class Steps:
+    """The steps that a program is made for.
 
-    def __init__(self, spec: Any):
-        super().__init__()
-        self.spec = spec
+    Attributes:
+        model: compiled and built.
+        kind: "train", "test" or "predict".
+        batches: the graph's side of the data.
+        stop_at_nan: end a call at the first step after which the loss is not finite.
+        own_logs: of a traced step that returns something else than the results of the metrics, what it returns, as
+            `tf.TensorSpec`s; `None` for the results of the metrics.
+    """
+
+    model: Any
+    kind: str
+    batches: Batches
+    stop_at_nan: bool = False
+    own_logs: Any = None
 
 
 def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:
@@ -80,45 +90,24 @@ class Program:
 
 
 class StepProgram(Program):
-    """Runs `model.train_step` or `model.test_step`.
-
-    Args:
-        strategy: where the replicas are.
-        model: compiled and built.
-        step_name: `"train_step"` or `"test_step"`.
-        batches: the graph's side of the data.
-        stop_at_nan: end a call at the first step after which the loss is not finite.
-    """
+    """Runs `model.train_step` or `model.test_step`."""
 
     meets_in_each_step: ClassVar[bool] = True  # the replicas of a step exchange what belongs to it
 
-    def __init__(self, strategy: Strategy, model: Any, step_name: str, batches: Batches, stop_at_nan: bool):
+    def __init__(self, strategy: Strategy, steps: Steps):
         self._strategy = strategy
-        self._model = model
-        self._step_name = step_name
-        self._batches = batches
-        self._stop_at_nan = stop_at_nan and keras_internals.loss_tracker(model) is not None
-        self._build = _builder(strategy, model, step_name.removesuffix("_step"), batches)
-        self._own_logs: Any = None
+        self._model = steps.model
+        self._step_name = f"{steps.kind}_step"
+        self._batches = steps.batches
+        self._stop_at_nan = steps.stop_at_nan and keras_internals.loss_tracker(steps.model) is not None
+        self._own_logs = steps.own_logs
+        self._build = _builder(strategy, steps)
         self._metrics_updated: set[int] = set()
         self._one_step, self._many_steps = self._make_functions()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        arguments = state, tf.constant(first), tf.constant(count)
-        steps, more, logs = self._traced(lambda: self._function(count)(*arguments))
+        steps, more, logs = self._function(count)(state, tf.constant(first), tf.constant(count))
         return Outcome(int(steps), not bool(more), logs if int(steps) else {})
-
-    def _traced(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, with graphs made anew where tracing shows logs of the step's own, or a new optimizer."""
-        while True:
-            try:
-                return call()
-            except OwnLogs as found:
-                self._own_logs = found.spec
-            except Unbuilt as found:
-                with self._strategy.scope():
-                    found.optimizer.build(found.variables)
-            self._one_step, self._many_steps = self._make_functions()
 
     def _function(self, count: int) -> Callable[..., Any]:
         # TensorFlow's profiler loses the markers of steps that run inside a graph's loop. Otherwise one graph runs all
@@ -168,8 +157,7 @@ class StepProgram(Program):
         logs: Logs = {}
         for batch in self._batches.take(state, int(first), int(count)):
             self._build(state, batch)
-            # What tracing a function of the step's own shows is seen to here: the batch is fetched once.
-            finite, logs = self._traced(functools.partial(self._step, state, batch))
+            finite, logs = self._step(state, batch)
             done += 1
             if not bool(finite):
                 break
@@ -190,17 +178,15 @@ class StepProgram(Program):
         logs: Logs = {}
         if self._returns_own(results[0]):
             logs = results[0]  # all replicas have the same
-            if self._own_logs is None and not tf.executing_eagerly():
-                raise OwnLogs(tf.nest.map_structure(float_spec, logs))
         finite = tf.constant(True)
         if self._stop_at_nan:
-            with self._strategy.global_metrics([keras_internals.loss_tracker(self._model).total], "finite"):
-                finite = tf.math.is_finite(tf.convert_to_tensor(keras_internals.loss_tracker(self._model).total))
+            total = keras_internals.loss_tracker(self._model).total
+            finite = tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
         return finite, logs
 
     def _returns_own(self, logs: Logs) -> bool:
         """Whether a step that returned `logs` returns more, or less, than the results of the metrics."""
-        return self._own_logs is not None or set(logs) != self._metric_names()
+        return self._own_logs is not None or set(logs) != metrics.names(self._model)
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
         if self.meets_in_each_step:
@@ -222,7 +208,7 @@ class StepProgram(Program):
                 "return a dict of metrics and their values",
             )
         counts = [name for name, value in logs.items() if replica.count > 1 and _is_count(value)]
-        for name in set(counts) - self._metric_names() if counts else ():
+        for name in set(counts) - metrics.names(self._model) if counts else ():
             raise UsageError(
                 f"`{self._step_name}` of the model `{self._model.name}` returned whole numbers as `{name}`, of which "
                 "nobody knows whether those of the replicas are to be added",
@@ -232,55 +218,26 @@ class StepProgram(Program):
         return logs
 
     def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
-        """The logs of a call: the metrics, or what the last step returned.
+        """The logs of a call: the results of the metrics, or what the last step returned.
 
-        What a step returned under the name of a metric that it updated was that metric's result on each replica; the
-        result over all of them takes its place. Processes may pair what they exchange for it by its order, so that
-        nothing is exchanged before `after` is there, which the last step gives.
+        Processes may pair what they exchange for it by its order, so that nothing is exchanged before `after` is
+        there, which the last step gives.
         """
         with tf.control_dependencies([] if after is None else [after]):
-            return self._with_results(own_logs) if own_logs else merged_metrics(self._strategy, self._model)
-
-    def _with_results(self, own_logs: Logs) -> Logs:
-        merged: Logs = {}
-        updated = [m for m in self._model.metrics if any(id(v) in self._metrics_updated for v in m.variables)]
-        with self._strategy.global_metrics(
-            [variable for metric in updated for variable in metric.variables], "metrics"
-        ):
-            for metric in updated:
-                result = _values(metric.result())
-                merged |= {metric.name: result} | (result if isinstance(result, dict) else {})
-        return own_logs | {name: value for name, value in merged.items() if name in own_logs}
-
-    def _metric_names(self) -> set[str]:
-        if not keras_internals.compiled_metrics_are_built(self._model):
-            return set()  # the step has not used them, and returns logs of its own
-        # Of constants, since a step that reads the metrics' variables would add them up over all processes.
-        constants = [(v, tf.zeros(v.shape, tf_variable(v).dtype)) for v in self._model.metrics_variables]
-        with keras.StatelessScope(constants):
-            return set(self._model.get_metrics_result())
-
-
-def merged_metrics(strategy: Strategy, model: Any) -> Logs:
-    """The results of the metrics of `model` over all replicas."""
-    with strategy.global_metrics(model.metrics_variables, "metrics"):
-        return _values(model.get_metrics_result())
-
-
-def _values(results: Any) -> Any:
-    """What metrics returned, with the present values of variables in their place."""
-    return tf.nest.map_structure(lambda one: one.value if isinstance(one, keras.Variable) else one, results)
+            if own_logs:
+                return metrics.results_in(self._strategy, self._model, own_logs, self._metrics_updated)
+            return metrics.results(self._strategy, self._model)
 
 
 class PredictProgram(Program):
     """Runs `model.predict_step`."""
 
-    def __init__(self, strategy: Strategy, model: Any, batches: Batches):
+    def __init__(self, strategy: Strategy, steps: Steps):
         self._strategy = strategy
-        self._model = model
-        self._batches = batches
-        self._eager = strategy.runs_eagerly(model)
-        self._build = _builder(strategy, model, "predict", batches)
+        self._model = steps.model
+        self._batches = steps.batches
+        self._eager = strategy.runs_eagerly(steps.model)
+        self._build = _builder(strategy, steps)
         self._function = self._predict if self._eager else _Graph(self._predict, strategy)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
@@ -299,20 +256,20 @@ class PredictProgram(Program):
             outputs, _ = exact_step.exactly(replica, self._model, self._model.predict_step)
             return keras_internals.tree.map_structure(replica.real_rows, outputs)
 
-        if self._batches.own:
+        if self._batches.own or self._strategy.world.world_size == 1:
             return joined(self._strategy.run(on_replica))
-        return self._strategy.run_joined(on_replica, joined)
+        return self._strategy.run(lambda replica: replica.all_gather(on_replica(replica)))[0]
 
 
-def _builder(strategy: Strategy, model: Any, kind: str, batches: Batches) -> Callable[[Any, Any], None]:
+def _builder(strategy: Strategy, steps: Steps) -> Callable[[Any, Any], None]:
     """For steps that are not traced: makes with the first batch what they cannot make on the way."""
     done = strategy.alone
 
     def build(state: Any, batch: Any) -> None:
         nonlocal done
         if not done:
-            data, _ = batches.part(state, batch, 0, 1)
-            building.build_eagerly(strategy, model, kind, data)
+            data, _ = steps.batches.part(state, batch, 0, 1)
+            building.build_eagerly(strategy, steps.model, steps.kind, data)
         done = True
 
     return build
@@ -375,8 +332,3 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
 def _is_count(value: Any) -> bool:
     """Whether a step computed it as a whole number; the numbers of Python are the same on all replicas."""
     return any(not isinstance(one, int | float) and tf.as_dtype(one.dtype).is_integer for one in tf.nest.flatten(value))
-
-
-def float_spec(value: Any) -> tf.TensorSpec:
-    """How a value travels among the logs of a step."""
-    return tf.TensorSpec(keras.ops.convert_to_tensor(value).shape, tf.float32)

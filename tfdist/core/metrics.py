@@ -1,6 +1,8 @@
-"""Metrics that are no sums over the examples are updated with the whole global batch, as one device updates them.
+"""Metrics over all replicas: how they are updated in a step, reset, and read between the steps.
 
-A metric of Keras adds up what it counts, so that each replica counts its own examples, and readers add up the counts.
+The state of Keras' own metrics is a sum over the examples: each replica counts its own examples, and the state over all
+replicas is the sum of theirs. How these sums are formed is all that a strategy says (`Strategy.sum_metrics`).
+
 Of a class of the user's own nobody knows that: a maximum, a mean of batch means, a number of batches are not sums. All
 replicas gather what such a metric is given, and update it alike. Two ways say that this is not needed:
 
@@ -12,14 +14,102 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.core import gradient_tape, keras_steps, replica_context
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals.keras import tf_variable
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
+
+Logs = dict[str, Any]
+
+
+def results(strategy: Strategy, model: Any) -> Logs:
+    """The results of the metrics of `model` over all replicas."""
+    with _over_all_replicas(strategy, model.metrics_variables):
+        return _values(model.get_metrics_result())
+
+
+def results_in(strategy: Strategy, model: Any, logs: Logs, updated: set[int]) -> Logs:
+    """`logs` that a step returned, with the results over all replicas of the metrics that it updated.
+
+    What a step returned under the name of a metric that it updated was that metric's result on one replica.
+
+    Args:
+        strategy: of the replicas.
+        model: has the metrics.
+        logs: what the step returned.
+        updated: the variables that the step has updated, by their `id`.
+    """
+    own = [metric for metric in model.metrics if any(id(variable) in updated for variable in metric.variables)]
+    merged: Logs = {}
+    with _over_all_replicas(strategy, [variable for metric in own for variable in metric.variables]):
+        for metric in own:
+            result = _values(metric.result())
+            merged |= {metric.name: result} | (result if isinstance(result, dict) else {})
+    return logs | {name: value for name, value in merged.items() if name in logs}
+
+
+def value(strategy: Strategy, variable: Any, name: str) -> tf.Tensor:
+    """One variable of a metric over all replicas; `name` tells this reading from others of the same step."""
+    with strategy.scope():
+        (total,) = strategy.sum_metrics([variable], name)
+    return total
+
+
+def names(model: Any) -> set[str]:
+    """The names of the results that Keras' own step returns; none where the compiled metrics were not used yet."""
+    if not keras_internals.compiled_metrics_are_built(model):
+        return set()
+    # Of constants, since a step that reads the metrics' variables would add them up over all processes.
+    constants = [(v, tf.zeros(v.shape, tf_variable(v).dtype)) for v in model.metrics_variables]
+    with keras.StatelessScope(constants):
+        return set(model.get_metrics_result())
+
+
+def reset(strategy: Strategy, model: Any) -> None:
+    """Has the metrics of `model` begin anew."""
+    model.reset_metrics()
+    if not strategy.metrics_by_process or strategy.world.is_chief:
+        return
+    # A metric that is not a sum may begin with something else than zero, and that counts once in the job.
+    for metric in keras_internals.metrics_of(model):
+        if not keras_internals.is_additive(metric):
+            for variable in metric.variables:
+                tf_variable(variable).assign(tf.zeros_like(tf_variable(variable)))
+
+
+def add(variables: Sequence[Any], parts: Iterable[Sequence[np.ndarray]]) -> None:
+    """Adds to the `variables` of metrics what each of `parts`, such as the closures of workers, has for them."""
+    for variable, *added in zip(variables, *parts, strict=True):
+        if added:
+            held = tf_variable(variable)
+            held.assign_add(np.sum(added, axis=0).astype(held.dtype.as_numpy_dtype))
+
+
+@contextlib.contextmanager
+def _over_all_replicas(strategy: Strategy, variables: Sequence[Any]) -> Iterator[None]:
+    """The context in which `variables` of metrics are read as they are over all replicas."""
+    with strategy.scope():
+        if strategy.alone:
+            yield
+            return
+        totals = strategy.sum_metrics(variables, "metrics")
+        with keras.StatelessScope(list(zip(variables, totals, strict=True))):
+            yield
+
+
+def _values(found: Any) -> Any:
+    """What metrics returned, with the present values of variables in their place."""
+    return tf.nest.map_structure(lambda one: one.value if isinstance(one, keras.Variable) else one, found)
 
 
 def gathered(model: Any) -> contextlib.AbstractContextManager[None]:

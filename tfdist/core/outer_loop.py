@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.cluster import consensus
-from tfdist.core import building, programs, verification
+from tfdist.core import building, metrics, programs, verification
 from tfdist.core.epoch import EpochRunner
-from tfdist.core.inner_loop import Logs
+from tfdist.core.metrics import Logs
 from tfdist.data.pipeline import feed as feeds
 from tfdist.data.pipeline import together
 from tfdist.data.pipeline.passes import Passes
@@ -129,7 +129,7 @@ def _run_epochs(
     epoch_logs: Logs | None = None
     for epoch in range(initial_epoch, epochs.stop):
         if not resume_batch:
-            strategy.reset_metrics(model)
+            metrics.reset(strategy, model)
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(runner.run(resume_batch or 0))
         # Past Keras' attribute tracking, so that it is not saved with the model.
@@ -270,7 +270,7 @@ def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) ->
     runner = EpochRunner(strategy, model, "test", passes, callbacks)
     model.stop_evaluating = False
     callbacks.on_test_begin()
-    strategy.reset_metrics(model)
+    metrics.reset(strategy, model)
     logs = keras_internals.pythonify_logs(runner.run(0))
     passes.close()
     callbacks.on_test_end(logs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tfdist.core import building, steps_per_call
-from tfdist.core.inner_loop import Program, as_traced
+from tfdist.core.inner_loop import Program, Steps, as_traced
 from tfdist.data.pipeline import feed as feeds
 from tfdist.internals import keras as keras_internals
 
@@ -26,11 +26,13 @@ class _Made:
     Attributes:
         function: Keras' own function for these steps.
         built: the variables of the steps were made.
+        own_logs: see `tfdist.core.inner_loop.Steps`.
         programs: by what they depend on.
     """
 
     function: Any
     built: bool = False
+    own_logs: Any = None
     programs: dict[Any, Program] = field(default_factory=dict)
 
 
@@ -41,7 +43,8 @@ def program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbac
     programs = _made(model, kind).programs
     if key not in programs:
         build(strategy, model, kind, feed)
-        programs[key] = strategy.program(model, kind, as_traced(strategy, model, feed.batches), at_nan)
+        batches = as_traced(strategy, model, feed.batches)
+        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, _made(model, kind).own_logs))
     return programs[key]
 
 
@@ -50,7 +53,7 @@ def build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
     made = _made(model, kind)
     strategy.unseeded  # noqa: B018 - is made now: it cannot be while a graph is
     if not made.built:
-        building.build(strategy, model, kind, feed.spec)
+        made.own_logs = building.build(strategy, model, kind, feed.spec)
         made.built = True
 
 

@@ -9,15 +9,8 @@ import tensorflow as tf
 
 from tfdist.communicators import opaque
 from tfdist.core import gradient_reduction, replica_context
+from tfdist.errors import UsageError
 from tfdist.internals.keras import tf_variable
-
-
-class Unbuilt(Exception):  # noqa: N818 - not an error
-    """Raised while tracing a step of several replicas: its optimizer has no variables yet, and gets them outside."""
-
-    def __init__(self, optimizer: Any, variables: Sequence[Any]):
-        super().__init__()
-        self.optimizer, self.variables = optimizer, list(variables)
 
 
 class Replica:
@@ -116,9 +109,17 @@ class Replica:
         return reduced
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Sees to it that `optimizer`, which has no variables yet, gets them for `variables`: outside of a graph."""
+        """`optimizer` has no variables yet, and makes them for `variables` on the way where the step is not traced.
+
+        Raises:
+            UsageError: it is traced, and when it was rehearsed it did not use the optimizer.
+        """
+        del variables
         if tf.inside_function():
-            raise Unbuilt(optimizer, variables)
+            raise UsageError(
+                f"The optimizer `{optimizer.name}` has no variables yet, and they cannot be made inside a graph",
+                "call `optimizer.build(model.trainable_variables)` before training",
+            )
 
     def settle(self) -> None:
         """Writes what the step has assigned so far, so that an update finds it."""

@@ -35,8 +35,8 @@ import tensorflow as tf
 
 from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
-from tfdist.core import exact_step, randomness
-from tfdist.core.inner_loop import StepProgram, as_traced
+from tfdist.core import building, exact_step, metrics, randomness
+from tfdist.core.inner_loop import StepProgram, Steps, as_traced
 from tfdist.data.pipeline.feed import BatchFeed
 from tfdist.errors import VerificationError
 from tfdist.internals import keras as keras_internals
@@ -136,10 +136,12 @@ def verify(strategy: Strategy, model: Any, batches: Sequence[Any]) -> Report:
     epsilon = _epsilon(strategy, model)
     watch = _Watch(strategy, model)
     with _state_kept(held), watch:
+        seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
         with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
-            reference, *nudged = _on_one_device(strategy, model, batches, compared, held, watch, epsilon)
-        program = strategy.program(model, "train", as_traced(strategy, model, BatchFeed.batches), False)
-        strategy.reset_metrics(model)
+            steps = Steps(model, "train", BatchFeed.batches, own_logs=seen)
+            reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
+        program = strategy.program(Steps(model, "train", as_traced(strategy, model, BatchFeed.batches), own_logs=seen))
+        metrics.reset(strategy, model)
         found = _run(program, batches, compared)
     report = _report(model, groups, watch.seen, epsilon, reference, nudged, found)
     _raise_if_different(strategy, model, report)
@@ -152,7 +154,7 @@ _Step = dict[tuple[str, str], np.ndarray]
 
 def _on_one_device(
     strategy: Strategy,
-    model: Any,
+    steps: Steps,
     batches: Sequence[Any],
     compared: Sequence[Any],
     held: Sequence[Any],
@@ -166,12 +168,12 @@ def _on_one_device(
     for number in range(1 + _NUDGES):
         # Operations of `tf.random` keep their state in a graph: each run begins with new ones.
         if program is None or watch.keeps_state:
-            program = StepProgram(strategy.on_this_process(), model, "train_step", BatchFeed.batches, False)
+            program = StepProgram(strategy.on_this_process(), steps)
         with _state_kept(held):
             if number:
-                _nudge(model.variables, epsilon, number)
+                _nudge(steps.model.variables, epsilon, number)
                 watch.noise.assign(epsilon * (-1) ** number)
-            model.reset_metrics()
+            steps.model.reset_metrics()
             runs.append(_run(program, batches, compared))
     watch.noise = None
     return runs
@@ -241,13 +243,17 @@ def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
 def _epsilon(strategy: Strategy, model: Any) -> float:
     """The machine epsilon of the coarsest type that layers compute in."""
     types = {str(layer.compute_dtype) for layer in keras_internals.all_layers(model)} | {"float32"}
-    found = [
-        float(tf.experimental.numpy.finfo(tf.as_dtype(name).as_numpy_dtype).eps) for name in types if "float" in name
-    ]
+    found = [_epsilon_of(tf.as_dtype(name).as_numpy_dtype) for name in types if "float" in name]
     on_gpu = any("GPU" in device for device in strategy.devices)
     if on_gpu and tf.config.experimental.tensor_float_32_execution_enabled():
         found.append(2.0**-10)  # of TensorFloat-32
     return max(found)
+
+
+def _epsilon_of(kind: type) -> float:
+    """The distance from 1 to the next number; NumPy's `finfo` does not know bfloat16."""
+    one, two = kind(1), kind(2)
+    return float(np.nextafter(one, two) - one)
 
 
 class _Seen(threading.local):
@@ -350,7 +356,7 @@ def _report(
     optimizer = {variable.path for variable in groups["optimizer"]}
     trainable = {variable.path for variable in model.trainable_variables}
     owners = _owners(model)
-    metrics = {metric.name for metric in keras_internals.metrics_of(model)}
+    metric_names = {metric.name for metric in keras_internals.metrics_of(model)}
     values = {v.path: float(np.max(np.abs(_value(v)), initial=0)) for group in groups.values() for v in group}
 
     def place(kind: str, name: str) -> tuple[str, str]:
@@ -359,7 +365,7 @@ def _report(
         of = seen.get((kind, name))
         if kind == "gradient" or kind in ("weight", "state"):
             return kind, owners.get(name if of is None else of.path, model.name)
-        if kind == "log" and name in metrics:
+        if kind == "log" and name in metric_names:
             return kind, name
         return kind, model.name if of is None else of.name
 

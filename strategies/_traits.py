@@ -1,0 +1,47 @@
+"""What commands must know of a strategy before they start processes, and before TensorFlow is imported.
+
+A strategy's file says it in one assignment of constants, which is read from the source:
+
+    TRAITS = Traits(processes=True, elastic=True, options=("compression",))
+
+One that has none trains in one process and needs nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What commands must know of a strategy.
+
+    Attributes:
+        processes: its replicas are in several processes.
+        servers: some of its processes are parameter servers.
+        elastic: its workers may come and go while a job runs.
+        mpi: its processes are started by `mpirun`.
+        package: the Python package that it needs beside those that tfdist always needs.
+        options: those of its options that `python -m tfdist.train` has an option for.
+    """
+
+    processes: bool = False
+    servers: bool = False
+    elastic: bool = False
+    mpi: bool = False
+    package: str | None = None
+    options: tuple[str, ...] = ()
+
+
+def read(path: Path) -> Traits:
+    """The traits that the source file of a strategy assigns to `TRAITS`; the file is not run."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and any(isinstance(target, ast.Name) and target.id == "TRAITS" for target in node.targets)
+        ):
+            return Traits(**{str(one.arg): ast.literal_eval(one.value) for one in node.value.keywords})
+    return Traits()
