@@ -101,7 +101,9 @@ def test_both_streams_may_be_closed():
 
 
 @NOT_TAKEN
-@pytest.mark.parametrize("command", [("tfdist.world",), ("tfdist.launch", "--emit", "slurm", "x.py")])
+@pytest.mark.parametrize(
+    "command", [("tfdist.world",), ("tfdist.launch", "--emit", "slurm", "x.py"), ("tfdist.train", "--help")]
+)
 def test_a_program_that_is_there_for_its_output_fails_in_a_sentence_where_nobody_takes_it(where, reason, command):
     done = run_with_stdout(where, "-m", *command)
     assert (done.returncode, done.stderr) == (

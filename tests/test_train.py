@@ -112,18 +112,16 @@ def test_a_strategy_that_cannot_be_is_told_in_a_sentence(tmp_path, options, said
     assert said in done.stderr and "hint: " in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("strategy", "package", "said"),
-    [("horovod", "horovod", "Horovod is not installed"), ("mpi_split", "mpi4py", "mpi4py is not installed")],
-)
-def test_a_missing_package_is_told_once_before_processes_are_started(tmp_path, strategy, package, said):
+@pytest.mark.parametrize(("strategy", "package"), [("horovod", "horovod"), ("mpi_split", "mpi4py")])
+def test_a_missing_package_is_told_once_before_processes_are_started(tmp_path, strategy, package):
     code = f"import sys; sys.modules[{package!r}] = None; from tfdist.train import main; main()"
     options = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--workers", "2", "--run-dir", "run"]
     done = subprocess.run(
         [sys.executable, "-c", code, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 2
-    assert (done.stdout + done.stderr).count(said) == 1 and "hint: " in done.stderr
+    said = f"The strategy `{strategy}` needs the package `{package}`, which is not installed"
+    assert (done.stdout + done.stderr).count(said) == 1 and "hint: run `make horovod`" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -5,12 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from tfdist import __main__, world
 from tfdist.cluster.world import ROLES, Task, World, expand_hosts
 from tfdist.errors import EXIT_USAGE, UsageError
-from tfdist.world import main
 
 # Other tests may have the cores at the same time.
 quick = settings(deadline=None, max_examples=50)
@@ -411,10 +412,12 @@ class TestExpandHosts:
 
 
 class TestCommand:
-    def test_it_prints_what_was_detected_and_from_where(self, monkeypatch, capsys):
-        monkeypatch.setenv("TF_CONFIG", tf_config({"worker": [A, B], "ps": ["[2001:db8::1]:5"]}, index=1)["TF_CONFIG"])
-        assert main() == 0
-        rows = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    @pytest.mark.parametrize(("command", "arguments"), [(world.command, []), (__main__.main, ["env"])])
+    def test_it_prints_what_was_detected_and_from_where(self, command, arguments):
+        job = tf_config({"worker": [A, B], "ps": ["[2001:db8::1]:5"]}, index=1)
+        done = CliRunner(env=job).invoke(command, arguments)
+        assert done.exit_code == 0
+        rows = [line.rstrip() for line in done.output.splitlines()]
         assert rows == [
             "source      TF_CONFIG",
             "rank        1 of 3",
@@ -425,11 +428,19 @@ class TestCommand:
         ]
 
     def test_a_malformed_one_ends_with_exit_code_2_and_without_tensorflow(self):
-        code = "import sys, tfdist.world as w; status = w.main(); print('tensorflow' in sys.modules, status)"
-        done = subprocess.run(
-            [sys.executable, "-c", code], env={"TF_CONFIG": "{"}, capture_output=True, text=True, check=True, timeout=60
+        code = (
+            "import atexit, sys, tfdist.world; atexit.register(lambda: print('tensorflow' in sys.modules)); "
+            "tfdist.world.main()"
         )
-        assert done.stdout == "False 2\n"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"TF_CONFIG": "{"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert (done.stdout, done.returncode) == ("False\n", 2)
         assert done.stderr.startswith("error: `TF_CONFIG` is `{`, which is not JSON")
         assert "hint: " in done.stderr
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, launch, train
+from tfdist import __version__, launch, train, world
+from tfdist.data import __main__ as data
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,6 +16,8 @@ def main() -> None:
 
 main.add_command(train.command, "train")
 main.add_command(launch.command, "launch")
+main.add_command(data.command, "data")
+main.add_command(world.command, "env")
 
 if __name__ == "__main__":
     main()

@@ -6,13 +6,12 @@ Nothing slow is imported here; the processes are started by `tfdist.launcher`.
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import click
 
 from tfdist import terminal
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import UsageError
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticWishes, elastic_options
 
@@ -29,7 +28,7 @@ Examples:
 
 
 @click.command(
-    cls=terminal.GroupedCommand,
+    cls=terminal.Command,
     epilog=EXAMPLES,
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -79,24 +78,21 @@ def command(
     max_workers: int | None,
     host_discovery_script: Path | None,
     **options: object,
-) -> None:
+) -> int:
     """Start PROGRAM, a script or a module with its arguments, in several processes of one job."""
-    try:
-        name = job.new_name()
-        wanted = job.Job(
-            command=("-m", *program) if module and program else program,
-            hosts=job.read_hostfile(hostfile) if hostfile else job.parse_hosts(hosts),
-            ssh_options=_words(ssh_options),
-            log_dir=log_dir or Path("logs") / name,
-            name=name,
-            **options,  # type: ignore[arg-type]
-        )
-        wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
-        code = _emit(wanted, emit) if emit else _run_elastic(wanted, wishes, hostfile) if elastic else _run(wanted)
-    except TfdistError as error:
-        click.echo(f"error: {error}", err=True)
-        code = error.exit_code
-    sys.exit(code)
+    name = job.new_name()
+    wanted = job.Job(
+        command=("-m", *program) if module and program else program,
+        hosts=job.read_hostfile(hostfile) if hostfile else job.parse_hosts(hosts),
+        ssh_options=_words(ssh_options),
+        log_dir=log_dir or Path("logs") / name,
+        name=name,
+        **options,  # type: ignore[arg-type]
+    )
+    wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
+    if emit:
+        return _emit(wanted, emit)
+    return _run_elastic(wanted, wishes, hostfile) if elastic else _run(wanted)
 
 
 def _words(text: str) -> tuple[str, ...]:

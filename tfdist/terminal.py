@@ -17,6 +17,8 @@ from typing import Any, TextIO, cast
 
 import click
 
+from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+
 # Where messages for the user go; the last one holds.
 _terminal: list[TextIO] = [sys.stderr]
 STDOUT, STDERR = 1, 2
@@ -145,8 +147,39 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-class GroupedCommand(click.Command):
-    """A command whose help lists its options under their headings, in the order in which these come first."""
+@contextlib.contextmanager
+def errors_shown() -> Iterator[None]:
+    """Ends the program where an error of tfdist's is raised, which is shown as its sentence and its hint."""
+    try:
+        yield
+    except TfdistError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+class Command(click.Command):
+    """A command that returns its exit code, or `None` for 0, and shows errors of tfdist's without a traceback.
+
+    Its help lists the options under their headings, in the order in which these come first.
+    """
+
+    def make_context(self, *args: Any, **named: Any) -> click.Context:
+        with errors_shown():
+            return super().make_context(*args, **named)
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.callback = _show_help
+        return option
+
+    def invoke(self, ctx: click.Context) -> None:
+        try:
+            with errors_shown():
+                code = super().invoke(ctx)
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+        sys.exit(code or 0)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -157,6 +190,14 @@ class GroupedCommand(click.Command):
         for heading, records in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=38)
+
+
+def _show_help(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    del option
+    if wanted and not ctx.resilient_parsing:
+        with any_stdout(needed=True):
+            click.echo(ctx.get_help())
+        ctx.exit()
 
 
 def options_of(group: str) -> Callable[..., Any]:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from tfdist.run.session import Session
 
 EXIT_UNEXPECTED = 1
-# The strategies that need a package of their own, and the communicator that says how to install it.
-ENGINES = {"horovod": ("horovod", "horovod"), "mpi_split": ("mpi4py", "mpi")}
 
 
 def _names(found: list[str] | tuple[str, ...], own: str = "") -> str:
@@ -52,11 +50,7 @@ def _take_recipe(context: click.Context, option: click.Parameter, name: str | No
     del option
     if name is None:
         return
-    try:
-        context.default_map = {**(context.default_map or {}), **recipes.load(name)}
-    except TfdistError as error:
-        click.echo(f"error: {error}", err=True)
-        context.exit(error.exit_code)
+    context.default_map = {**(context.default_map or {}), **recipes.load(name)}
 
 
 _data = terminal.options_of("Data")
@@ -74,16 +68,20 @@ Examples:
 """
 
 
-class _TrainCommand(terminal.GroupedCommand):
+class _TrainCommand(terminal.Command):
     """A command whose options, with `--resume`, are those of the run that it continues, unless others are given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            ctx.default_map = self._options_of_earlier_run(ctx, args)
-        except TfdistError as error:
-            click.echo(f"error: {error}", err=True)
-            ctx.exit(error.exit_code)
+        ctx.default_map = self._options_of_earlier_run(ctx, args)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> None:
+        try:
+            super().invoke(ctx)
+        except SystemExit as ended:
+            if ended.code:  # other processes of the job may wait for this one
+                process_exit.fail(int(ended.code))
+            raise
 
     def _options_of_earlier_run(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
         if "--resume" not in args:
@@ -218,36 +216,27 @@ def command(
     hostfile: Path | None,
     host_discovery_script: Path | None,
     **options: Any,
-) -> None:
+) -> int:
     """Train a model on a dataset with a strategy."""
-    try:
-        config = configs.TrainConfig(
-            **options,
-            devices=None if devices is None else configs.parse_devices(devices),
-            profile=None if profile is None else configs.parse_range(profile),
-            sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
-            data_options=registry.parse_options(data_option, "--data-option"),
-            model_options=registry.parse_options(model_option, "--model-option"),
-            strategy_options=registry.parse_options(strategy_option, "--strategy-option"),
-        )
-        world = World.detect()
-        counts = {"worker": workers, "ps": ps}
-        _check_processes(config, world, counts)
-        wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
-        _check_elastic(config, counts, wishes)
-        if hostfile and not elastic:
-            raise UsageError("`--hostfile` is set, and the job is not elastic", "start it by `python -m tfdist.launch`")
-        several = elastic or any(count is not None for count in counts.values())
-        starts = world.world_size == 1 and several and job_environment.JOB not in os.environ
-        code = _launch(config, counts, restarts, expose, wishes, hostfile) if starts else run(config, world)
-    except TfdistError as error:
-        click.echo(f"error: {error}", err=True)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    if code:
-        process_exit.fail(code)
-    sys.exit(code)
+    config = configs.TrainConfig(
+        **options,
+        devices=None if devices is None else configs.parse_devices(devices),
+        profile=None if profile is None else configs.parse_range(profile),
+        sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
+        data_options=registry.parse_options(data_option, "--data-option"),
+        model_options=registry.parse_options(model_option, "--model-option"),
+        strategy_options=registry.parse_options(strategy_option, "--strategy-option"),
+    )
+    world = World.detect()
+    counts = {"worker": workers, "ps": ps}
+    _check_processes(config, world, counts)
+    wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
+    _check_elastic(config, counts, wishes)
+    if hostfile and not elastic:
+        raise UsageError("`--hostfile` is set, and the job is not elastic", "start it by `python -m tfdist.launch`")
+    several = elastic or any(count is not None for count in counts.values())
+    starts = world.world_size == 1 and several and job_environment.JOB not in os.environ
+    return _launch(config, counts, restarts, expose, wishes, hostfile) if starts else run(config, world)
 
 
 def run(config: TrainConfig, world: World) -> int:
@@ -264,7 +253,7 @@ def run(config: TrainConfig, world: World) -> int:
     if not world.is_chief:
         config = dataclasses.replace(config, quiet=not config.verbose)
     # One that serves has its log there, and goes on with it when it comes back.
-    serves = config.strategy in configs.WITH_SERVERS and not world.is_chief
+    serves = config.traits.servers and not world.is_chief
     path = run_dir if world.is_chief else run_dir / f"rank-{world.rank}"
     folder = RunFolder(path, resume=config.resume or serves)
     with terminal.any_stdout(), terminal.stderr_to(None if config.verbose else folder.log) as stderr:
@@ -273,13 +262,12 @@ def run(config: TrainConfig, world: World) -> int:
 
 
 def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | None]) -> None:
-    able = {"worker": configs.OF_SEVERAL_PROCESSES, "ps": configs.WITH_SERVERS}
-    for role, count in counts.items():
-        option = "--workers" if role == "worker" else f"--{role}"
-        if count is not None and config.strategy not in able[role]:
+    for role, trait in (("worker", "processes"), ("ps", "servers")):
+        count, option = counts[role], "--workers" if role == "worker" else f"--{role}"
+        if count is not None and not getattr(config.traits, trait):
             raise UsageError(
                 f"`{option}` is {count}, and `{config.strategy}` has no use for it",
-                "use `--devices`, or one of the strategies " + _names(able[role]),
+                "use `--devices`, or one of the strategies " + _names(strategies.having(trait)),
             )
         there = len(world.tasks_of(role)) if world.tasks else world.world_size
         if count is not None and world.world_size > 1 and count != there:
@@ -287,18 +275,18 @@ def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | 
                 f"`{option}` is {count}, and {world.source} has {there}",
                 f"leave `{option}` out where the job is described already",
             )
-    if world.world_size > 1 and config.strategy not in configs.OF_SEVERAL_PROCESSES:
+    if world.world_size > 1 and not config.traits.processes:
         raise UsageError(
             f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
-            "unset it, or use one of the strategies " + _names(configs.OF_SEVERAL_PROCESSES),
+            "unset it, or use one of the strategies " + _names(strategies.having("processes")),
         )
 
 
 def _check_elastic(config: TrainConfig, counts: dict[str, int | None], wishes: ElasticWishes) -> None:
-    if wishes.elastic and config.strategy not in configs.ELASTIC:
+    if wishes.elastic and not config.traits.elastic:
         raise UsageError(
             f"`--elastic` is set, and the workers of `{config.strategy}` cannot come and go",
-            "use one of the strategies " + _names(configs.ELASTIC),
+            "use one of the strategies " + _names(strategies.having("elastic")),
         )
     if wishes.elastic and any(count is not None for count in counts.values()):
         raise UsageError("`--workers` is set beside `--elastic`", "say `--min-workers` and `--max-workers`")
@@ -316,7 +304,7 @@ def _launch(
     from tfdist.launcher import elastic
     from tfdist.launcher import run as launcher
 
-    _require_engine(config.strategy)
+    _require_package(config)
     members = wishes.members(hostfile) if wishes.elastic else None
 
     name = job.new_name()
@@ -324,8 +312,8 @@ def _launch(
     wanted = job.Job(
         command=("-m", "tfdist.train", *_arguments(), *(() if config.run_dir else ("--run-dir", str(run_dir)))),
         workers=2 if counts["worker"] is None else counts["worker"],
-        ps=int(config.strategy in configs.WITH_SERVERS) if counts["ps"] is None else counts["ps"],
-        mpi=config.strategy in configs.BY_MPI,
+        ps=int(config.traits.servers) if counts["ps"] is None else counts["ps"],
+        mpi=config.traits.mpi,
         restarts=restarts,
         expose=expose,
         log_dir=run_dir / "output",
@@ -341,11 +329,14 @@ def _launch(
     return launcher.run(wanted) if members is None else elastic.run(wanted, members)
 
 
-def _require_engine(strategy: str) -> None:
+def _require_package(config: TrainConfig) -> None:
     """Says that a package is missing before processes are started that would each say so."""
-    package, communicator = ENGINES.get(strategy, (None, None))
+    package = config.traits.package
     if package is not None and importlib.util.find_spec(package) is None:
-        importlib.import_module(f"tfdist.communicators.{communicator}").load()
+        raise UsageError(
+            f"The strategy `{config.strategy}` needs the package `{package}`, which is not installed",
+            "run `make horovod`, which installs MPI, mpi4py and Horovod",
+        )
 
 
 def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:

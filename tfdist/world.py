@@ -1,24 +1,19 @@
-"""`python -m tfdist.world`: what this process takes itself to be in its job, and from what."""
+"""`python -m tfdist.world`, or `tfdist env`: what this process takes itself to be in its job, and from what."""
 
 from __future__ import annotations
 
-import sys
-
+import click
 from rich.console import Console
 from rich.table import Table
 
 from tfdist import terminal
 from tfdist.cluster.world import World
-from tfdist.errors import UsageError
 
 
-def main() -> int:
-    """Prints what was detected and from where; 2 if that cannot be."""
-    try:
-        world = World.detect()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Show what this process is in its job (rank, world size, addresses), and which variables say so."""
+    world = World.detect()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("source", world.source)
     table.add_row("rank", f"{world.rank} of {world.world_size}")
@@ -28,8 +23,12 @@ def main() -> int:
     # Addresses are for copying: no line breaks, no colours, nothing taken for markup.
     with terminal.any_stdout(needed=True):
         Console(soft_wrap=True, highlight=False, markup=False).print(table)
-    return 0
+
+
+def main() -> None:
+    """The command."""
+    command(prog_name="python -m tfdist.world")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import click
 from tfdist import data, registry, terminal
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import bad_examples
-from tfdist.errors import TfdistError, UnknownNameError
+from tfdist.errors import UnknownNameError
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function"
 )
@@ -32,16 +31,12 @@ from tfdist.errors import TfdistError, UnknownNameError
 @click.option("--sheet", type=click.Path(path_type=Path), default="examples.png", show_default=True, help="the picture")
 def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], **options: Any) -> None:
     """Show a dataset's pipeline: its speed, its stages, the machine's bound, and some examples as a picture."""
-    try:
-        if options["split"] not in data.SPLITS:
-            raise UnknownNameError("split", options["split"], data.SPLITS)
-        settings = registry.parse_options(data_option, "--data-option")
-        policy = options.pop("on_bad_example")
-        source = data.load(dataset, data_dir, **settings, **({} if policy is None else {"on_bad_example": policy}))
-        show(source, **options)
-    except TfdistError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+    if options["split"] not in data.SPLITS:
+        raise UnknownNameError("split", options["split"], data.SPLITS)
+    settings = registry.parse_options(data_option, "--data-option")
+    policy = options.pop("on_bad_example")
+    source = data.load(dataset, data_dir, **settings, **({} if policy is None else {"on_bad_example": policy}))
+    show(source, **options)
 
 
 def show(

@@ -39,15 +39,9 @@ OPTIMIZERS = (
     "schedulefreeadamw",
     "sgd",
 )
-# The strategies whose replicas are in several processes.
-OF_SEVERAL_PROCESSES = ("horovod", "mpi_split", "multiworker", "parameter_server")
-OF_EQUAL_PROCESSES = ("horovod", "mpi_split", "multiworker")  # each of which waits for all others
-ELASTIC = ("horovod", "multiworker")  # their workers may come and go
-WITH_SERVERS = ("parameter_server",)
-BY_MPI = ("mpi_split",)
 SCHEDULES = ("constant", "cosine")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
-# The options of strategies of several processes for which the command has an option.
+# The options of strategies for which the command has an option.
 OF_STRATEGIES = (
     "compression",
     "staleness",
@@ -164,13 +158,6 @@ class TrainConfig:
             raise UsageError(f"`--seed` is {self.seed}", "use a number from 0 to 4294967295")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
-        _only_for(self, "compression", ("horovod", "multiworker"))
-        _only_for(self, "sync_every", BY_MPI)
-        _only_for(self, "timeline", ("horovod",))
-        _only_for(self, "staleness", WITH_SERVERS)
-        _only_for(self, "shard_bytes", WITH_SERVERS)
-        _only_for(self, "timeout_seconds", OF_SEVERAL_PROCESSES)
-        _only_for(self, "callback_timeout_seconds", OF_EQUAL_PROCESSES)
         for name in ("timeout_seconds", "callback_timeout_seconds"):
             if getattr(self, name) is not None:
                 checked_seconds(_option(name), getattr(self, name))
@@ -181,6 +168,11 @@ class TrainConfig:
         _check_optimizer(self)
 
     @property
+    def traits(self) -> strategies.Traits:
+        """What the strategy says of itself."""
+        return strategies.traits(self.strategy)
+
+    @property
     def load_options(self) -> dict[str, Any]:
         """The options of `tfdist.data.load`."""
         policy = {} if self.on_bad_example is None else {"on_bad_example": self.on_bad_example}
@@ -188,7 +180,13 @@ class TrainConfig:
 
 
 def _check_strategy_options(config: TrainConfig) -> None:
-    """Refuses an option of the strategy that is set in two places, or is one of the command's own."""
+    """Refuses an option that the strategy has no use for, is set in two places, or is one of the command's own."""
+    for name in OF_STRATEGIES:
+        if getattr(config, name) is not None and name not in config.traits.options:
+            raise UsageError(
+                f"`{_option(name)}` is set, and `{config.strategy}` has no use for it",
+                f"leave it out, or use the strategy {' or '.join(f'`{s}`' for s in strategies.having(name))}",
+            )
     for name in config.strategy_options:
         if name in ("devices", "seed"):
             raise UsageError(f"`--strategy-option` sets `{name}`, which the command sets", f"use `{_option(name)}`")
@@ -213,14 +211,6 @@ def _check_optimizer(config: TrainConfig) -> None:
     if not 0 <= config.warmup_epochs < config.epochs:
         raise UsageError(
             f"`--warmup-epochs` is {config.warmup_epochs:g} of {config.epochs} epochs", "use fewer than all of them"
-        )
-
-
-def _only_for(config: TrainConfig, name: str, strategies_with_it: tuple[str, ...]) -> None:
-    if getattr(config, name) is not None and config.strategy not in strategies_with_it:
-        raise UsageError(
-            f"`{_option(name)}` is set, and `{config.strategy}` has no use for it",
-            f"leave it out, or use the strategy {' or '.join(f'`{s}`' for s in strategies_with_it)}",
         )
 
 

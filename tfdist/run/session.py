@@ -25,7 +25,7 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.profiling import trace
 from tfdist.run import flops, optimizers, record
-from tfdist.run.config import OF_SEVERAL_PROCESSES, OF_STRATEGIES, TrainConfig
+from tfdist.run.config import OF_STRATEGIES, TrainConfig
 from tfdist.run.record import RunFolder, RunRecord
 
 
@@ -166,17 +166,15 @@ class Session:
             and flops.step_is_small(config.model, source.spec, config.batch_size, _model_options(config))
         ):
             options["threads"] = 1
-        if config.strategy in OF_SEVERAL_PROCESSES:
+        if config.traits.processes:
             options["job_settings"] = _job_settings(config)
-            options |= {name: value for name in OF_STRATEGIES if (value := getattr(config, name)) is not None}
+        options |= {name: value for name in OF_STRATEGIES if (value := getattr(config, name)) is not None}
         options |= config.strategy_options
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
             count = len(strategy.devices)
             what = "1 CPU device" if count == 1 else f"{count} logical CPU devices"
-            other = (
-                "; `--devices N` sets another number" if config.strategy not in OF_SEVERAL_PROCESSES else " a process"
-            )
+            other = " per process" if config.traits.processes else "; `--devices N` sets another number"
             self._show(f"No GPU found: `{config.strategy}` uses {what}{other}.")
         return strategy
 
@@ -335,8 +333,9 @@ class _Recorder(keras.callbacks.Callback):
 
 def _asks_chief_for_words(config: TrainConfig) -> bool:
     """Whether the dataset makes a vocabulary, and other processes shall have the same."""
-    several = config.strategy in OF_SEVERAL_PROCESSES
-    return several and data.knows(config.dataset, "vocabulary") and "vocabulary" not in config.load_options
+    return (
+        config.traits.processes and data.knows(config.dataset, "vocabulary") and "vocabulary" not in config.load_options
+    )
 
 
 def _vocabularies(source: data.Source) -> dict[str, list[str]]:

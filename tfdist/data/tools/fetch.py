@@ -6,19 +6,14 @@ from __future__ import annotations
 
 import sys
 
-from tfdist import data, registry
-from tfdist.errors import TfdistError
+from tfdist import data, registry, terminal
 
 
-def main(name: str, data_dir: str = "", *options: str) -> int:
-    """Makes sure that the dataset lies on the disk, and returns the exit code."""
-    try:
+def main(name: str, data_dir: str = "", *options: str) -> None:
+    """Makes sure that the dataset lies on the disk."""
+    with terminal.errors_shown():
         data.load(name, data_dir or None, **registry.parse_options(options, "OPTION"))
-    except TfdistError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])
