@@ -19,7 +19,8 @@ WITH_SYNOPSIS = [
     "tfdist.models",
     "tfdist.options",
     "tfdist.registry",
-    "tfdist.run.record",
+    "tfdist.run.folder",
+    "tfdist.run.schema",
     "tfdist.strategies",
     "tfdist.cluster.world",
 ]

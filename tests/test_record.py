@@ -17,14 +17,16 @@ from matplotlib.image import imread
 from pydantic import BaseModel, ValidationError
 
 from tfdist.errors import RunFolderError
-from tfdist.run import record as records
-from tfdist.run.record import EpochRecord, RunFolder, RunRecord, load
+from tfdist.run import curves, schema
+from tfdist.run import folder as folders
+from tfdist.run.folder import RunFolder, load_record
+from tfdist.run.schema import EpochRecord, RunRecord
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "run.json.md"
 
 
 def run_of(losses, *, validation=True, accuracy=True):
-    run = records.example()
+    run = schema.example()
     for number, loss in enumerate(losses, start=1):
         logs = {"loss": loss}
         if accuracy:
@@ -40,13 +42,14 @@ def folder(tmp_path):
     return RunFolder(tmp_path / "runs" / "first")
 
 
-def test_the_synopsis_runs():
-    assert doctest.testmod(records).failed == 0
+@pytest.mark.parametrize("module", [schema, folders])
+def test_the_synopsis_runs(module):
+    assert doctest.testmod(module).failed == 0
 
 
 def test_neither_tensorflow_nor_keras_nor_matplotlib_is_imported():
     code = (
-        "import sys, tfdist.run.record; print([m for m in ('tensorflow', 'keras', 'matplotlib') if m in sys.modules])"
+        "import sys, tfdist.run.folder; print([m for m in ('tensorflow', 'keras', 'matplotlib') if m in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert answer.stdout == "[]\n"
@@ -57,9 +60,9 @@ class TestRunJson:
         run = run_of([0.5, 0.25])
         run.status, run.reason = "stopped", "the target was reached"
         run.test_metrics = {"loss": 0.3}
-        run.time_to_target = records.TargetRecord(monitor="val_accuracy", target=0.9, seconds=3.0, epoch=2)
+        run.time_to_target = schema.TargetRecord(monitor="val_accuracy", target=0.9, seconds=3.0, epoch=2)
         folder.write(run)
-        assert load(folder.path) == run
+        assert load_record(folder.path) == run
 
     def test_numbers_that_are_not_finite_are_null_in_strict_json(self, folder):
         run = run_of([math.nan, math.inf, -math.inf])
@@ -72,7 +75,7 @@ class TestRunJson:
         written = json.loads(folder.run_json.read_text(encoding="utf-8"), parse_constant=refuse)
         assert [epoch["metrics"]["loss"] for epoch in written["epochs"]] == [None] * 3
         assert written["test_metrics"] == {"loss": None}
-        assert load(folder.path).epochs[0].metrics["val_loss"] is None
+        assert load_record(folder.path).epochs[0].metrics["val_loss"] is None
 
     def test_numpys_scalars_are_numbers(self):
         epoch = EpochRecord.from_logs(1, {"loss": np.float32(0.5)}, np.float64(1))
@@ -85,7 +88,7 @@ class TestRunJson:
         assert (epoch.examples_per_second, epoch.step_seconds) == (10.0, 0.1)
 
     def test_it_says_when_and_where_without_naming_the_machine(self, folder):
-        folder.write(records.example())
+        folder.write(schema.example())
         written = json.loads(folder.run_json.read_text(encoding="utf-8"))
         assert written["schema_version"] == 2
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", written["started"])
@@ -96,7 +99,7 @@ class TestRunJson:
         assert f'"{os.uname().nodename}"' not in folder.run_json.read_text(encoding="utf-8")
 
     def test_mistakes_of_the_writer_are_refused(self):
-        run = records.example()
+        run = schema.example()
         with pytest.raises(ValidationError):
             run.status = "finished"
         with pytest.raises(ValidationError):
@@ -106,7 +109,7 @@ class TestRunJson:
 
     def test_two_records_share_no_epochs(self):
         run_of([0.5])
-        assert records.example().epochs == []
+        assert schema.example().epochs == []
 
     def test_a_write_that_fails_leaves_the_record_before(self, folder, monkeypatch):
         folder.write(run_of([0.5]))
@@ -118,22 +121,22 @@ class TestRunJson:
         with pytest.raises(RunFolderError, match="No space left on device"):
             folder.write(run_of([0.5, 0.4]))
         monkeypatch.undo()
-        assert len(load(folder.path).epochs) == 1
+        assert len(load_record(folder.path).epochs) == 1
         assert [path.name for path in folder.path.iterdir()] == ["run.json"]
 
 
 class TestLoad:
     def test_no_record_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match=r"no `run\.json`.*No such file"):
-            load(tmp_path)
+            load_record(tmp_path)
 
     @pytest.mark.parametrize("version", [3, 10])
     def test_a_newer_schema_is_refused_by_its_version(self, folder, version):
-        folder.write(records.example())
+        folder.write(schema.example())
         written = json.loads(folder.run_json.read_text()) | {"schema_version": version, "new_field": 1}
         folder.run_json.write_text(json.dumps(written))
         with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 2") as error:
-            load(folder.path)
+            load_record(folder.path)
         assert "upgrade" in error.value.hint
 
     @pytest.mark.parametrize(
@@ -150,12 +153,12 @@ class TestLoad:
     def test_a_file_that_is_no_record_is_refused_with_the_place(self, folder, text, problem):
         folder.run_json.write_text(text)
         with pytest.raises(RunFolderError, match=f"not a valid record of a run: {problem}"):
-            load(folder.path)
+            load_record(folder.path)
 
     def test_bytes_that_are_no_text_are_refused(self, folder):
         folder.run_json.write_bytes(b"\xff\xfe\x00")
         with pytest.raises(RunFolderError, match="not a valid record"):
-            load(folder.path)
+            load_record(folder.path)
 
 
 class TestRunFolder:
@@ -167,7 +170,7 @@ class TestRunFolder:
         names = ["run_json", "history", "curves", "log", "tensorboard", "checkpoints", "model"]
         paths = [getattr(folder, name) for name in names]
         assert {path.parent for path in paths} == {folder.path}
-        assert sorted(path.name for path in paths) == sorted(records._NAMES)
+        assert sorted(path.name for path in paths) == sorted(folders._NAMES)
 
     def test_a_path_below_a_regular_file_is_refused(self, tmp_path):
         (tmp_path / "file").write_text("")
@@ -185,7 +188,7 @@ class TestRunFolder:
             RunFolder("/proc/self")  # not even root may make a file there
 
     def test_a_folder_with_another_run_is_refused_and_left_as_it_is(self, folder):
-        folder.write(records.example())
+        folder.write(schema.example())
         before = folder.run_json.read_bytes()
         with pytest.raises(RunFolderError, match=r"already holds a run: `run\.json`") as error:
             RunFolder(folder.path)
@@ -194,7 +197,7 @@ class TestRunFolder:
 
     def test_with_resume_that_run_goes_on(self, folder):
         folder.write(run_of([0.5]))
-        assert len(load(RunFolder(folder.path, resume=True).path).epochs) == 1
+        assert len(load_record(RunFolder(folder.path, resume=True).path).epochs) == 1
 
     def test_foreign_files_are_no_run(self, tmp_path):
         (tmp_path / "notes.txt").write_text("mine")
@@ -218,7 +221,7 @@ class TestHistory:
         assert rows[0]["train_seconds"] == "1.5"
 
     def test_before_the_first_epoch_it_has_the_heading(self, folder):
-        folder.write_history(records.example())
+        folder.write_history(schema.example())
         assert folder.history.read_text().startswith("epoch,train_seconds,evaluation_seconds,")
 
 
@@ -245,12 +248,12 @@ class TestCurves:
         assert height < width < 2 * height
 
     def test_before_the_first_epoch_there_is_no_picture(self, folder):
-        folder.draw_curves(records.example())
+        folder.draw_curves(schema.example())
         assert not folder.curves.exists()
 
     def panel(self, run, name):
         axes = Figure().subplots()
-        records._draw_panel(axes, run.epochs, name)
+        curves._draw_panel(axes, run.epochs, name)
         return axes, {line.get_label(): line for line in axes.lines}
 
     def test_the_best_validation_epoch_is_marked(self):
@@ -279,9 +282,9 @@ class TestCurves:
 
     def test_the_title_names_model_dataset_strategy_and_what_went_wrong(self):
         run = run_of([0.9])
-        assert records._title(run) == "cnn, fashion_mnist, mirrored on 2 replicas"
+        assert curves._title(run) == "cnn, fashion_mnist, mirrored on 2 replicas"
         run.status = "failed"
-        assert records._title(run).endswith("(failed)")
+        assert curves._title(run).endswith("(failed)")
 
     def test_a_folder_that_is_gone_is_an_error_of_ours(self, folder):
         folder.path.rmdir()
@@ -316,6 +319,6 @@ class TestSchema:
 
     def test_the_documented_version_and_statuses_are_the_records(self):
         text = SCHEMA.read_text(encoding="utf-8")
-        assert text.startswith(f"# `run.json`, schema version {records.SCHEMA_VERSION}\n")
-        for status in records.Status.__args__:
+        assert text.startswith(f"# `run.json`, schema version {schema.SCHEMA_VERSION}\n")
+        for status in schema.Status.__args__:
             assert f"`{status}`" in text

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from tfdist import data, models, train
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.run import config as configs
-from tfdist.run import flops, record
+from tfdist.run import flops
+from tfdist.run.folder import load_record
 
 QUICK = ["--dataset", "synthetic", "--model", "mlp", "--limit", "640"]
 
@@ -209,7 +210,7 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path):
     folder = tmp_path / "r"
     expected = {"run.json", "history.csv", "curves.png", "log.txt", "model.keras", "checkpoints", "tensorboard"}
     assert {path.name for path in folder.iterdir()} == expected | {"confusion_matrix.png"}
-    found = record.load(folder)
+    found = load_record(folder)
     assert found.status == "completed"
     assert [epoch.epoch for epoch in found.epochs] == [1, 2]
     assert found.startup_seconds > 0 and found.peak_memory_bytes > 0 and found.test_metrics["accuracy"] > 0
@@ -243,7 +244,7 @@ def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_pat
     for epochs in (2, 3):
         done = run("--resume", "--run-dir", "r", "--epochs", str(epochs), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        resumed = record.load(tmp_path / "r")
+        resumed = load_record(tmp_path / "r")
         assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, epochs + 1))
         assert (resumed.global_batch_size, resumed.seed, resumed.model.options) == (64, 3, {"width": "16"})
     assert "`elsewhere` has no `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
@@ -257,7 +258,7 @@ def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
     assert "already holds a run" in refuse(tmp_path, *base, "--epochs", 3)
     assert "--batch-size 32" in refuse(tmp_path, *base, "--epochs", 3, "--resume", "--batch-size", 64)
     assert run(*base, "--epochs", 3, "--resume", cwd=tmp_path).returncode == 0
-    resumed, unbroken = record.load(tmp_path / "r"), record.load(tmp_path / "whole")
+    resumed, unbroken = load_record(tmp_path / "r"), load_record(tmp_path / "whole")
     assert [epoch.metrics for epoch in resumed.epochs] == [epoch.metrics for epoch in unbroken.epochs]
     assert resumed.test_metrics == unbroken.test_metrics
 
@@ -265,7 +266,7 @@ def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
 def test_target_accuracy_stops_the_run_and_is_timed(tmp_path):
     options = [*QUICK, "--epochs", 20, "--target-accuracy", "0.3", "--run-dir", "r"]
     assert run("--strategy", "custom", *options, cwd=tmp_path).returncode == 0
-    found = record.load(tmp_path / "r")
+    found = load_record(tmp_path / "r")
     assert found.status == "stopped"
     assert found.time_to_target.epoch == len(found.epochs) < 20
     assert found.time_to_target.seconds > 0
@@ -284,7 +285,7 @@ def test_a_model_and_a_dataset_of_ones_own(tmp_path):
     options = ["--model", "mine:model", "--dataset", "mine:dataset", "--run-dir", "r", "--epochs", 1]
     done = run("--strategy", "custom", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert record.load(tmp_path / "r").model.name == "mine:model"
+    assert load_record(tmp_path / "r").model.name == "mine:model"
 
 
 @pytest.mark.parametrize("options", [["--devices", "CPU:7"], ["--devices", "GPU:0"]])
@@ -315,7 +316,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step(tmp_path):
     explosive = ["--optimizer", "sgd", "--learning-rate", "1e30"]
     message = refuse(tmp_path, "--strategy", "single", *QUICK, *explosive, "--run-dir", "r")
     assert "in epoch 1 at step 2" in message
-    assert record.load(tmp_path / "r").status == "failed"
+    assert load_record(tmp_path / "r").status == "failed"
 
 
 @pytest.mark.parametrize("then", ["pass", "raise RuntimeError('another process has gone')"])
@@ -345,7 +346,7 @@ train.main()
         timeout=120,
     )
     assert done.returncode == 130
-    assert record.load(tmp_path / "r").status == "interrupted"
+    assert load_record(tmp_path / "r").status == "interrupted"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -379,7 +380,7 @@ def test_ctrl_c_or_sigterm_closes_the_run_within_five_seconds(tmp_path, number):
         process.wait()
     assert process.returncode == 128 + number
     assert "--resume" in errors and "Traceback" not in errors
-    found = record.load(tmp_path / "r")
+    found = load_record(tmp_path / "r")
     assert found.status == "interrupted" and found.epochs
     assert found.reason == ("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
 

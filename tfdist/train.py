@@ -35,7 +35,8 @@ from tfdist.run import recipes
 
 if TYPE_CHECKING:
     from tfdist.run.config import TrainConfig
-    from tfdist.run.record import RunFolder, RunRecord
+    from tfdist.run.folder import RunFolder
+    from tfdist.run.schema import RunRecord
     from tfdist.run.session import Session
 
 EXIT_UNEXPECTED = 1
@@ -89,11 +90,11 @@ class _TrainCommand(terminal.Command):
         given = self._parsed(ctx, args)
         if not (given.get("resume") and given.get("run_dir")):
             return {}
-        from tfdist.run import record
+        from tfdist.run.folder import load_record
 
         if given.get("strategy") and not (Path(given["run_dir"]) / "run.json").exists():
             return {}  # a run that ended before it had begun
-        earlier = self._parsed(ctx, record.load(given["run_dir"]).command[2:])
+        earlier = self._parsed(ctx, load_record(given["run_dir"]).command[2:])
         recipe = earlier.pop("recipe", None)
         for name in ("resume", "run_dir"):
             earlier.pop(name, None)
@@ -245,7 +246,7 @@ def run(config: TrainConfig, world: World) -> int:
     Raises:
         TfdistError: before training began; later ones are shown, recorded and returned as their exit code.
     """
-    from tfdist.run.record import RunFolder
+    from tfdist.run.folder import RunFolder
 
     run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job_environment.JOB) or job.new_name(world))
     if os.environ.get(job_environment.RESTART, "0") != "0" and run_dir.exists():

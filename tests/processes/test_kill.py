@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.run import record
+from tfdist.run.folder import load_record
 
 OPTIONS = ["--dataset", "synthetic", "--model", "mlp", "--epochs", "12", "--quiet"]
 
@@ -54,7 +54,7 @@ def test_a_killed_run_that_is_resumed_ends_as_an_unbroken_one(strategy, tmp_path
     kill_after_an_epoch(strategy, tmp_path / "broken", moments.uniform(0, 0.8))
     kill_after_an_epoch(strategy, tmp_path / "broken", moments.uniform(4, 7), "--resume")
     finish(strategy, tmp_path / "broken", "--resume")
-    unbroken, broken = (record.load(tmp_path / name) for name in ("unbroken", "broken"))
+    unbroken, broken = (load_record(tmp_path / name) for name in ("unbroken", "broken"))
     assert [epoch.metrics for epoch in broken.epochs] == [epoch.metrics for epoch in unbroken.epochs]
     weights = [
         keras.models.load_model(tmp_path / name / "model.keras").get_weights() for name in ("unbroken", "broken")

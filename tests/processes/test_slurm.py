@@ -18,7 +18,7 @@ import pytest
 
 from tfdist.launcher import emit
 from tfdist.launcher.job import Job
-from tfdist.run import record
+from tfdist.run.folder import load_record
 
 # Daemons lie where only an administrator looks.
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
@@ -238,4 +238,4 @@ def test_a_run_goes_on_after_a_failure(slurm):
     state, output = slurm.end(slurm.submit(job, "--partition=one", "--nodes=1"))
     assert state == "COMPLETED", output
     assert "putting it back into the queue" in output
-    assert [epoch.epoch for epoch in record.load(folder).epochs] == list(range(1, 7)), output
+    assert [epoch.epoch for epoch in load_record(folder).epochs] == list(range(1, 7)), output

@@ -24,9 +24,10 @@ from tfdist.data.formats import text
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.profiling import trace
-from tfdist.run import flops, optimizers, record
+from tfdist.run import flops, optimizers, schema
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
-from tfdist.run.record import RunFolder, RunRecord
+from tfdist.run.folder import RunFolder, load_record
+from tfdist.run.schema import RunRecord
 
 
 class Session:
@@ -70,7 +71,7 @@ class Session:
     def run(self) -> RunRecord:
         """Trains, evaluates, saves; returns the record as it is on the disk."""
         config = self.config
-        earlier = record.load(self.folder.path) if config.resume and self.folder.run_json.exists() else None
+        earlier = load_record(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
             _refuse_other_run(config, earlier)
         if _asks_chief_for_words(config):
@@ -121,7 +122,7 @@ class Session:
             self._show_profile()
         return self.record
 
-    def close(self, status: record.Status, reason: str | None) -> None:
+    def close(self, status: schema.Status, reason: str | None) -> None:
         """Ends what is open and writes the record with how the run ended."""
         if self._profile is not None:
             self._profile.close()
@@ -184,27 +185,27 @@ class Session:
         return RunRecord(
             command=self._command if earlier is None else _continued(earlier.command, self._command),
             started=self._started if earlier is None else earlier.started,
-            machine=record.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
-            threads=record.Threads(
+            machine=schema.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
+            threads=schema.Threads(
                 intra_op=tf.config.threading.get_intra_op_parallelism_threads(),
                 inter_op=tf.config.threading.get_inter_op_parallelism_threads(),
             ),
-            strategy=record.StrategyRecord(
+            strategy=schema.StrategyRecord(
                 name=config.strategy, options=strategy.options(), replicas=strategy.num_replicas
             ),
-            world=record.WorldRecord(
+            world=schema.WorldRecord(
                 rank=world.rank,
                 world_size=world.world_size,
                 local_rank=world.local_rank,
                 local_world_size=world.local_world_size,
                 source=world.source,
             ),
-            model=record.ModelRecord(
+            model=schema.ModelRecord(
                 name=config.model,
                 parameters=model.count_params(),
                 options={name: str(value) for name, value in _model_options(config).items()},
             ),
-            dataset=record.DatasetRecord(
+            dataset=schema.DatasetRecord(
                 name=config.dataset,
                 examples=dict(source.spec.examples),
                 options={name: str(value) for name, value in config.load_options.items()},
@@ -315,13 +316,13 @@ class _Recorder(keras.callbacks.Callback):
         found = self._session.record
         assert found is not None
         found.epochs.append(
-            record.EpochRecord.from_logs(
+            schema.EpochRecord.from_logs(
                 epoch + 1, logs or {}, self._throughput.train_seconds, self._throughput.evaluation_seconds
             )
         )
         found.peak_memory_bytes = memory.peak_resident_bytes()
         if self._timer is not None:
-            found.time_to_target = record.TargetRecord(
+            found.time_to_target = schema.TargetRecord(
                 monitor=self._timer.monitor,
                 target=self._timer.target,
                 seconds=self._timer.seconds,

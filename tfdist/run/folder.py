@@ -1,0 +1,196 @@
+"""The run folder: where the files of a run lie, and how its record and history are written and read.
+
+Synopsis:
+
+    >>> import tempfile
+    >>> folder = RunFolder(Path(tempfile.mkdtemp()) / "run")
+    >>> folder.write(schema.example())
+    >>> load_record(folder.path).model.name
+    'cnn'
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from tfdist import files
+from tfdist.errors import RunFolderError
+from tfdist.run import curves, schema
+from tfdist.run.schema import EpochRecord, RunRecord
+
+
+class RunFolder:
+    """A folder for the files of one run.
+
+    Args:
+        path: the folder; made if it is not there.
+        resume: whether the files of a run may already lie in it.
+
+    Raises:
+        RunFolderError: it cannot be made or written; or it holds another run and `resume` is not set.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume: bool = False):
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        found = sorted(name for name in _NAMES if (self.path / name).exists())
+        if found and not resume:
+            names = ", ".join(f"`{name}`" for name in found)
+            raise RunFolderError(
+                f"The run folder `{self.path}` already holds a run: {names}",
+                f"continue it with `python -m tfdist.train --resume --run-dir {path}`, or choose another `--run-dir`",
+            )
+
+    @property
+    def run_json(self) -> Path:
+        """The record."""
+        return self.path / "run.json"
+
+    @property
+    def history(self) -> Path:
+        """One row an epoch."""
+        return self.path / "history.csv"
+
+    @property
+    def curves(self) -> Path:
+        """The picture of the run."""
+        return self.path / "curves.png"
+
+    @property
+    def log(self) -> Path:
+        """What TensorFlow and the run had to say."""
+        return self.path / "log.txt"
+
+    @property
+    def vocabulary(self) -> Path:
+        """The words of the input by number, a line each."""
+        return self.path / "vocabulary.txt"
+
+    @property
+    def target_vocabulary(self) -> Path:
+        """The words of the target by number, a line each."""
+        return self.path / "target_vocabulary.txt"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's events and traces."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The trained model, as Keras loads it."""
+        return self.path / "model.keras"
+
+    def write(self, record: RunRecord) -> None:
+        """Writes `run.json`, whole or not at all.
+
+        Raises:
+            RunFolderError: it cannot be written; the one before is intact.
+        """
+        self._write_text(self.run_json, record.model_dump_json(indent=2) + "\n")
+
+    def write_history(self, record: RunRecord) -> None:
+        """Writes `history.csv`: one row an epoch, all metrics that any epoch has, empty where one has not.
+
+        Raises:
+            RunFolderError: it cannot be written; the one before is intact.
+        """
+        rows = [_history_row(epoch) for epoch in record.epochs]
+        columns = dict.fromkeys(name for row in rows for name in row)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns or list(EpochRecord.model_fields)[:-1], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        self._write_text(self.history, text.getvalue())
+
+    def draw_curves(self, record: RunRecord) -> None:
+        """Draws `curves.png`: loss and accuracy by epoch, or nothing where no epoch is finished.
+
+        Raises:
+            RunFolderError: it cannot be written; the one before is intact.
+        """
+        if not record.epochs:
+            return
+        try:
+            files.write_whole(self.curves, lambda path: curves.draw(record, path))
+        except OSError as error:
+            raise _cannot_write(self.curves, error) from error
+
+    def _write_text(self, path: Path, text: str) -> None:
+        try:
+            files.write_text(path, text)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+
+_NAMES = ("run.json", "history.csv", "curves.png", "log.txt", "tensorboard", "checkpoints", "model.keras")
+
+
+def load_record(path: str | os.PathLike[str]) -> RunRecord:
+    """Reads the record in the run folder `path`.
+
+    Raises:
+        RunFolderError: there is none, it is not valid, or a newer tfdist wrote it.
+    """
+    file = Path(path) / "run.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(
+            f"The run folder `{path}` has no `run.json` that can be read: {error.strerror}",
+            "give the folder that `--run-dir` named",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _invalid(file, str(error)) from error
+    try:
+        version = _Versioned.model_validate_json(text).schema_version
+        if version > schema.SCHEMA_VERSION:
+            raise RunFolderError(
+                f"`{file}` has schema version {version}, and this tfdist reads up to {schema.SCHEMA_VERSION}",
+                "read it with the tfdist that wrote it, or a newer one: `pip install --upgrade tfdist`",
+            )
+        return RunRecord.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole file"
+        raise _invalid(file, f"{where}: {first['msg']}") from error
+
+
+class _Versioned(BaseModel):
+    schema_version: int = Field(ge=1)
+
+
+def _cannot_write(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"The run folder cannot be written: `{path}`: {error.strerror or error}",
+        "choose a folder that you can write, with room on its disk, with `--run-dir`",
+    )
+
+
+def _invalid(file: Path, problem: str) -> RunFolderError:
+    return RunFolderError(
+        f"`{file}` is not a valid record of a run: {problem}",
+        "it was not written by tfdist, or altered since; the schema is in docs/run.json.md",
+    )
+
+
+def _history_row(epoch: EpochRecord) -> dict[str, Any]:
+    figures = epoch.model_dump(exclude={"metrics"})
+    return figures | {name: value for name, value in epoch.metrics.items() if name not in figures}

@@ -1,0 +1,230 @@
+"""The schema of `run.json`: what a run records of itself.
+
+Every field is described in `docs/run.json.md`. This module imports neither TensorFlow nor Keras; who fills the record
+passes the values.
+
+Synopsis:
+
+    >>> record = example()
+    >>> record.epochs.append(EpochRecord.from_logs(1, {"loss": float("nan"), "step_seconds": 0.002}, 1.5))
+    >>> record.epochs[0].metrics  # JSON has no NaN; it is written as null
+    {'loss': None}
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import psutil
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+
+import tfdist
+from tfdist.cluster.world import cores
+
+SCHEMA_VERSION = 2
+
+
+def _finite_or_none(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if value is None or isinstance(value, str):
+        return value
+    number = float(value)  # NumPy's and TensorFlow's scalars too
+    return number if math.isfinite(number) else None
+
+
+Number = Annotated[float | None, BeforeValidator(_finite_or_none)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class Versions(_Part):
+    """The versions that computed the run; None for a package that was not there."""
+
+    python: str
+    tfdist: str
+    tensorflow: str | None
+    keras: str | None
+    numpy: str | None
+
+    @classmethod
+    def detect(cls) -> Versions:
+        """The installed versions, without importing anything."""
+        installed = {name: _installed_version(name) for name in ("tensorflow", "keras", "numpy")}
+        return cls(python=platform.python_version(), tfdist=tfdist.__version__, **installed)
+
+
+class Machine(_Part):
+    """The machine, without its name."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    platform: str
+    gpus: list[str]
+
+    @classmethod
+    def detect(cls, gpus: Sequence[str] = ()) -> Machine:
+        """This machine; TensorFlow alone can name the GPUs."""
+        return cls(
+            cpu=_cpu_model(),
+            cores=cores(),
+            memory_bytes=psutil.virtual_memory().total,
+            platform=platform.platform(),
+            gpus=list(gpus),
+        )
+
+
+class Threads(_Part):
+    """TensorFlow's thread pools; 0 leaves the number to TensorFlow."""
+
+    intra_op: int
+    inter_op: int
+
+
+class StrategyRecord(_Part):
+    """The strategy, by name and options."""
+
+    name: str
+    options: dict[str, Any]
+    replicas: int
+
+
+class WorldRecord(_Part):
+    """The place of the process that wrote the record; see `tfdist.cluster.world.World`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    source: str
+
+
+class ModelRecord(_Part):
+    """The model."""
+
+    name: str
+    parameters: int
+    options: dict[str, str] = {}
+
+
+class DatasetRecord(_Part):
+    """The dataset."""
+
+    name: str
+    examples: dict[str, int]
+    options: dict[str, str] = {}
+    augment: str = "none"
+    skipped: int = 0
+
+
+class EpochRecord(_Part):
+    """One epoch."""
+
+    epoch: int = Field(ge=1)
+    train_seconds: Number
+    evaluation_seconds: Number
+    examples_per_second: Number
+    step_seconds: Number
+    metrics: dict[str, Number]
+
+    @classmethod
+    def from_logs(
+        cls, epoch: int, logs: Mapping[str, Any], train_seconds: float, evaluation_seconds: float = 0.0
+    ) -> EpochRecord:
+        """The record of epoch number `epoch`, from 1, with the logs that Keras and our callbacks filled."""
+        metrics = {name: value for name, value in logs.items() if name not in _NOT_METRICS}
+        return cls(
+            epoch=epoch,
+            train_seconds=train_seconds,
+            evaluation_seconds=evaluation_seconds,
+            examples_per_second=logs.get("examples_per_second"),
+            step_seconds=logs.get("step_seconds"),
+            metrics=metrics,
+        )
+
+
+# What our callbacks put into the logs and the record holds elsewhere.
+_NOT_METRICS = ("examples_per_second", "step_seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
+
+
+class TargetRecord(_Part):
+    """The target, and when it was reached."""
+
+    monitor: str
+    target: float
+    seconds: Number = None
+    epoch: int | None = None
+
+
+Status = Literal["running", "completed", "stopped", "interrupted", "failed"]
+
+
+class RunRecord(_Part):
+    """All of `run.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    status: Status = "running"
+    reason: str | None = None
+    command: list[str]
+    started: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
+    versions: Versions = Field(default_factory=Versions.detect)
+    machine: Machine = Field(default_factory=Machine.detect)
+    threads: Threads | None = None
+    strategy: StrategyRecord
+    world: WorldRecord
+    model: ModelRecord
+    dataset: DatasetRecord
+    global_batch_size: int
+    per_replica_batch_size: int
+    seed: int | None
+    optimizer: str
+    learning_rate: Number
+    dtype_policy: str
+    startup_seconds: Number = None
+    epochs: list[EpochRecord] = []
+    peak_memory_bytes: int | None = None
+    peak_gpu_memory_bytes: int | None = None
+    time_to_target: TargetRecord | None = None
+    test_metrics: dict[str, Number] | None = None
+    files: dict[str, str] = {}
+
+
+def example() -> RunRecord:
+    """A record of a run that has just begun; for documentation and tests."""
+    return RunRecord(
+        command=["tfdist", "train", "--model", "cnn"],
+        strategy=StrategyRecord(name="mirrored", options={"devices": 2}, replicas=2),
+        world=WorldRecord(rank=0, world_size=1, local_rank=0, local_world_size=1, source="alone"),
+        model=ModelRecord(name="cnn", parameters=225_034),
+        dataset=DatasetRecord(name="fashion_mnist", examples={"train": 54_000, "validation": 6_000}),
+        global_batch_size=128,
+        per_replica_batch_size=64,
+        seed=0,
+        optimizer="adam",
+        learning_rate=0.001,
+        dtype_policy="float32",
+    )
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
