@@ -6,7 +6,7 @@ the gradient as large as the table.
 
 The floor of the sparse way is the table and the optimizer's one slot, for each copy of the variables, and what
 TensorFlow takes for itself: nothing of the table's size is made beside them (see
-`keras_internals.fill_large_variables_in_place`, which both ways profit from). With Adam it is the table and two slots.
+`keras_variables.fill_large_variables_in_place`, which both ways profit from). With Adam it is the table and two slots.
 
 Example: `python -m benchmarks.sparse --rows 1000000 --embedding 300`
 """

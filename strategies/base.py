@@ -28,6 +28,7 @@ from tfdist.cluster.world import World
 from tfdist.core.replica import Replica
 from tfdist.errors import DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches, keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _devices as device_choice
@@ -78,7 +79,7 @@ class Strategy:
         if threads is not None:
             device_choice.set_threads(threads, alone=threads == 1 and devices in (None, 1) and self.default_cpus == 1)
         self.devices = self.choose_devices(devices)
-        keras_internals.fill_large_variables_in_place()
+        keras_variables.fill_large_variables_in_place()
         self.set_up()
 
     def set_up(self) -> None:
@@ -277,7 +278,7 @@ class Strategy:
         self.check(model)
         if verify:
             self.require_as_one_device()
-        keras_internals.set_strategy(model, self)
+        keras_patches.set_strategy(model, self)
         keras_internals.set_to_verify(model, verify)
         return model
 

@@ -24,6 +24,7 @@ from tfdist.cluster.world import Task, World, cores
 from tfdist.core.inner_loop import Program, Steps
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
@@ -84,7 +85,7 @@ class ServedReplica(base.Replica):
         self._home = counter.device
         with tf.device(self._home):
             read = tf.identity(counter.read_value())
-        with keras_internals.counting(inner, count):
+        with keras_patches.counting(inner, count):
             yield late
 
 

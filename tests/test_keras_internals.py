@@ -1,4 +1,4 @@
-"""Fails when Keras changes what `tfdist.internals.keras` reaches into, and says what was seen before."""
+"""Fails when Keras changes what `tfdist.internals.keras` and its neighbours use, and says what was seen before."""
 
 import inspect
 import itertools
@@ -18,6 +18,7 @@ from keras.src.trainers import trainer
 
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data, keras_patches, keras_variables
 
 
 def parameters(function):
@@ -25,7 +26,7 @@ def parameters(function):
 
 
 def test_the_version_of_keras_is_the_one_that_was_read():
-    assert keras.__version__ == keras_internals.SEEN_IN, "read keras_internals.py against the new Keras first"
+    assert keras.__version__ == keras_internals.SEEN_IN, "read tfdist/internals/keras*.py against the new Keras first"
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_the_methods_of_a_model_lead_to_its_strategy_and_those_of_others_stay():
             return lambda model, *arguments, **named: (name, arguments, named)
 
     routed, plain = (keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]) for _ in range(2))
-    keras_internals.set_strategy(routed, Strategy())
-    for name in keras_internals.ROUTED:
+    keras_patches.set_strategy(routed, Strategy())
+    for name in keras_patches.ROUTED:
         assert getattr(routed, name)(1, two=2) == (name, (1,), {"two": 2})
         assert parameters(getattr(keras.Model, name))[:2] == ["self", "x"]
     assert plain.predict(np.ones((3, 2)), verbose=0).shape == (3, 1)
@@ -110,7 +111,7 @@ def test_the_methods_of_a_model_lead_to_its_strategy_and_those_of_others_stay():
 
 def test_nothing_is_assigned_where_nothing_is_to_be_assigned():
     variable = keras.Variable([1.0])
-    with keras_internals.assigning_nothing():
+    with keras_variables.assigning_nothing():
         variable.assign([2.0])
         made = keras.Variable([3.0])
     assert float(variable[0]) == 1.0
@@ -140,7 +141,7 @@ def test_what_is_trained_on_plain_variables_is_what_keras_trains_and_stays_outsi
     plain, model = made(), made()
     plain.train_on_batch(x, y)
     before, own = [value.tolist() for value in model.get_weights()], model.layers[0].kernel._value
-    with keras_internals.on_plain_variables(model, [*model.variables, *model.optimizer.variables]):
+    with keras_variables.on_plain_variables(model, [*model.variables, *model.optimizer.variables]):
         model.train_on_batch(x, y)
         trained = [value.tolist() for value in model.get_weights()]
     assert trained == [value.tolist() for value in plain.get_weights()] != before
@@ -165,7 +166,7 @@ def test_a_step_that_is_watched_tells_what_it_computes_and_keras_is_afterwards_a
         told.append((kind, [one.path for one in of] if kind == "gradients" else of.name))
         return value
 
-    with keras_internals.watching(model, see):
+    with keras_patches.watching(model, see):
         model.train_on_batch(np.ones((4, 2)), np.ones((4, 1)))
     assert told == [
         ("added loss", "adds"),
@@ -188,8 +189,8 @@ def test_a_batch_of_a_pydataset_is_standardized_as_keras_standardizes_it():
         def __getitem__(self, index):
             return np.ones((3, 2)), np.array([0, 1, 1])
 
-    adapter = keras_internals.get_data_adapter(x=Data(), class_weight={0: 1.0, 1: 2.0})
-    x, y, weight = keras_internals.standardized(adapter, Data()[0])
+    adapter = keras_data.get_data_adapter(x=Data(), class_weight={0: 1.0, 1: 2.0})
+    x, y, weight = keras_data.standardized(adapter, Data()[0])
     assert x.shape == (3, 2)
     assert y.tolist() == [0, 1, 1]
     assert np.asarray(weight).tolist() == [1.0, 2.0, 2.0]
@@ -209,7 +210,7 @@ def test_around_the_update_of_an_optimizer_its_gradients_can_be_changed_and_none
 
     plain, doubled, scaled = (keras.optimizers.SGD(0.1, clipvalue=3.0) for _ in range(3))
     for optimizer in (doubled, scaled):
-        keras_internals.set_around_apply(optimizer, double)
+        keras_patches.set_around_apply(optimizer, double)
     outside = keras.optimizers.LossScaleOptimizer(scaled, initial_scale=2.0)
     for optimizer, expected in ((plain, -0.2), (doubled, -0.3), (outside, -0.2)):
         variable = keras.Variable([0.0])
@@ -222,7 +223,7 @@ def test_looking_up_rows_gives_what_taking_them_gives():
     table = keras.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     indices = keras.ops.convert_to_tensor([[2, 0], [-1, 2]])
     expected = inspect.unwrap(numpy.take)(table, indices, axis=0)
-    keras_internals.look_up_rows()
+    keras_variables.look_up_rows()
     with tf.GradientTape() as tape:
         found = keras.ops.take(table, indices, axis=0)
     assert np.array_equal(found, expected)
@@ -234,7 +235,7 @@ def test_looking_up_rows_gives_what_taking_them_gives():
 
 
 def test_outside_of_a_replica_keras_is_as_it_was():
-    keras_internals.install()
+    keras_patches.install()
     values = keras.ops.convert_to_tensor([1.0, 3.0])
     assert float(loss_module.reduce_values(values)) == 2.0
     mean = keras.metrics.Mean()
@@ -245,10 +246,10 @@ def test_outside_of_a_replica_keras_is_as_it_was():
 
 MEMORY = """
 import keras, numpy as np, tensorflow as tf
-from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
 from tfdist.callbacks import memory
 
-keras_internals.fill_large_variables_in_place()
+keras_variables.fill_large_variables_in_place()
 shape, size_bytes = (100_000, 200), 80_000_000
 tf.function(lambda: tf.random.stateless_uniform((3,), (1, 2)))()  # what TensorFlow needs for the first one
 initializers = (keras.initializers.RandomUniform(seed=1), keras.initializers.Constant(0.1))
@@ -267,13 +268,13 @@ def test_large_variables_are_filled_without_further_tensors_of_their_size_and_as
 
 
 def test_constants_are_folded_again_once_a_large_variable_is_filled():
-    keras_internals.fill_large_variables_in_place()
+    keras_variables.fill_large_variables_in_place()
     keras.Variable(keras.initializers.RandomNormal(seed=1), shape=(1 << 12, 1 << 12))
     assert tf.config.optimizer.get_experimental_options()["constant_folding"]
 
 
 def test_copies_of_a_large_variable_on_the_cpu_share_no_memory():
-    keras_internals.fill_large_variables_in_place()
+    keras_variables.fill_large_variables_in_place()
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         variable = keras.Variable(keras.initializers.RandomNormal(seed=1), shape=(1 << 12, 1 << 12))
@@ -283,8 +284,8 @@ def test_copies_of_a_large_variable_on_the_cpu_share_no_memory():
 
 
 def test_a_generators_batches_are_asked_for_through_the_attribute_that_is_wrapped():
-    adapter = keras_internals.get_data_adapter(x=((np.ones([2, 1]) * k,) for k in range(3)))
-    assert isinstance(adapter, keras_internals.GeneratorDataAdapter)
+    adapter = keras_data.get_data_adapter(x=((np.ones([2, 1]) * k,) for k in range(3)))
+    assert isinstance(adapter, keras_data.GeneratorDataAdapter)
     whole = adapter.generator
     adapter.generator = lambda: itertools.islice(whole(), 1)
     assert len(list(adapter.get_tf_dataset())) == 1

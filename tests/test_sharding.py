@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
 from tfdist.strategies import _sharded_variable as sharded_variable
 
 VALUES = np.arange(14, dtype="float32").reshape(7, 2)
@@ -31,7 +31,7 @@ def test_it_is_read_as_a_whole(table, keras_variable):
 
 
 def test_rows_are_looked_up_in_any_order_and_shape(keras_variable):
-    keras_internals.look_up_rows()
+    keras_variables.look_up_rows()
     indices = tf.constant([[6, 0, 6], [2, 3, -1]])
     assert np.array_equal(keras.ops.take(keras_variable, indices, axis=0), VALUES[indices.numpy()])
     with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
@@ -47,7 +47,7 @@ def test_what_is_assigned_reaches_each_part(table, keras_variable):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_its_gradient_is_sparse_where_rows_were_looked_up(keras_variable, traced):
-    keras_internals.look_up_rows()
+    keras_variables.look_up_rows()
     indices = tf.constant([5, 0, 5])
 
     def gradients():
@@ -74,7 +74,7 @@ def test_its_gradient_is_sparse_where_rows_were_looked_up(keras_variable, traced
 
 
 def test_its_gradient_crosses_a_function(keras_variable):
-    keras_internals.look_up_rows()
+    keras_variables.look_up_rows()
     look_up = tf.function(lambda indices: keras.ops.take(keras_variable, indices, axis=0))
     with tf.GradientTape() as tape:
         found = tf.reduce_sum(look_up(tf.constant([6, 1])))

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist.core import exact_step, metrics, replica_context
 from tfdist.core.replica import Replica
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data, keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
         What the step returns, as `tf.TensorSpec`s; `None` if these are the results of the metrics, and of a step that
         is not traced.
     """
-    keras_internals.look_up_rows()
+    keras_variables.look_up_rows()
     if strategy.runs_eagerly(model) or not _is_needed(model, kind):
         return None
     before = len(_variables(model))
     with tensorflow_internals.scratch_graph(strategy.scope) as outside:
-        batch = tensorflow_internals.placeholders(keras_internals.without_optionals(spec))
+        batch = tensorflow_internals.placeholders(keras_data.without_optionals(spec))
         logs = _rehearse(model, kind, batch, outside, strategy.unseeded)
     _share_new(strategy, model, before)
     if kind == "predict" or not isinstance(logs, dict) or set(logs) == metrics.names(model):
@@ -85,7 +86,7 @@ def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None
     if not _is_needed(model, kind):
         return
     before = len(_variables(model))
-    with tensorflow_internals.variables_made_in(strategy.scope) as outside, keras_internals.assigning_nothing():
+    with tensorflow_internals.variables_made_in(strategy.scope) as outside, keras_variables.assigning_nothing():
         _rehearse(model, kind, batch, outside, strategy.unseeded)
     _share_new(strategy, model, before)
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
 
 
 @contextlib.contextmanager
@@ -31,7 +32,7 @@ def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterat
         return
     scalars: dict[Any, _Scalars] = {}  # of one update: the next has a count, and may have a learning rate, of its own
     update_step = _update_step(inner, kernel, of_rows, locking, scalars)
-    with keras_internals.updating_with(inner, update_step, before_each=scalars.clear):
+    with keras_patches.updating_with(inner, update_step, before_each=scalars.clear):
         yield
 
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdist.core import gradient_tape, randomness, replica_context
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
 
 if TYPE_CHECKING:
     from tfdist.core.replica import Replica
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 @functools.cache
 def install() -> None:
     """Has Keras call the functions here, once; outside of a replica's step each of them calls Keras' own."""
-    keras_internals.install()
+    keras_patches.install()
     for place, function in _IN_STEP.items():
-        keras_internals.around(place, functools.partial(_in_step, function))
+        keras_patches.around(place, functools.partial(_in_step, function))
     for place, function in _DRAWS.items():
-        keras_internals.around(place, functools.partial(_drawing, function))
+        keras_patches.around(place, functools.partial(_drawing, function))
     for place in ("scale_loss", "unscale_loss"):
-        keras_internals.around(place, _as_it_is)
+        keras_patches.around(place, _as_it_is)
 
 
 def _in_step(function: Callable[..., Any], original: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -262,11 +263,11 @@ def _optimizer_apply(
         with (
             replica_context.on_replica(None),
             keras_internals.outside_of_stateless_scope(),
-            keras_internals.applying_reduced_gradients(),
+            keras_patches.applying_reduced_gradients(),
         ):
             original(optimizer, gradients, trainable_variables)
 
-    if keras_internals.around_apply(optimizer) is not None:
+    if keras_patches.around_apply(optimizer) is not None:
         raise UsageError(
             f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
             "leave out the one or the other",

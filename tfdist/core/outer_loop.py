@@ -32,6 +32,7 @@ from tfdist.data.pipeline import together
 from tfdist.data.pipeline.passes import Passes
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def fit(
     feed = _feed(strategy, request)
     validation = None
     if validation_data is not None:
-        parts = keras_internals.unpack_x_y_sample_weight(validation_data)
+        parts = keras_data.unpack_x_y_sample_weight(validation_data)
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
         validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps, passes=True))
@@ -210,7 +211,7 @@ def train_on_batch(
     if class_weight is not None:
         if sample_weight is not None:
             raise UsageError("Both `sample_weight` and `class_weight` were given", "give the one or the other")
-        sample_weight = keras_internals.class_weight_to_sample_weights(y, class_weight)
+        sample_weight = keras_data.class_weight_to_sample_weights(y, class_weight)
     logs = _step_on_batch(strategy, model, "train", (x, y, sample_weight))
     return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
 

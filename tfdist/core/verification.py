@@ -40,6 +40,7 @@ from tfdist.core.inner_loop import StepProgram, Steps, as_traced
 from tfdist.data.pipeline.feed import BatchFeed
 from tfdist.errors import VerificationError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches, keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable, tree
 
@@ -227,7 +228,7 @@ def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
 
 
 def _plain(model: Any, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    return keras_internals.on_plain_variables(model, list({id(v): v for v in variables}.values()))
+    return keras_variables.on_plain_variables(model, list({id(v): v for v in variables}.values()))
 
 
 def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
@@ -280,7 +281,7 @@ class _Watch(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(keras_internals.watching(self._model, self._see))
+        self._stack.enter_context(keras_patches.watching(self._model, self._see))
         step = functools.partial(self._train_step, self._model.train_step)
         # Past Keras' attribute tracking, so that nothing of it is saved with the model.
         object.__setattr__(self._model, "train_step", step)

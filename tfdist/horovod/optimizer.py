@@ -18,7 +18,7 @@ from tfdist.communicators import horovod as engine
 from tfdist.communicators import opaque
 from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
-from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
 
 # Arguments of Horovod's own function that have no place here, and what to do instead.
 LEFT_OUT = {
@@ -104,7 +104,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         else:
             add_up(caller, gradients, variables, reduce_and_update)
 
-    keras_internals.set_around_apply(optimizer, around_apply)
+    keras_patches.set_around_apply(optimizer, around_apply)
     return optimizer
 
 
@@ -138,7 +138,7 @@ def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: fl
             f"DistributedOptimizer takes an optimizer of Keras 3. Received: `{optimizer!r}`",
             'pass an object such as `keras.optimizers.get("adam")`',
         )
-    if keras_internals.around_apply(optimizer) is not None:
+    if keras_patches.around_apply(optimizer) is not None:
         raise UsageError(
             f"The optimizer `{optimizer.name}` is distributed already", "call `DistributedOptimizer` once for each"
         )

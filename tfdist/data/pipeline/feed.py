@@ -23,7 +23,7 @@ from tfdist.cluster.world import World, cores
 from tfdist.data.pipeline import order
 from tfdist.data.pipeline.processes import PerProcess
 from tfdist.errors import CheckpointError, DataError, UsageError
-from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tree
 
@@ -64,14 +64,14 @@ def request(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) ->
             "pass `per_process((x, y))`, or `per_process((x, y, sample_weight))`",
         )
     if own:
-        x, y, sample_weight = keras_internals.unpack_x_y_sample_weight(x.data)
+        x, y, sample_weight = keras_data.unpack_x_y_sample_weight(x.data)
     return Request(x, y, sample_weight, **options, own=own)
 
 
 def split(whole: Request, fraction: float) -> tuple[Request, Any]:
     """`whole` without its last `fraction`, and those data as `fit` takes them for validation."""
     arrays = whole.x, whole.y, whole.sample_weight
-    (x, y, sample_weight), last = keras_internals.train_validation_split(arrays, validation_split=fraction)
+    (x, y, sample_weight), last = keras_data.train_validation_split(arrays, validation_split=fraction)
     return replace(whole, x=x, y=y, sample_weight=sample_weight), PerProcess(last) if whole.own else last
 
 
@@ -91,9 +91,9 @@ def make(request: Request, seed: int) -> Feed:
     x, shuffle = request.x, request.shuffle
     if isinstance(x, keras.utils.PyDataset):
         x, shuffle = _InOrder(x, seed if shuffle and x.num_batches else None), False
-    elif keras_internals.is_tf_dataset(x):
+    elif keras_data.is_tf_dataset(x):
         shuffle = False
-    adapter = keras_internals.get_data_adapter(
+    adapter = keras_data.get_data_adapter(
         x=x,
         y=request.y,
         sample_weight=request.sample_weight,
@@ -102,13 +102,13 @@ def make(request: Request, seed: int) -> Feed:
         shuffle=shuffle,
         class_weight=request.class_weight,
     )
-    if request.passes and request.steps and isinstance(adapter, keras_internals.GeneratorDataAdapter):
+    if request.passes and request.steps and isinstance(adapter, keras_data.GeneratorDataAdapter):
         adapter.generator = functools.partial(_one_more, adapter.generator, request.steps)
     if adapter.num_batches == 0:
         raise DataError(*NO_BATCHES)
-    if isinstance(adapter, keras_internals.ArrayDataAdapter):
-        arrays = keras_internals.sliceable(adapter)
-        examples = keras_internals.number_of_examples(arrays)
+    if isinstance(adapter, keras_data.ArrayDataAdapter):
+        arrays = keras_data.sliceable(adapter)
+        examples = keras_data.number_of_examples(arrays)
         return ArrayFeed(arrays, adapter.batch_size, _order(examples, adapter.batch_size, shuffle, seed))
     return DatasetFeed(adapter, x if isinstance(x, _InOrder) else None)
 
@@ -209,7 +209,7 @@ def tensors(x: Any, y: Any, *, on_host: bool = False) -> Any:
     with tf.init_scope(), tf.device("CPU:0") if on_host else contextlib.nullcontext():
         if x is y:
             x = y = tf.convert_to_tensor(x)
-        return keras_internals.sliceable(keras_internals.get_data_adapter(x=x, y=y))
+        return keras_data.sliceable(keras_data.get_data_adapter(x=x, y=y))
 
 
 def _one_more(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[Any]:
@@ -248,7 +248,7 @@ class ArrayFeed(Feed):
     """Examples in memory, in an order that each pass may have of its own.
 
     Args:
-        arrays: a structure of tensors, as `keras_internals.sliceable` gives it; also an attribute.
+        arrays: a structure of tensors, as `keras_data.sliceable` gives it; also an attribute.
         batch_size: examples in a full global batch.
         order_of: the order of each pass; all passes take equally many examples.
         transform: what is done to a batch, if anything.
@@ -262,7 +262,7 @@ class ArrayFeed(Feed):
         self.examples = len(order_of(0))
         self.batch_size = batch_size
         self.num_batches = -(-self.examples // batch_size)
-        self.spec = keras_internals.batch_spec(arrays)
+        self.spec = keras_data.batch_spec(arrays)
         self.batches = ArrayBatches(batch_size, self.examples % batch_size == 0, transform)
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -327,7 +327,7 @@ class ArrayBatches(Batches):
 
     def _gathered(self, state: Any, positions: Sequence[tf.Tensor]) -> Any:
         arrays, _ = state
-        data = keras_internals.gather(arrays, positions[0])
+        data = keras_data.gather(arrays, positions[0])
         return data if self.transform is None else self.transform(data, *positions[1:])
 
 
@@ -394,7 +394,7 @@ class DatasetFeed(Feed):
         if self._in_order is not None:
             self._in_order.set_epoch(0)
             numbers = range(min(count, self.num_batches or count))
-            return [keras_internals.standardized(self._adapter, self._in_order[number]) for number in numbers]
+            return [keras_data.standardized(self._adapter, self._in_order[number]) for number in numbers]
         iterator, taken = iter(self._dataset), []
         try:
             state = tensorflow_internals.iterator_state(iterator)

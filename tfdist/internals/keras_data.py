@@ -1,0 +1,77 @@
+"""How Keras reads the data that `fit` is given: its adapters, and the arrays inside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+__all__ = ["ArrayDataAdapter", "GeneratorDataAdapter"]
+
+# What the loop uses as Keras' own `fit` does.
+class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
+get_data_adapter = data_adapters.get_data_adapter
+is_tf_dataset = data_adapters.is_tf_dataset
+train_validation_split = array_slicing.train_validation_split
+unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
+
+
+def without_optionals(spec: Any) -> Any:
+    """`spec` with `None` for what Keras' generators carry as an empty optional."""
+    return tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, spec)
+
+
+def standardized(adapter: Any, batch: Any) -> Any:
+    """A batch of a `PyDataset` as its adapter gives it: `(x, y, sample_weight)` with the class weights applied."""
+    return adapter._standardize_batch(batch)
+
+
+def sliceable(adapter: ArrayDataAdapter) -> Any:
+    """The arrays of an adapter as TensorFlow tensors of Keras' types, in the structure `(x, y, sample_weight)`."""
+    arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+
+    def to_tensor(array: Any) -> Any:
+        return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
+
+    return tree.map_structure(to_tensor, tree.lists_to_tuples(arrays))
+
+
+def gather(arrays: Any, indices: tf.Tensor) -> Any:
+    """The examples `indices` (int `[n]`) of every array of a structure that `sliceable` made."""
+
+    def gather_one(array: Any) -> Any:
+        if isinstance(array, array_slicing.TensorflowSparseWrapper):
+            return array_slicing.slice_tensorflow_sparse_wrapper(array, tf.cast(indices, tf.int64))
+        if isinstance(array, list | tuple | dict):
+            return None  # Keras' `traverse` then goes into the structure
+        return tf.gather(array, indices, axis=0) if tf.is_tensor(array) else array
+
+    return tree.traverse(gather_one, arrays)
+
+
+def batch_spec(arrays: Any) -> Any:
+    """The specs of a batch of any size of a structure that `sliceable` made."""
+
+    def spec_one(array: Any) -> Any:
+        if isinstance(array, array_slicing.TensorflowSparseWrapper):
+            return tf.SparseTensorSpec([None, *array.sparse.shape[1:]], array.sparse.dtype)
+        if isinstance(array, list | tuple | dict):
+            return None
+        if isinstance(array, tf.RaggedTensor):
+            shape = [None, *array.shape[1:]]
+            return tf.RaggedTensorSpec(shape, array.dtype, array.ragged_rank, array.row_splits.dtype)
+        return tf.TensorSpec([None, *array.shape[1:]], array.dtype)
+
+    return tree.traverse(spec_one, arrays)
+
+
+def number_of_examples(arrays: Any) -> int:
+    """The length of the first array of a structure that `sliceable` made."""
+    first = next(array for array in tree.flatten(arrays) if array is not None)
+    return int(first.shape[0])
