@@ -18,7 +18,8 @@ from tfdist.cluster import job_environment, rendezvous
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals.tensorflow import replica_local_updates, runtime_started
+from tfdist.internals.tensorflow import runtime_started
+from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
 from tfdist.strategies import base
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_patches
 from tfdist.internals.keras import tf_variable
 
 FIRST_SERVER = "/job:ps/task:0/device:CPU:0"
@@ -199,4 +200,4 @@ def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None
                 apply(part, function, [of_each[number] for of_each in pieces])
         return None
 
-    tensorflow_internals.around_variables(strategy, create, update)
+    tensorflow_patches.around_variables(strategy, create, update)

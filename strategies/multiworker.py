@@ -26,6 +26,7 @@ from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_patches
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _collective as collective
@@ -390,7 +391,7 @@ def _join(
     with tensorflow_internals.sigterm_as_it_was():
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
     counter = CollectiveCounter()
-    tensorflow_internals.around_collectives(counter.around)
+    tensorflow_patches.around_collectives(counter.around)
     return strategy, watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
 
 

@@ -1,4 +1,4 @@
-"""Fails when TensorFlow changes what `tfdist.internals.tensorflow` reaches into."""
+"""Fails when TensorFlow changes what `tfdist.internals.tensorflow` and `tensorflow_patches` use."""
 
 import inspect
 import multiprocessing.pool
@@ -23,10 +23,11 @@ from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_patches
 
 
 def test_the_version_of_tensorflow_is_the_one_that_was_read():
-    assert tf.__version__ == tensorflow_internals.SEEN_IN, "read tensorflow_internals.py against the new one first"
+    assert tf.__version__ == tensorflow_internals.SEEN_IN, "read tfdist/internals/tensorflow*.py against it first"
 
 
 def test_the_functions_that_are_replaced_or_called_exist():
@@ -36,7 +37,7 @@ def test_the_functions_that_are_replaced_or_called_exist():
     assert callable(strategy.extended._use_merge_call)
     # The modules that make collectives look them up there at each call.
     assert cross_device_utils.collective_ops is collective_all_reduce_strategy.collective_ops is collective_ops
-    assert all(callable(getattr(collective_ops, name)) for name in tensorflow_internals.COLLECTIVES)
+    assert all(callable(getattr(collective_ops, name)) for name in tensorflow_patches.COLLECTIVES)
 
 
 def test_sigterm_does_what_it_did_before():
@@ -60,7 +61,7 @@ def test_updates_in_a_condition_write_each_copy_without_a_meeting():
     @tf.function
     def step(wanted):
         def on_replica():
-            with tensorflow_internals.replica_local_updates(strategy):
+            with tensorflow_patches.replica_local_updates(strategy):
                 tf.cond(wanted, lambda: variable.assign_add(2.0), lambda: variable.assign_add(0.0))
 
         strategy.run(on_replica)
@@ -243,12 +244,12 @@ def test_what_is_put_around_gradients_functions_assignments_and_draws_has_the_pa
     assert function._autograph
     assert callable(function._python_function)
     assert function._experimental_autograph_options is None
-    assert tf.vectorized_map.__module__ == tensorflow_internals.parallel_for.__name__
+    assert tf.vectorized_map.__module__ == tensorflow_patches.parallel_for.__name__
     for kind in (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable):
         for name in {"assign", "assign_add", "assign_sub"} & set(vars(kind)):
             assert parameters(vars(kind)[name])[2:] == ["use_locking", "name", "read_value"]
     assert parameters(random_seed.get_seed) == ["op_seed"]
-    for name in tensorflow_internals._DRAWS:
+    for name in tensorflow_patches._DRAWS:
         assert parameters(getattr(random_ops, name))[0] == "shape"
 
 

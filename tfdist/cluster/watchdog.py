@@ -7,7 +7,7 @@ second that may wait a minute need 60,000 threads, more than a process can have.
 Synopsis:
 
     counter = CollectiveCounter()
-    tensorflow_internals.around_collectives(counter.around)
+    tensorflow_patches.around_collectives(counter.around)
     watch = Watch(seconds=60.0, counts=counter.counts, abort=tensorflow_internals.abort_collectives)
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tfdist.core import assignments, gradient_tape, keras_steps, randomness, replica_context
 from tfdist.core.replica import Replica
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_patches
 
 
 def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[Any, set[int]]:
@@ -44,9 +44,9 @@ def in_step(replica: Replica, step: Callable[[Any], Any]) -> Any:
 def install() -> None:
     """Has Keras and TensorFlow ask, from here on, whether code runs in the step of one replica among several."""
     keras_steps.install()
-    tensorflow_internals.around_gradients(gradient_tape.of_global_batch)
-    tensorflow_internals.around_assignments(assignments.of_tf_variable)
-    tensorflow_internals.around_draws(randomness.drawn, randomness.of_operation)
+    tensorflow_patches.around_gradients(gradient_tape.of_global_batch)
+    tensorflow_patches.around_assignments(assignments.of_tf_variable)
+    tensorflow_patches.around_draws(randomness.drawn, randomness.of_operation)
     # Replicas that meet in a function inside their graph would wait for each other's trace; and what a function keeps
     # of a step that is only compared would be there in those that train.
-    tensorflow_internals.around_functions(lambda: replica_context.current() is not None or randomness.is_alike())
+    tensorflow_patches.around_functions(lambda: replica_context.current() is not None or randomness.is_alike())

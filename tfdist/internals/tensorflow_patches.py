@@ -1,0 +1,247 @@
+"""The functions of TensorFlow that tfdist replaces: for good, for one strategy, or within a context.
+
+What is put around them is in the modules that call these functions, such as `tfdist.core.exact_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.distribute import values
+from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
+from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
+
+# Those that `tf.distribute.MultiWorkerMirroredStrategy` makes: in its steps, and when it makes a variable.
+COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")
+
+
+class _Thread(threading.local):
+    updates_locally = False
+    differentiates = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def replica_local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """In a replica context: an update writes this replica's copy of a variable, without meeting the other replicas.
+
+    Keras' optimizers, and TensorFlow's aggregating variables, ask for a meeting (a merge call) at every update, which
+    cannot be inside `tf.cond`, where gradient accumulation and loss scaling put it. Once the gradients are reduced,
+    every replica computes the same values and no meeting is needed.
+    """
+    _teach_variables()
+    _teach_strategy(strategy.extended)
+    _thread.updates_locally = True
+    try:
+        yield
+    finally:
+        _thread.updates_locally = False
+
+
+def _teach_strategy(extended: Any) -> None:
+    if "_use_merge_call" not in vars(extended):
+        original = extended._use_merge_call
+        extended._use_merge_call = lambda: not _thread.updates_locally and original()
+
+
+@functools.cache
+def _teach_variables() -> None:
+    original = values.apply_aggregation_replica_context
+
+    @functools.wraps(original)
+    def aggregate(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if _thread.updates_locally else original(value, *args, **kwargs)
+
+    values.apply_aggregation_replica_context = aggregate
+
+
+def around_gradients(around: Callable[[Callable[[Any, Any], Any], Any, Any, Any], Any]) -> None:
+    """Has `tf.GradientTape.gradient` return `around(gradient, target, sources, output_gradients)` from now on.
+
+    `gradient(target, output_gradients)` is the original. What is computed inside another gradient stays as it is: what
+    a backward pass computes once more, and the rows of a jacobian, which are vectorized.
+    """
+    original = tf.GradientTape.gradient
+
+    @functools.wraps(original)
+    def gradient(
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        def compute(target: Any, output_gradients: Any) -> Any:
+            with _differentiating():
+                return original(tape, target, sources, output_gradients, unconnected_gradients)
+
+        if _thread.differentiates:
+            return compute(target, output_gradients)
+        return around(compute, target, sources, output_gradients)
+
+    tf.GradientTape.gradient = gradient
+    for name in ("jacobian", "batch_jacobian"):
+        setattr(tf.GradientTape, name, _while_differentiating(getattr(tf.GradientTape, name)))
+
+
+def _while_differentiating(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with _differentiating():
+            return function(*arguments, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def _differentiating() -> Iterator[None]:
+    before, _thread.differentiates = _thread.differentiates, True
+    try:
+        yield
+    finally:
+        _thread.differentiates = before
+
+
+def around_functions(inlined: Callable[[], bool]) -> None:
+    """From now on a call of a `tf.function` is a call of its Python function wherever `inlined()` is true.
+
+    Its control flow is converted as it would have been. The function in which `tf.vectorized_map` puts its loop, where
+    operations run eagerly, stays one: it exists only in graphs.
+    """
+    kind = polymorphic_function.Function
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def call(function: Any, *arguments: Any, **named: Any) -> Any:
+        if not inlined() or _vectorizes(function):
+            return original(function, *arguments, **named)
+        if not function._autograph:
+            return function._python_function(*arguments, **named)
+        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.UNSPECIFIED):
+            inner = autograph_util.py_func_from_autograph(
+                function._python_function, function._experimental_autograph_options
+            )
+            return inner(*arguments, **named)
+
+    kind.__call__ = call
+
+
+def _vectorizes(function: Any) -> bool:
+    return bool(function._python_function.__module__ == parallel_for.__name__)
+
+
+def around_assignments(around: Callable[[Callable[[Any], Any], Any, str, Any], Any]) -> None:
+    """Has each assignment to a `tf.Variable` made as `around(assign, variable, name, value)` from now on.
+
+    `name` is "assign", "assign_add" or "assign_sub"; `assign(value)` is the original.
+    """
+    kinds = (
+        resource_variable_ops.BaseResourceVariable,
+        resource_variable_ops.ResourceVariable,
+        values.DistributedVariable,
+    )
+    for kind in kinds:
+        for name in {"assign", "assign_add", "assign_sub"} & set(vars(kind)):
+            setattr(kind, name, _assigning_around(vars(kind)[name], name, around))
+
+
+def _assigning_around(original: Callable[..., Any], name: str, around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def assign(variable: Any, value: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(variable, values.SyncOnReadVariable):  # each replica has its part, and readers add them up
+            return original(variable, value, *arguments, **named)
+        return around(lambda value: original(variable, value, *arguments, **named), variable, name, value)
+
+    return assign
+
+
+def around_draws(
+    drawn: Callable[[Callable[[Any], Any], Any], Any],
+    seeds_of: Callable[[tuple[int | None, int | None], int | None], tuple[int | None, int | None]],
+) -> None:
+    """Has the stateful random operations of TensorFlow made otherwise from now on.
+
+    Args:
+        drawn: `drawn(draw, shape)` returns the numbers of this shape; `draw(shape)` is the original.
+        seeds_of: `seeds_of(seeds, given)` returns the seeds of the graph and of the operation, from what TensorFlow
+            would take and from what it was given.
+    """
+    for name, public in _DRAWS.items():
+        around = _drawing_around(getattr(random_ops, name), drawn)
+        setattr(random_ops, name, around)
+        setattr(tf.random, public, around)
+    original = random_seed.get_seed
+
+    @functools.wraps(original)
+    def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
+        return seeds_of(original(op_seed), op_seed)
+
+    random_seed.get_seed = get_seed
+
+
+# The functions that draw numbers of a shape, by their names inside TensorFlow, and in `tf.random`.
+_DRAWS = {
+    "random_normal": "normal",
+    "random_uniform": "uniform",
+    "truncated_normal": "truncated_normal",
+    "random_gamma": "gamma",
+    "random_poisson_v2": "poisson",
+}
+
+
+def _drawing_around(original: Callable[..., Any], drawn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(shape: Any, *arguments: Any, **named: Any) -> Any:
+        return drawn(lambda shape: original(shape, *arguments, **named), shape)
+
+    return draw
+
+
+def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Tensor]], tf.Tensor]) -> None:
+    """Has each collective operation that TensorFlow's strategies make from now on made by `around(make, inputs)`."""
+
+    def surrounded(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        @functools.wraps(original)
+        def call(first: Any, *arguments: Any, **named: Any) -> tf.Tensor:
+            # Who receives a broadcast has a shape in the place of a tensor.
+            inputs = [first] if tf.is_tensor(first) else []
+            return around(lambda: original(first, *arguments, **named), inputs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(collective_ops, name, surrounded(getattr(collective_ops, name)))
+
+
+def around_variables(
+    strategy: tf.distribute.ParameterServerStrategy, create: Callable[..., Any], update: Callable[..., Any]
+) -> None:
+    """Has each variable of `strategy` made by `create(make, **arguments)`, and updated by `update(apply, ...)`.
+
+    `make(**arguments)` makes one as the strategy does; `apply(variable, function, arguments)` calls
+    `function(variable, *arguments)` as the strategy does, where the variable lies.
+    """
+    extended = strategy.extended
+    make, apply = extended._create_variable, extended._update
+
+    def make_around(next_creator: Any, **arguments: Any) -> Any:
+        if arguments.get("initial_value") is None:  # a variable that is being loaded
+            return make(next_creator, **arguments)
+        return create(functools.partial(make, next_creator), **arguments)
+
+    def update_around(variable: Any, function: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        return update(
+            lambda part, inner, arguments: apply(part, inner, tuple(arguments), kwargs, group), variable, function, args
+        )
+
+    extended._create_variable, extended._update = make_around, update_around
