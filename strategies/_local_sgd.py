@@ -26,7 +26,8 @@ import tensorflow as tf
 from tfdist.core import metrics
 from tfdist.core.inner_loop import Outcome, StepProgram, Steps
 from tfdist.core.metrics import Logs
-from tfdist.data.pipeline.feed import ArrayBatches, Batches
+from tfdist.data.pipeline.array_feed import ArrayBatches
+from tfdist.data.pipeline.feed import Batches
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import base

@@ -24,7 +24,9 @@ import tensorflow as tf
 from tfdist.core import assignments, exact_step, fused_optimizers, metrics
 from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
-from tfdist.data.pipeline.feed import ArrayBatches, Batches, FetchedBatches
+from tfdist.data.pipeline.array_feed import ArrayBatches
+from tfdist.data.pipeline.batch_feed import FetchedBatches
+from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import ClusterError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals

@@ -13,7 +13,7 @@ from keras import layers
 
 import tfdist
 from tfdist.core import steps_per_call
-from tfdist.data.pipeline import feed
+from tfdist.data.pipeline import adapters
 from tfdist.errors import DataError, UnknownNameError, UsageError, VerificationError
 
 X, Y = np.ones((10, 2), "float32"), np.ones((10, 1), "float32")
@@ -314,7 +314,7 @@ def test_a_generator_is_not_read_on_after_a_verification_that_fails(method):
 
 def test_on_one_core_nothing_is_autotuned_unless_the_user_asks_for_it():
     def autotunes(dataset):
-        return feed.make(feed.request(dataset), seed=0).start(0, 0)._dataset.options().autotune.enabled
+        return adapters.make(adapters.request(dataset), seed=0).start(0, 0)._dataset.options().autotune.enabled
 
     plain = tf.data.Dataset.from_tensor_slices((X, Y)).batch(2)
     asked = tf.data.Options()

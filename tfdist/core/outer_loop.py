@@ -27,8 +27,9 @@ from tfdist.cluster import consensus
 from tfdist.core import building, metrics, programs, verification
 from tfdist.core.epoch import EpochRunner
 from tfdist.core.metrics import Logs
-from tfdist.data.pipeline import feed as feeds
-from tfdist.data.pipeline import together
+from tfdist.data.pipeline import adapters, together
+from tfdist.data.pipeline.batch_feed import BatchFeed
+from tfdist.data.pipeline.feed import Feed
 from tfdist.data.pipeline.passes import Passes
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
@@ -84,18 +85,18 @@ def fit(
     _check(strategy, model, "fit")
     epochs = min(epochs, keras_internals.max_epochs() or epochs)
     steps = _limited(steps_per_epoch)
-    request = feeds.request(
+    request = adapters.request(
         x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, steps=steps, shuffle=shuffle
     )
     if validation_split and validation_data is None:
-        request, validation_data = feeds.split(request, validation_split)
+        request, validation_data = adapters.split(request, validation_split)
     feed = _feed(strategy, request)
     validation = None
     if validation_data is not None:
         parts = keras_data.unpack_x_y_sample_weight(validation_data)
         validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
-        validation = _feed(strategy, feeds.request(*parts, batch_size=size, steps=validation_steps, passes=True))
+        validation = _feed(strategy, adapters.request(*parts, batch_size=size, steps=validation_steps, passes=True))
     programs.build(strategy, model, "train", feed)
     with Passes(feed, steps) as passes:
         if keras_internals.take_to_verify(model):
@@ -161,7 +162,7 @@ def evaluate(
     """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`."""
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
+    feed = _feed(strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
     with Passes(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
         logs = _evaluate(strategy, model, passes, callbacks)
@@ -181,7 +182,7 @@ def predict(
     strategy.check(model)
     _check_divisible(strategy, model)
     steps = _limited(steps)
-    feed = _feed(strategy, feeds.request(x, batch_size=batch_size, steps=steps, passes=True), for_prediction=True)
+    feed = _feed(strategy, adapters.request(x, batch_size=batch_size, steps=steps, passes=True), for_prediction=True)
     outputs: list[Any] = []
     with Passes(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
@@ -228,7 +229,7 @@ def test_on_batch(
 def predict_on_batch(strategy: Strategy, model: keras.Model, x: Any) -> Any:
     """The outputs of `model` for a global batch; see `keras.Model.predict_on_batch`."""
     strategy.check(model)
-    feed = feeds.BatchFeed((x,))
+    feed = BatchFeed((x,))
     outcome = programs.program(strategy, model, "predict", feed).run(feed.start(0, 0), 0, 1)
     return tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
 
@@ -247,7 +248,7 @@ def verify(
     strategy.require_as_one_device()
     _check(strategy, model, "verify")
     feed = _feed(
-        strategy, feeds.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)
+        strategy, adapters.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)
     )
     programs.build(strategy, model, "train", feed)
     with Passes(feed, steps):
@@ -255,7 +256,7 @@ def verify(
 
 
 def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs:
-    feed = feeds.BatchFeed(data)
+    feed = BatchFeed(data)
     is_first = not programs.any_made(model, kind)
     program = programs.program(strategy, model, kind, feed)
     if is_first and kind == "train":
@@ -278,9 +279,9 @@ def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) ->
     return logs
 
 
-def _feed(strategy: Strategy, request: feeds.Request, *, for_prediction: bool = False) -> feeds.Feed:
+def _feed(strategy: Strategy, request: adapters.Request, *, for_prediction: bool = False) -> Feed:
     """What the user passed, as all processes of the job go through it."""
-    feed = feeds.make(request, strategy.seed)
+    feed = adapters.make(request, strategy.seed)
     if strategy.world.world_size == 1:
         return feed
     if request.own:

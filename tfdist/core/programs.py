@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.core import building, steps_per_call
 from tfdist.core.inner_loop import Program, Steps, as_traced
-from tfdist.data.pipeline import feed as feeds
+from tfdist.data.pipeline.feed import Feed
 from tfdist.internals import keras as keras_internals
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _Made:
     programs: dict[Any, Program] = field(default_factory=dict)
 
 
-def program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbacks: Sequence[Any] = ()) -> Program:
+def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Sequence[Any] = ()) -> Program:
     """The inner loop for the batches of `feed`, as `callbacks` need it; `kind` is "train", "test" or "predict"."""
     at_nan = kind == "train" and steps_per_call.stops_at_nan(callbacks)
     key = (id(strategy), feed.batches, at_nan)
@@ -48,7 +48,7 @@ def program(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed, callbac
     return programs[key]
 
 
-def build(strategy: Strategy, model: Any, kind: str, feed: feeds.Feed) -> None:
+def build(strategy: Strategy, model: Any, kind: str, feed: Feed) -> None:
     """Makes the variables that the steps of `kind` need, unless that was done."""
     made = _made(model, kind)
     strategy.unseeded  # noqa: B018 - is made now: it cannot be while a graph is

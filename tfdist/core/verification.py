@@ -37,7 +37,7 @@ from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
 from tfdist.core import building, exact_step, metrics, randomness
 from tfdist.core.inner_loop import StepProgram, Steps, as_traced
-from tfdist.data.pipeline.feed import BatchFeed
+from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.errors import VerificationError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches, keras_variables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from tfdist.data.pipeline import feed as feeds
+from tfdist.data.pipeline.feed import NO_BATCHES, Feed
 from tfdist.errors import DataError
 
 
@@ -23,7 +23,7 @@ class Passes:
         position: the number in its pass of the next batch.
     """
 
-    def __init__(self, feed: feeds.Feed, steps_per_epoch: int | None):
+    def __init__(self, feed: Feed, steps_per_epoch: int | None):
         self.feed = feed
         self._steps = steps_per_epoch
         self.num_batches = steps_per_epoch or feed.num_batches
@@ -100,7 +100,7 @@ class Passes:
         """
         self._empty = self._empty and self.position == 0
         if self._empty and data_ended:
-            raise DataError(*feeds.NO_BATCHES)
+            raise DataError(*NO_BATCHES)
         if self._steps is None or data_ended:
             self.close()
             self._pass, self.position = self._pass + 1, 0

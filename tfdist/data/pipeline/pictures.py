@@ -93,7 +93,7 @@ class PictureSource(Source):
         del places  # pictures are in no stream
         if self.in_memory(split, self.augmentation(augment)):
             return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
-        from tfdist.data.pipeline import feed
+        from tfdist.data.pipeline.file_feed import FileFeed
 
         order_of = self._order_of(split, global_batch_size, seed, shuffle)
 
@@ -115,7 +115,7 @@ class PictureSource(Source):
             first, last = first_batch * global_batch_size, (first_batch + batches) * global_batch_size
             return self._problem_among(split, order_of(epoch)[first:last])
 
-        return feed.FileFeed(dataset, problem, self.spec.examples[split], global_batch_size, world)
+        return FileFeed(dataset, problem, self.spec.examples[split], global_batch_size, world)
 
     def _batches(self, part: Part) -> tf.data.Dataset:
         augmentation = self.augmentation(part.augment)

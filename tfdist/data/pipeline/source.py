@@ -29,8 +29,9 @@ from tfdist.errors import DataError, UnknownNameError, UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
+    from tfdist.data.pipeline.array_feed import ArrayFeed, Order, Transform
     from tfdist.data.pipeline.augmentation import Augmentation
-    from tfdist.data.pipeline.feed import ArrayFeed, Feed, Order, Transform
+    from tfdist.data.pipeline.feed import Feed
 
 # x, or for translation {"source": ..., "target": ...}; and y
 Arrays = tuple[Any, np.ndarray]
@@ -296,18 +297,20 @@ class Source:
         on_host: bool,
         places: bool = False,
     ) -> ArrayFeed:
-        from tfdist.data.pipeline import feed
+        from tfdist.data.pipeline import array_feed
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
         arrays = self.arrays(split)
         if on_host and split not in self._tensors:
             # TensorFlow copies what it is given: once for all epochs, not once an epoch.
-            self._tensors[split] = feed.tensors(*arrays, on_host=True)
+            self._tensors[split] = array_feed.tensors(*arrays, on_host=True)
         if places:
             stream, position = order.places(len(arrays[1]), batch_size)
             arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
-        tensors = self._tensors[split] if on_host else feed.tensors(*arrays)
-        return feed.ArrayFeed(tensors, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed))
+        tensors = self._tensors[split] if on_host else array_feed.tensors(*arrays)
+        return array_feed.ArrayFeed(
+            tensors, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed)
+        )
 
     def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> Order:
         """The order of each epoch, after a check of what it is asked for."""

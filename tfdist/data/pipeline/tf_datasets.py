@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster.world import World
+from tfdist.data.pipeline.array_feed import ArrayFeed
 from tfdist.data.pipeline.decoding import Decoder
-from tfdist.data.pipeline.feed import ArrayFeed
 
 # Examples decoded into one piece.
 _AT_ONCE = 64

@@ -17,8 +17,10 @@ import tensorflow as tf
 
 from tfdist.cluster import consensus
 from tfdist.cluster.world import World
-from tfdist.data.pipeline import feed as feeds
-from tfdist.data.pipeline.feed import ArrayBatches, ArrayFeed, Batches, DatasetFeed, Feed
+from tfdist.data.pipeline import batch_parts
+from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
+from tfdist.data.pipeline.dataset_feed import DatasetFeed
+from tfdist.data.pipeline.feed import ONLY_PARTS, Batches, Feed
 from tfdist.errors import UsageError
 from tfdist.internals.keras import tree
 from tfdist.internals.tensorflow import without_strategy
@@ -47,7 +49,7 @@ def fingerprint(data: Any, before: tf.Tensor | None = None) -> tf.Tensor:
     """64 bits that tell a structure of tensors from others: uint8 `[1, 8]`; those of what came `before` go in."""
     parts = [] if before is None else [before]
     with tf.device("CPU:0"):
-        for tensor in tf.nest.flatten(tree.map_structure(feeds.none_if_empty, data), expand_composites=True):
+        for tensor in tf.nest.flatten(tree.map_structure(batch_parts.none_if_empty, data), expand_composites=True):
             if tensor is not None:
                 parts.append(_fingerprint(tf.reshape(tensor, [1, -1])))
         return _fingerprint(tf.concat([tf.zeros([1, 0], tf.uint8), *parts], 1))
@@ -165,7 +167,7 @@ class JoinedFeed(_Around):
         return self._num_batches
 
     def first(self, count: int) -> list[Any]:
-        raise UsageError(*feeds.ONLY_PARTS)
+        raise UsageError(*ONLY_PARTS)
 
     @property
     def batches(self) -> Batches:
@@ -259,7 +261,7 @@ class JoinedBatches(Batches):
         mine = self.part_of.fetch(state, step)
         if not self.part_of.length_known:
             mine = _value_or_nothing(mine)
-        examples = next(feeds.length(tensor) for tensor in tree.flatten(mine) if tensor is not None)
+        examples = next(batch_parts.length(tensor) for tensor in tree.flatten(mine) if tensor is not None)
         sizes = self.given.numbers_of_all(tf.cast(examples, tf.int32))
         if self.length_known:
             return mine, sizes
@@ -269,7 +271,7 @@ class JoinedBatches(Batches):
         mine, sizes = batch
         data, share = _local_part(self, state, mine, index, count)
         of_all = tf.cast(sizes[self.rank], tf.float64) / tf.cast(tf.reduce_sum(sizes), tf.float64)
-        return tree.map_structure(feeds.at_least_one, data), share * of_all
+        return tree.map_structure(batch_parts.at_least_one, data), share * of_all
 
 
 def _local_part(batches: Any, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
@@ -284,7 +286,7 @@ def _value_or_nothing(optional: Any) -> Any:
     specs = [one for one in tree.flatten(spec) if one is not None]
 
     def value() -> list[Any]:
-        found = tree.map_structure(feeds.none_if_empty, optional.get_value())
+        found = tree.map_structure(batch_parts.none_if_empty, optional.get_value())
         return [tensor for tensor in tree.flatten(found) if tensor is not None]
 
     found = iter(tf.cond(optional.has_value(), value, lambda: [_nothing(one) for one in specs]))

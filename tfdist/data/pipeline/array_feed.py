@@ -1,0 +1,125 @@
+"""Arrays, as global batches: they stay whole in memory and are indexed, in another order in each pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.pipeline import batch_parts, order
+from tfdist.data.pipeline.feed import Batches, Feed
+from tfdist.internals import keras_data
+
+# The indices of the examples in the order in which pass number `epoch` takes them: int32 `[n]`.
+Order = Callable[[int], np.ndarray]
+
+
+def tensors(x: Any, y: Any, *, on_host: bool = False) -> Any:
+    """x and y as `ArrayFeed` takes them; `on_host` puts them where tf.data works, not on the current device."""
+    with tf.init_scope(), tf.device("CPU:0") if on_host else contextlib.nullcontext():
+        if x is y:
+            x = y = tf.convert_to_tensor(x)
+        return keras_data.sliceable(keras_data.get_data_adapter(x=x, y=y))
+
+
+class Transform(Protocol):
+    """What is done to the examples of a batch once they are gathered; equal ones can share a graph."""
+
+    def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What it must know of each example of a pass, in the pass' order: arrays `[n, ...]`."""
+
+    def __call__(self, data: Any, *extras: tf.Tensor) -> Any:
+        """The examples `data`, as Keras' (x, y), transformed; in the graph. `extras` are theirs: `[b, ...]`."""
+
+
+class ArrayFeed(Feed):
+    """Examples in memory, in an order that each pass may have of its own.
+
+    Args:
+        arrays: a structure of tensors, as `keras_data.sliceable` gives it; also an attribute.
+        batch_size: examples in a full global batch.
+        order_of: the order of each pass; all passes take equally many examples.
+        transform: what is done to a batch, if anything.
+    """
+
+    def __init__(self, arrays: Any, batch_size: int, order_of: Order, transform: Transform | None = None):
+        self.arrays = arrays
+        self._order_of = order_of
+        self._transform = transform
+        self._datasets: dict[tuple[int, int, bool], Callable[..., tf.data.Dataset]] = {}
+        self.examples = len(order_of(0))
+        self.batch_size = batch_size
+        self.num_batches = -(-self.examples // batch_size)
+        self.spec = keras_data.batch_spec(arrays)
+        self.batches = ArrayBatches(batch_size, self.examples % batch_size == 0, transform)
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        del first_batch  # any batch can be fetched at any time
+        indices = self._order_of(epoch)
+        extras = () if self._transform is None else self._transform.extras(epoch, indices)
+        return self.arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
+
+    def datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        """A graph, kept for all epochs: `datasets(first_batch, *positions)` is a pass of part `index` of `count`."""
+        asked = (index, count, deterministic)
+        if asked not in self._datasets:
+            self._datasets[asked] = self._make_datasets(index, count, deterministic)
+        return self._datasets[asked]
+
+    def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        @tf.function(autograph=False)
+        def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
+            @tf.autograph.experimental.do_not_convert
+            def gather(step: tf.Tensor) -> Any:
+                state = self.arrays, positions
+                return self.batches.examples(state, self.batches.fetch(state, step), index, count)
+
+            steps = tf.data.Dataset.range(first_batch, self.num_batches, output_type=tf.int32)
+            batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
+            return batches.prefetch(tf.data.AUTOTUNE)
+
+        return dataset
+
+
+@dataclass(frozen=True)
+class ArrayBatches(Batches):
+    """A batch is fetched as the indices of its examples, and what is known of each; each replica gathers its own."""
+
+    batch_size: int
+    even: bool  # the batches are all of one size: a static shape makes a faster graph
+    transform: Transform | None = None
+    length_known: bool = True
+    length_is_known: bool = True  # in the graph, where the batches are even
+
+    def of_any_length(self) -> ArrayBatches:
+        return replace(self, length_is_known=False)
+
+    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        _, positions = state
+        return tuple(self._rows(of_each, step * self.batch_size) for of_each in positions)
+
+    def _rows(self, of_each: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
+        if not (self.even and self.length_is_known):
+            return of_each[begin : begin + self.batch_size]
+        rest = of_each.shape[1:]
+        return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
+
+    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
+        begin, end, share = batch_parts.bounds(
+            self.batch_size if self.even else batch_parts.length(batch[0]), index, count
+        )
+        return self._gathered(state, [of_each[begin:end] for of_each in batch] if count > 1 else batch), share
+
+    def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> Any:
+        """The examples of part `index` of `count` of a global batch, of which there may be none."""
+        begin, end = order.part(batch_parts.length(batch[0]), index, count)
+        return self._gathered(state, [of_each[begin:end] for of_each in batch])
+
+    def _gathered(self, state: Any, positions: Sequence[tf.Tensor]) -> Any:
+        arrays, _ = state
+        data = keras_data.gather(arrays, positions[0])
+        return data if self.transform is None else self.transform(data, *positions[1:])

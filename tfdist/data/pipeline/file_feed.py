@@ -1,0 +1,95 @@
+"""Examples that are decoded from files, as global batches: each process decodes its own parts of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster.world import World
+from tfdist.data.pipeline import order
+from tfdist.data.pipeline.batch_parts import at_least_one
+from tfdist.data.pipeline.dataset_feed import DatasetBatches
+from tfdist.data.pipeline.feed import ONLY_PARTS, Feed
+from tfdist.errors import DataError, UsageError
+from tfdist.internals.keras import tree
+
+
+class FileFeed(Feed):
+    """Batches that are decoded from files, a pipeline a pass.
+
+    Args:
+        pipeline: `pipeline(epoch, first_batch)`: this rank's parts of the global batches of a pass.
+        problem: `problem(epoch, first_batch, batches)`: what is wrong with the files of these batches, if anything.
+        examples: examples in a pass.
+        batch_size: examples in a full global batch.
+        world: this process' place.
+    """
+
+    def __init__(
+        self,
+        pipeline: Callable[[int, int], tf.data.Dataset],
+        problem: Callable[[int, int, int], DataError | None],
+        examples: int,
+        batch_size: int,
+        world: World,
+    ):
+        self._pipeline = pipeline
+        self._problem = problem
+        self._epoch = 0
+        self.examples = examples
+        self.batch_size = batch_size
+        self.num_batches = -(-examples // batch_size)
+        of_any_size = functools.partial(tree.map_structure, lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype))
+        self.spec = of_any_size(pipeline(0, 0).element_spec)
+        alone = world.world_size == 1
+        self.batches: Any = (
+            DatasetBatches(length_known=True)
+            if alone
+            else RankBatches(True, world.rank, world.world_size, examples, batch_size)
+        )
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        self._epoch = epoch
+        return iter(self._pipeline(epoch, first_batch))
+
+    def first(self, count: int) -> list[Any]:
+        if isinstance(self.batches, RankBatches):
+            raise UsageError(*ONLY_PARTS)
+        return super().first(count)
+
+    @contextlib.contextmanager
+    def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
+        try:
+            yield
+        except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError, tf.errors.DataLossError) as error:
+            problem = self._problem(self._epoch, first_batch, batches)
+            if problem is None:
+                raise
+            raise problem from error
+
+
+@dataclass(frozen=True)
+class RankBatches(DatasetBatches):
+    """The iterator has only what the replicas of this rank take of a global batch."""
+
+    rank: int
+    world_size: int
+    examples: int
+    batch_size: int
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        size = tf.minimum(self.batch_size, self.examples - step * self.batch_size)
+        return next(state), size
+
+    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+        del state
+        mine, size = batch
+        of_rank, _ = order.part(size, self.rank, self.world_size)
+        begin, end = order.part(size, index, count)
+        part = tree.map_structure(lambda tensor: at_least_one(tensor[begin - of_rank : end - of_rank]), mine)
+        return part, (end - begin) / size
