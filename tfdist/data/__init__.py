@@ -22,8 +22,9 @@ from os import PathLike
 from typing import Any
 
 from tfdist import registry
+from tfdist.data.pipeline.arrays import check_labels
 from tfdist.data.pipeline.processes import per_process, shard
-from tfdist.data.pipeline.source import Source, check_labels
+from tfdist.data.pipeline.source import Source
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from tfdist.data.formats.text import Vocabulary, read_vocabulary
 from tfdist.data.pipeline import padding
+from tfdist.data.pipeline.arrays import Arrays
 from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.source import Arrays, Source
+from tfdist.data.pipeline.source import Source
 
 # The words and the label of each sentence.
 Sentences = list[tuple[list[str], int]]

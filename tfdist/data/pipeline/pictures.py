@@ -18,9 +18,10 @@ import psutil
 from tfdist.cluster.world import World, cores
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import order, scan
+from tfdist.data.pipeline.arrays import Arrays
 from tfdist.data.pipeline.bad_examples import BadExamples
 from tfdist.data.pipeline.picture_files import Pictures
-from tfdist.data.pipeline.source import ALONE, Arrays, Part, Source
+from tfdist.data.pipeline.source import ALONE, Part, Source
 from tfdist.data.pipeline.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError

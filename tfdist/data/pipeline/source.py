@@ -23,6 +23,7 @@ import numpy as np
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import order, padding
+from tfdist.data.pipeline.arrays import Arrays, as_numpy, checked, head, main_input, sentence_lengths
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import DataError, UnknownNameError, UsageError
 
@@ -33,12 +34,9 @@ if TYPE_CHECKING:
     from tfdist.data.pipeline.augmentation import Augmentation
     from tfdist.data.pipeline.feed import Feed
 
-# x, or for translation {"source": ..., "target": ...}; and y
-Arrays = tuple[Any, np.ndarray]
 # The first `count` examples of a split, in the split's stored order.
 Read = Callable[[str, int], Arrays]
 
-TASKS_OF_TOKENS = ("text_classification", "translation", "characters")
 ALONE = World()
 
 
@@ -114,11 +112,11 @@ class Source:
             **facts: further fields of the `DataSpec`, such as `class_names`.
         """
         given = {"train": train, "validation": validation, "test": test}
-        splits = {split: (_as_arrays(pair[0]), np.asarray(pair[1])) for split, pair in given.items() if pair}
-        counts = {split: len(_first(x)) for split, (x, _) in splits.items()}
+        splits = {split: (as_numpy(pair[0]), np.asarray(pair[1])) for split, pair in given.items() if pair}
+        counts = {split: len(main_input(x)) for split, (x, _) in splits.items()}
         x, y = splits["train"]
-        spec = DataSpec(name, task, _first(x).shape[1:], classes, counts, **{"target_shape": y.shape[1:]} | facts)
-        return cls(spec, lambda split, count: _take(splits[split], count), bucketed=bucketed, skipped=skipped)
+        spec = DataSpec(name, task, main_input(x).shape[1:], classes, counts, **{"target_shape": y.shape[1:]} | facts)
+        return cls(spec, lambda split, count: head(splits[split], count), bucketed=bucketed, skipped=skipped)
 
     def arrays(self, split: str) -> Arrays:
         """All examples of "train", "validation" or "test", read once and then kept; do not write into them.
@@ -133,7 +131,8 @@ class Source:
         """
         self._check_split(split)
         if split not in self._arrays:
-            self._arrays[split] = self._read_checked(split)
+            x, y = self._read(split, self.spec.examples[split])
+            self._arrays[split] = checked(self.spec, split, x, y)
         return self._arrays[split]
 
     def limit(self, examples: int) -> Self:
@@ -297,20 +296,18 @@ class Source:
         on_host: bool,
         places: bool = False,
     ) -> ArrayFeed:
-        from tfdist.data.pipeline import array_feed
+        from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
         arrays = self.arrays(split)
         if on_host and split not in self._tensors:
             # TensorFlow copies what it is given: once for all epochs, not once an epoch.
-            self._tensors[split] = array_feed.tensors(*arrays, on_host=True)
+            self._tensors[split] = tensors(*arrays, on_host=True)
         if places:
             stream, position = order.places(len(arrays[1]), batch_size)
             arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
-        tensors = self._tensors[split] if on_host else array_feed.tensors(*arrays)
-        return array_feed.ArrayFeed(
-            tensors, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed)
-        )
+        held = self._tensors[split] if on_host else tensors(*arrays)
+        return ArrayFeed(held, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed))
 
     def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> Order:
         """The order of each epoch, after a check of what it is asked for."""
@@ -331,7 +328,7 @@ class Source:
         if not shuffle:
             return lambda epoch: order.as_stored(examples)
         if self._bucketed:
-            lengths = np.sum([*_lengths_of(self.arrays(split)[0]).values()], axis=0)
+            lengths = np.sum([*sentence_lengths(self.arrays(split)[0]).values()], axis=0)
             return lambda epoch: order.bucketed_order(lengths, batch_size, seed, epoch)
         return lambda epoch: order.epoch_order(examples, seed, epoch)
 
@@ -339,7 +336,7 @@ class Source:
         self, arrays: Arrays, batch_size: int, augmentation: Augmentation | None, seed: int
     ) -> Transform | None:
         if self._bucketed:
-            return padding.Trimmed(_lengths_of(arrays[0]), batch_size)
+            return padding.Trimmed(sentence_lengths(arrays[0]), batch_size)
         return None if augmentation is None else augmentations.Augmented(self.spec, augmentation, seed)
 
     def _with_spec(self, **changes: Any) -> Self:
@@ -357,77 +354,3 @@ class Source:
                 f"Dataset `{self.spec.name}` has no examples in its split `{split}`, so no batches",
                 f"use a dataset that has `{split}` examples",
             )
-
-    def _read_checked(self, split: str) -> Arrays:
-        spec, count = self.spec, self.spec.examples[split]
-        x, y = self._read(split, count)
-        if isinstance(x, dict):
-            self._check_shape(split, "source", np.shape(x["source"]), (count, *spec.input_shape))
-            self._check_shape(split, "target", np.shape(x["target"]), (count, *spec.target_shape))
-        else:
-            self._check_shape(split, "x", np.shape(x), (count, *spec.input_shape))
-        if spec.task == "autoencoding":
-            x = np.ascontiguousarray(x, np.float32)
-            return x, x
-        self._check_shape(split, "y", np.shape(y), (count, *spec.target_shape))
-        check_labels(y, spec)
-        x_type = np.int32 if spec.task in TASKS_OF_TOKENS else np.float32
-        y = np.ascontiguousarray(y, np.int32)
-        if isinstance(x, dict):
-            return {name: np.ascontiguousarray(array, x_type) for name, array in x.items()}, y
-        return np.ascontiguousarray(x, x_type), y
-
-    def _check_shape(self, split: str, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        if found != expected:
-            raise DataError(
-                f"Dataset `{self.spec.name}` promises {what} of shape `{expected}` in its split `{split}`, "
-                f"found `{found}`",
-                "make the source's spec and what it reads agree",
-            )
-
-
-def check_labels(y: Any, spec: DataSpec) -> None:
-    """Checks that targets are class numbers.
-
-    Args:
-        y: integers `[N, ...]`, each to be 0 to `spec.classes - 1`, or `spec.ignored_class`.
-        spec: the dataset's facts.
-
-    Raises:
-        DataError: not integers, or one outside the classes; names the first such example and its value.
-    """
-    y = np.asarray(y)
-    if y.dtype.kind not in "iu":
-        raise DataError(
-            f"Labels of dataset `{spec.name}` are of type `{y.dtype}`",
-            f"give class numbers, integers from 0 to {spec.classes - 1}",
-        )
-    # A comparison is a byte an example; the labels' own type is never widened.
-    outside = (y < 0) | (y >= spec.classes)
-    if spec.ignored_class is not None:
-        outside &= y != spec.ignored_class
-    if outside.any():
-        first = tuple(int(index) for index in np.argwhere(outside)[0])
-        raise DataError(
-            f"Label {first[0]} of dataset `{spec.name}` is `{y[first]}`, outside its {spec.classes} classes "
-            f"({np.count_nonzero(outside)} of {y.size} labels are)",
-            f"labels go from 0 to {spec.classes - 1}: renumber them, or give the source more classes",
-        )
-
-
-def _lengths_of(x: Any) -> dict[str, np.ndarray]:
-    """The lengths of each kind of sentence, int `[N]`."""
-    return {kind: padding.lengths(tokens) for kind, tokens in (x if isinstance(x, dict) else {"x": x}).items()}
-
-
-def _as_arrays(x: Any) -> Any:
-    return {name: np.asarray(array) for name, array in x.items()} if isinstance(x, dict) else np.asarray(x)
-
-
-def _first(x: Any) -> np.ndarray:
-    return x["source"] if isinstance(x, dict) else x
-
-
-def _take(arrays: Arrays, count: int) -> Arrays:
-    x, y = arrays
-    return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from tfdist.data.pipeline import padding
-from tfdist.data.pipeline.source import Arrays, Source
+from tfdist.data.pipeline.arrays import Arrays
+from tfdist.data.pipeline.source import Source
 from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSpec
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import Count, CountOrZero
