@@ -21,21 +21,27 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpointing import format as checkpoint_format
+from tfdist.checkpointing import resume
 from tfdist.checkpointing import state as training_state
-from tfdist.checkpointing.format import Header, Stored
+from tfdist.checkpointing.format import Entry, Header, Stored
+from tfdist.checkpointing.position import Position
+from tfdist.checkpointing.store import Store
 from tfdist.cluster import consensus, elastic
-from tfdist.errors import CheckpointError, UnknownNameError, UsageError
+from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
+
+if TYPE_CHECKING:
+    from tfdist.data.pipeline.passes import Passes
+    from tfdist.strategies.base import Strategy
 
 
 class Checkpoint(ClockedCallback):
@@ -107,27 +113,38 @@ class Checkpoint(ClockedCallback):
         self.resumed_from: Path | None = None
         self.saved: Path | None = None
         self.resume_batch: int | None = None  # tfdist's loop begins there
+        self._store = Store(self.folder, keep)
         self._callbacks: keras.callbacks.CallbackList | None = None
+        self._strategy: Strategy | None = None
+        self._data: Passes | None = None
         self._stored: Stored | None = None
         self._within_epochs = False  # a run can begin there
-        self._peers: consensus.ProcessGroup = consensus.Alone()
+        keras_patches.tell_callbacks_of_their_list()
         self._begin()
+
+    def set_callback_list(self, callback_list: keras.callbacks.CallbackList) -> None:
+        """The callbacks of a training, whose state belongs to it."""
+        self._callbacks = callback_list
 
     def set_model(self, model: keras.Model) -> None:
         """Puts the part that saves and restores behind all other callbacks."""
         super().set_model(model)
-        self._callbacks = _callback_list()
+        self._strategy = self._data = None  # unless tfdist's loop says otherwise
         if self._callbacks is None:  # hooks called by hand
             return
         if not any(isinstance(c, _Last) and c.checkpoint is self for c in self._callbacks.callbacks):
             # The list is being walked; what is appended now gets its turn too.
             self._callbacks.callbacks.append(_Last(self))
 
+    def set_training(self, strategy: Strategy, data: Passes) -> None:
+        """The strategy whose loop calls the hooks, and the data that it goes through."""
+        self._strategy, self._data = strategy, data
+
     def batches_until_hook(self, batch: int) -> int | None:
         """To the next multiple of `every_steps`."""
         if self.every_steps is None:
             return None
-        return self.every_steps - (self._step_of_epoch + batch) % self.every_steps
+        return self._position.until_due(self.every_steps, batch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Chooses the checkpoint to go on from."""
@@ -135,44 +152,38 @@ class Checkpoint(ClockedCallback):
         if self.saved is None:
             self._begin()
         self.resumed_from, self.resume_batch, self._stored = None, None, None
-        self._peers = self.params.get("peers") or consensus.Alone()
-        self._refuse_what_cannot_be_resumed()
+        if self._data is None or self.model.run_eagerly:  # tfdist's loop makes all variables of a graph at the start
+            resume.refuse_without_variables(self.model)
         # A model that runs eagerly makes its metrics with the first batch, and they could not be given back before.
         made = not self.model.run_eagerly or training_state.metrics_are_made(self.model)
-        self._within_epochs = _loop_is_tfdists(self.params) and made
+        self._within_epochs = self._data is not None and made
         if self._peers.world.is_chief:
-            checkpoint_format.remove_temporaries(self.folder)
+            self._store.remove_unfinished()
         # A machine of its own may not know that the run is resumed, and all must ask the chief, or none.
         if consensus.broadcast_from_chief(self._peers, self.resume):
-            self._stored = self._choose_alike()
-        elif self._peers.world.is_chief and self.saved is None and (found := checkpoint_format.paths(self.folder)):
-            raise CheckpointError(
-                f"The folder `{self.folder}` already holds checkpoints, `{found[0].name}` the newest, and a new run "
-                "would replace them",
-                "resume it (`Checkpoint(..., resume=True)`, `--resume`), or use another folder",
-            )
+            self._stored = self._store.newest(self._peers, self._within_epochs)
+        elif self._peers.world.is_chief and self.saved is None:
+            self._store.refuse_another_run()
         if self._callbacks is None:
             self.restore()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the epoch begins."""
         super().on_epoch_begin(epoch, logs)
-        self._epoch = epoch
-        self._batch = self.resume_batch or 0
+        self._position.begin_epoch(epoch, self.resume_batch or 0)
         self._epoch_began = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the steps."""
         steps = self.params.get("steps")
-        self._batch = min(batch + 1, steps) if steps else batch + 1  # Keras rounds the last chunk up
+        self._position.batch = min(batch + 1, steps) if steps else batch + 1  # Keras rounds the last chunk up
         if self._callbacks is None:
             self.save_within_epoch(logs or {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the steps of the epoch."""
         super().on_epoch_end(epoch, logs)
-        self._step_of_epoch += self._batch
-        self._batch = 0
+        self._position.end_epoch()
         self._epoch_began = None
         if self._callbacks is None:
             self.save_at_epoch_end(epoch, logs or {})
@@ -180,7 +191,7 @@ class Checkpoint(ClockedCallback):
     @property
     def step(self) -> int:
         """How many steps the run has taken."""
-        return self._step_of_epoch + self._batch
+        return self._position.step
 
     @property
     def train_seconds(self) -> float:
@@ -194,22 +205,20 @@ class Checkpoint(ClockedCallback):
             return
         header = self._stored.header
         assert header.path is not None
-        self._refuse_another_run(self._stored)
-        self._restore_state(self._stored)
+        resume.refuse_another_run(self.model, self._stored, self.params.get("steps"), self._seed)
+        resume.restore(self.model, self._others(), self._stored, self._peers)
         self.resumed_from = self.saved = header.path
         self.best = header.best
         self.epoch_logs = list(header.epoch_logs)
         self._seconds_before = header.train_seconds
-        self._step_of_epoch, self._batch = header.step - header.batch, header.batch
-        self._steps_at_last_save = header.step
+        self._position = Position(header.epoch, header.batch, header.step - header.batch, header.step)
         # A run that a callback had ended does not train on: the loop then has no epoch to run.
         ended = header.stopped and header.epoch < self.params.get("epochs", header.epoch)
         keras_internals.set_initial_epoch(self.model, self.params["epochs"] if ended else header.epoch)
         if self._within_epochs:
             self.resume_batch = header.batch
             if header.data is not None and header.steps_per_epoch == self.params.get("steps"):
-                data, entries = self.params["data"], self._stored.entries
-                training_state.restore_data_state(data, header.data, entries, self._peers)
+                training_state.restore_data_state(self._data, header.data, self._stored.entries, self._peers)
 
     def begin_resumed_epoch(self) -> None:
         """The first epoch begins; called once all callbacks have seen it begin."""
@@ -219,20 +228,21 @@ class Checkpoint(ClockedCallback):
         if self._stored is not None and self.resume_batch:
             # The callbacks have begun this epoch before, in the run that was killed: what they did to the model in
             # `on_epoch_begin` (LearningRateScheduler lowers the rate) must not be done twice.
-            self._restore_state(self._stored)
+            resume.restore(self.model, self._others(), self._stored, self._peers)
         self._stored, self.resume_batch = None, None
 
     def save_within_epoch(self, logs: dict[str, Any]) -> None:
         """Saves if it is time to; called once all callbacks have seen the batch."""
         # After an epoch's last batch, the epoch's end is saved instead: the loop could not go on from here to an
         # evaluation. Neither could stock Keras from within an epoch.
-        at_end = self._batch == self.params.get("steps") or self.model.stop_training
-        if self._due_by_steps() and not at_end and self._within_epochs and not self._only_at_epoch_ends:
-            data = training_state.data_state(self.params["data"], self._peers)
+        at_end = self._position.batch == self.params.get("steps") or self.model.stop_training
+        due = self._position.is_due(self.every_steps)
+        if due and not at_end and self._within_epochs and not self._only_at_epoch_ends:
+            data = self._data_state()
             if data is None:
                 self._note_only_at_epoch_ends()
                 return
-            self._save(self._epoch, self._batch, logs, data)
+            self._save(self._position.epoch, self._position.batch, logs, data)
             elastic.leave_if_told(self._peers)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -242,9 +252,8 @@ class Checkpoint(ClockedCallback):
         self._note_best(epoch, numbers)
         due = self.every_epochs is not None and (epoch + 1) % self.every_epochs == 0
         last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
-        if due or last or self._due_by_steps():
-            data = training_state.data_state(self.params["data"], self._peers) if "data" in self.params else None
-            self._save(epoch + 1, 0, logs, data)
+        if due or last or self._position.is_due(self.every_steps):
+            self._save(epoch + 1, 0, logs, self._data_state())
             if not last:
                 elastic.leave_if_told(self._peers)
 
@@ -259,93 +268,25 @@ class Checkpoint(ClockedCallback):
         self.epoch_logs = []
         self._seconds_before = 0.0
         self._epoch_began = None
-        self._epoch = 0
-        self._batch = 0
-        self._step_of_epoch = 0  # the steps of the run before the current epoch
-        self._steps_at_last_save = 0
+        self._position = Position()
         self._only_at_epoch_ends = False
 
-    def _choose_alike(self) -> Stored | None:
-        """What the chief chooses, in every process: the others need not see its disk."""
-        stored = self._choose() if self._peers.world.is_chief else None
-        if self._peers.world.world_size == 1:
-            return stored
-        path = stored.header.path if stored is not None else None
-        content = self._peers.exchange(path.read_bytes() if path is not None else b"")[0]
-        return checkpoint_format.parse(self.folder / "of the chief", content) if content else None
+    @property
+    def _peers(self) -> consensus.ProcessGroup:
+        return self._strategy or consensus.Alone()
 
-    def _choose(self) -> Stored | None:
-        if self._within_epochs:
-            return checkpoint_format.newest(self.folder)
-        stored = checkpoint_format.newest(self.folder, lambda header: header.batch == 0)
-        if stored is None and (found := checkpoint_format.paths(self.folder)):
-            raise CheckpointError(
-                f"Keras' own `fit`, and a model that runs eagerly, cannot resume within an epoch, and `{self.folder}` "
-                f"holds no checkpoint of an epoch's end; `{found[0].name}` is the newest",
-                "train with a strategy of tfdist, or delete the checkpoints to start from the beginning",
-            )
-        return stored
+    @property
+    def _seed(self) -> int | None:
+        return None if self._strategy is None else self._strategy.seed
 
-    def _restore_state(self, stored: Stored) -> None:
-        header, entries = stored.header, training_state.of_this(stored.entries, self._peers)
-        training_state.assign(self.model, entries, _groups(header))
-        others = self._others()
-        training_state.restore_callbacks_state(others, header.callbacks, entries, header.train_seconds)
-        training_state.restore_random_state(entries)
+    def _data_state(self) -> list[Entry] | None:
+        """Where the data stand; `None` for data that a run cannot go on with in the middle of an epoch."""
+        return None if self._data is None else training_state.data_state(self._data, self._peers)
 
     def _others(self) -> list[Any]:
         if self._callbacks is None:
             return []
         return [c for c in self._callbacks.callbacks if not isinstance(c, _Last) and not _wraps(c, self)]
-
-    def _refuse_what_cannot_be_resumed(self) -> None:
-        """What has no variables yet would have none either when the run is to be resumed."""
-        if _loop_is_tfdists(self.params) and not self.model.run_eagerly:
-            return  # the loop has made all
-        missing = training_state.without_variables(self.model)
-        if missing is not None:
-            raise CheckpointError(
-                f"{missing} has no variables yet, so that a run of the model `{self.model.name}` could not be resumed",
-                "build it before `fit`: give the model an input shape, or call it on a batch; and call "
-                "`optimizer.build(variables)` of an optimizer that was not given to `compile`",
-            )
-
-    def _refuse_another_run(self, stored: Stored) -> None:
-        header, model = stored.header, self.model
-        hint = "resume with the model and the arguments of the run that wrote it, or use another folder"
-        optimizer = model.optimizer
-        stored_count = sum(entry.group == "optimizer" for entry in stored.entries)
-        lacks_some = stored_count > len(training_state.variables(model)["optimizer"])
-        if lacks_some and optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
-        ours = training_state.optimizer_class(model)
-        if ours != header.optimizer:
-            raise CheckpointError(
-                f"The checkpoint `{header.path}` has the optimizer `{header.optimizer}`, and the model `{ours}`", hint
-            )
-        difference = training_state.first_difference(model, stored.entries, _groups(header))
-        if difference is not None:
-            theirs, ours = difference
-            raise CheckpointError(
-                f"The checkpoint `{header.path}` is of another model: it has {theirs}, where the model has {ours}",
-                hint,
-            )
-        for name, written, now in (
-            ("steps in an epoch", header.steps_per_epoch, self.params.get("steps")),
-            ("as the seed of the order of examples", header.seed, self.params.get("seed")),
-        ):
-            # Within an epoch the same batches must follow.
-            if header.batch and written is not None and now is not None and written != now:
-                raise CheckpointError(
-                    f"The checkpoint `{header.path}` was written within an epoch, with {written} {name}, and this run "
-                    f"has {now}",
-                    "resume with the same data, batch size and seed",
-                )
-
-    def _due_by_steps(self) -> bool:
-        return self.every_steps is not None and (
-            self.step // self.every_steps > self._steps_at_last_save // self.every_steps
-        )
 
     def _note_only_at_epoch_ends(self) -> None:
         self._only_at_epoch_ends = True
@@ -357,14 +298,14 @@ class Checkpoint(ClockedCallback):
                 stacklevel=2,
             )
 
-    def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[checkpoint_format.Entry] | None) -> None:
+    def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[Entry] | None) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             return
         entries = training_state.read(self.model, self._peers)
         if not training_state.finite(self.model, entries):
             return
         entries = training_state.of_all(entries, self._peers)
-        self._steps_at_last_save = self.step
+        self._position.step_saved = self.step
         if not self._peers.world.is_chief:
             return
         states, arrays = training_state.callbacks_state(self._others())
@@ -378,13 +319,12 @@ class Checkpoint(ClockedCallback):
             train_seconds=self.train_seconds,
             epoch_logs=self.epoch_logs,
             steps_per_epoch=self.params.get("steps"),
-            seed=self.params.get("seed"),
+            seed=self._seed,
             callbacks=states,
-            data=None if data is None else self.params["data"].place,
+            data=None if data is None or self._data is None else self._data.place,
         )
         arrays += [*training_state.random_state(), *(data or [])]
-        self.saved = checkpoint_format.write(self.folder, header, [*entries, *arrays])
-        checkpoint_format.prune(self.folder, self.keep, self.saved)
+        self.saved = self._store.write(header, [*entries, *arrays])
 
     def _note_best(self, epoch: int, logs: dict[str, Any]) -> None:
         monitor = self.monitor or ("val_loss" if "val_loss" in logs else "loss")
@@ -422,31 +362,7 @@ class _Last(keras.callbacks.Callback):
         self.checkpoint.end()
 
 
-def _callback_list() -> keras.callbacks.CallbackList | None:
-    """The list whose `set_model` is calling.
-
-    Keras tells a callback of its model but never of the other callbacks, whose state belongs to the training.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, keras.callbacks.CallbackList):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _loop_is_tfdists(params: dict[str, Any]) -> bool:
-    """Whether tfdist's loop runs, which can begin within an epoch: it alone tells callbacks the number of examples."""
-    return "examples" in params
-
-
 def _wraps(callback: Any, wanted: Any) -> bool:
     while callback is not None and callback is not wanted:
         callback = getattr(callback, "callback", None)
     return callback is wanted
-
-
-def _groups(header: Header) -> tuple[str, ...]:
-    """What is restored: an epoch that begins resets the metrics, so that others may be compiled."""
-    return ("model", "optimizer", "metrics") if header.batch else ("model", "optimizer")

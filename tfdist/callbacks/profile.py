@@ -61,7 +61,18 @@ class Profile(keras.callbacks.Callback):
         self._name = ""  # this process' among them
         self._servers: Mapping[str, str] = {}
         self._remote: remote_profiler.RemoteTraces | None = None
+        self._peers: consensus.ProcessGroup = consensus.Alone()
         self._reset()
+
+    def set_model(self, model: keras.Model) -> None:
+        """A training begins: with Keras' own loop, unless tfdist's says otherwise."""
+        super().set_model(model)
+        self._peers = consensus.Alone()
+
+    def set_training(self, strategy: consensus.ProcessGroup, data: Any) -> None:
+        """The strategy whose loop calls the hooks."""
+        del data
+        self._peers = strategy
 
     def _reset(self) -> None:
         self.close()  # a `fit` that ended with an exception told nobody
@@ -98,7 +109,7 @@ class Profile(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts counting."""
         self._reset()
-        peers = self.params.get("peers") or consensus.Alone()
+        peers = self._peers
         self._servers = peers.servers
         if peers.world.world_size > 1 or self._servers:
             self._run = consensus.broadcast_from_chief(peers, time.strftime("%Y_%m_%d_%H_%M_%S"))

@@ -33,7 +33,7 @@ from tfdist.data.pipeline.feed import Feed
 from tfdist.data.pipeline.passes import Passes
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data
+from tfdist.internals import keras_data, keras_patches
 from tfdist.internals.keras import tree
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def _callback_list(
     if not strategy.world.is_chief:
         verbose = 0
         callbacks = [c for c in tree.flatten(callbacks) if c is not None and not isinstance(c, WRITERS)]
-    return keras.callbacks.CallbackList(
+    callback_list = keras.callbacks.CallbackList(
         callbacks,
         add_history=add_history,
         add_progbar=verbose != 0,
@@ -338,11 +338,12 @@ def _callback_list(
         epochs=epochs,
         steps=passes.num_batches,
         examples=passes.examples,
-        seed=strategy.seed,
-        data=passes,
-        peers=strategy,
         model=model,
     )
+    for callback in keras_patches.with_wrapped(callback_list.callbacks):
+        if hasattr(callback, "set_training"):
+            callback.set_training(strategy, passes)
+    return callback_list
 
 
 def _facts(model: Any, passes: Passes, epochs: int, initial_epoch: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -247,6 +247,33 @@ def _surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[Non
             setattr(owner, name, original)
         else:
             delattr(owner, name)
+
+
+@functools.cache
+def tell_callbacks_of_their_list() -> None:
+    """From now on a callback that has `set_callback_list` is given the list that it is in, before its model.
+
+    Keras tells a callback of its model, and never of the other callbacks, whose state belongs to the training.
+    """
+    original = keras.callbacks.CallbackList.set_model
+
+    @functools.wraps(original)
+    def set_model(callback_list: Any, model: Any) -> None:
+        for callback in with_wrapped(callback_list.callbacks):
+            if hasattr(callback, "set_callback_list"):
+                callback.set_callback_list(callback_list)
+        original(callback_list, model)
+
+    keras.callbacks.CallbackList.set_model = set_model
+
+
+def with_wrapped(callbacks: Iterable[Any]) -> Iterator[Any]:
+    """Each callback, and those that it wraps as its attribute `callback`."""
+    for callback in callbacks:
+        inner = callback
+        while isinstance(inner, keras.callbacks.Callback):
+            yield inner
+            inner = getattr(inner, "callback", None)
 
 
 # The methods of a model that lead to its strategy.

@@ -1,0 +1,78 @@
+"""Whether a training can be resumed from a checkpoint, and how its state is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tfdist.checkpointing import state as training_state
+from tfdist.checkpointing.format import Header, Stored
+from tfdist.cluster.consensus import ProcessGroup
+from tfdist.errors import CheckpointError
+
+
+def refuse_without_variables(model: Any) -> None:
+    """Raises `CheckpointError` for what has no variables yet: when the run is resumed it would have none either."""
+    missing = training_state.without_variables(model)
+    if missing is not None:
+        raise CheckpointError(
+            f"{missing} has no variables yet, so that a run of the model `{model.name}` could not be resumed",
+            "build it before `fit`: give the model an input shape, or call it on a batch; and call "
+            "`optimizer.build(variables)` of an optimizer that was not given to `compile`",
+        )
+
+
+def refuse_another_run(model: Any, stored: Stored, steps_per_epoch: int | None, seed: int | None) -> None:
+    """Raises `CheckpointError` where a checkpoint is of another model, another optimizer, or another order of batches.
+
+    Args:
+        model: compiled; an optimizer that the checkpoint has variables of is built.
+        stored: the checkpoint.
+        steps_per_epoch: those of the present run, `None` when unknown.
+        seed: that of the order of examples, `None` when unknown.
+    """
+    header = stored.header
+    hint = "resume with the model and the arguments of the run that wrote it, or use another folder"
+    _build_optimizer(model, stored)
+    ours = training_state.optimizer_class(model)
+    if ours != header.optimizer:
+        raise CheckpointError(
+            f"The checkpoint `{header.path}` has the optimizer `{header.optimizer}`, and the model `{ours}`", hint
+        )
+    difference = training_state.first_difference(model, stored.entries, _groups(header))
+    if difference is not None:
+        theirs, ours = difference
+        raise CheckpointError(
+            f"The checkpoint `{header.path}` is of another model: it has {theirs}, where the model has {ours}", hint
+        )
+    for name, written, now in (
+        ("steps in an epoch", header.steps_per_epoch, steps_per_epoch),
+        ("as the seed of the order of examples", header.seed, seed),
+    ):
+        # Within an epoch the same batches must follow.
+        if header.batch and written is not None and now is not None and written != now:
+            raise CheckpointError(
+                f"The checkpoint `{header.path}` was written within an epoch, with {written} {name}, and this run "
+                f"has {now}",
+                "resume with the same data, batch size and seed",
+            )
+
+
+def _build_optimizer(model: Any, stored: Stored) -> None:
+    stored_count = sum(entry.group == "optimizer" for entry in stored.entries)
+    lacks_some = stored_count > len(training_state.variables(model)["optimizer"])
+    if lacks_some and model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: ProcessGroup) -> None:
+    """Gives the variables of `model`, `callbacks` and the random states what a checkpoint has for them."""
+    header, entries = stored.header, training_state.of_this(stored.entries, peers)
+    training_state.assign(model, entries, _groups(header))
+    training_state.restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
+    training_state.restore_random_state(entries)
+
+
+def _groups(header: Header) -> tuple[str, ...]:
+    """What is restored: an epoch that begins resets the metrics, so that others may be compiled."""
+    return ("model", "optimizer", "metrics") if header.batch else ("model", "optimizer")
