@@ -108,21 +108,22 @@ def _variables(model: Any) -> list[Any]:
 
 
 def _is_needed(model: Any, kind: str) -> bool:
-    """What a step of the model's own makes is not known before it has run."""
-    return keras_internals.has_own_step(model, kind) or not keras_internals.is_built(model, kind)
+    """What a step of the model's own makes, and returns, is not known before it has run."""
+    own = keras_internals.has_own_step(model, kind) or (kind != "predict" and keras_internals.has_own_logs(model))
+    return own or not keras_internals.is_built(model, kind)
 
 
 def _rehearse(model: Any, kind: str, batch: Any, outside: Any, unseeded: Any) -> Any:
-    """What the step of the user's own returns; `None` where Keras' own is built without it."""
+    """What the step returns."""
     exact_step.install()
     replica = Rehearsal(outside)
     replica.unseeded = unseeded
     with replica_context.on_replica(replica):
         if kind != "train" or keras_internals.has_own_step(model, kind):
             return getattr(model, f"{kind}_step")(batch)
-        keras_internals.forward(model, batch)
+        logs = keras_internals.forward(model, batch)
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
             with outside():
                 optimizer.build(model.trainable_variables)
-        return None
+        return logs

@@ -216,7 +216,15 @@ def outside_of_stateless_scope() -> Iterator[None]:
 
 def has_own_step(model: Any, kind: str) -> bool:
     """Whether the step of `kind`, "train", "test" or "predict", is not Keras' own."""
-    name = f"{kind}_step"
+    return _is_own(model, f"{kind}_step")
+
+
+def has_own_logs(model: Any) -> bool:
+    """Whether the logs of Keras' own steps are the model's own."""
+    return _is_own(model, "compute_metrics")
+
+
+def _is_own(model: Any, name: str) -> bool:
     return getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
 
 
@@ -250,12 +258,12 @@ def step_function(model: Any, kind: str) -> Any:
     return function
 
 
-def forward(model: Any, data: Any) -> None:
-    """What Keras' own `train_step` computes before the gradients."""
+def forward(model: Any, data: Any) -> Any:
+    """What Keras' own `train_step` computes but for the gradients; returns the logs."""
     x, y, sample_weight = unpack_x_y_sample_weight(data)
     predictions = model(x, training=True) if model._call_has_training_arg else model(x)
     model._compute_loss(x=x, y=y, y_pred=predictions, sample_weight=sample_weight, training=True)
-    model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
+    return model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
 
 
 def optimizers(model: Any) -> list[Any]:
