@@ -18,6 +18,7 @@ from tfdist.cluster import job_environment, rendezvous
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
@@ -62,6 +63,12 @@ class DistributeStrategy(base.Strategy):
             return step(MirroredReplica(base.current_index(), self.num_replicas))
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
+
+    def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
+        # A callback may call `model.predict`: Keras' own fails in this scope, where a replica has no examples or other
+        # processes have some.
+        with keras_patches.led_to(model, self):
+            return super()._in_loop(method, model, *arguments, **named)
 
     def check(self, model: Any) -> None:
         optimizers = keras_internals.optimizers(model)

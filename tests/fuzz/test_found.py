@@ -36,6 +36,13 @@ FOUND = {
         step=("gradients", "clip", "apply"),
         batch_size=3,
     ),
+    "a callback that predicts fewer examples than there are replicas, operation by operation": Case(
+        inputs="tokens",
+        layers=("embedding", "global max pooling 1d"),
+        callbacks=("predicts",),
+        examples=1,
+        eager=True,
+    ),
     "a metric that vectorizes a function, operation by operation": Case(
         target="marks", loss="binary crossentropy", metrics=("auc, several labels",), eager=True
     ),

@@ -157,6 +157,34 @@ strategy.fit(model, x, y, batch_size=5, verbose=0)
     assert all(part in err for part in shown) and "hint:" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("where", ["everywhere", "chief"])
+def test_a_callback_uses_the_model_in_all_processes_or_is_told_to(tmp_path, where):
+    script = """
+import sys, keras, numpy, tfdist
+strategy = tfdist.strategy("multiworker", seed=1)
+x, y = numpy.arange(20.0).reshape(10, 2), numpy.arange(10.0)
+class Looks(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if sys.argv[1] == "everywhere" or strategy.world.is_chief:
+            found = self.model.evaluate(x[:7], y[:7], batch_size=4, verbose=0)
+            print("FOUND", found, numpy.mean((self.model.predict(x[:7], verbose=0)[:, 0] - y[:7]) ** 2))
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.001), "mse")
+strategy.fit(model, x, y, batch_size=5, verbose=0, callbacks=[Looks()])
+"""
+    (tmp_path / "script.py").write_text(script)
+    with RunningJob("--log-dir", "logs", "script.py", where, cwd=tmp_path) as job:
+        code, out, err = job.end()
+    if where == "chief":
+        assert code == 2 and "Traceback" not in err
+        assert "The processes of the job do different things at the same moment: worker 0" in err
+    else:
+        assert code == 0, err
+        _, evaluated, predicted = out.split()
+        assert float(evaluated) == pytest.approx(float(predicted), rel=1e-4)
+
+
 def test_a_metric_made_outside_the_scope_is_refused(tmp_path):
     script = """
 import numpy, keras, tfdist

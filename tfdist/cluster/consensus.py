@@ -21,6 +21,9 @@ GIVE_ALIKE = (
     "seed what shuffles or makes them, so that every process has the same; or, where each process shall bring its own "
     "part, pass `tfdist.data.per_process(data)`"
 )
+DO_ALIKE = (
+    "call `fit`, `evaluate` and `predict` in every process, in callbacks too; only the results may be used in one alone"
+)
 
 
 class ProcessGroup(Protocol):
@@ -51,11 +54,32 @@ class Alone:
         return [message]
 
 
-def all_gather_object(peers: ProcessGroup, value: Any) -> list[Any]:
-    """The values of all processes, by rank; `value` is this process' own and can be stored as JSON."""
+def all_gather_object(peers: ProcessGroup, value: Any, doing: str = "exchanges values") -> list[Any]:
+    """The values of all processes, by rank.
+
+    Args:
+        peers: the processes, which all call it.
+        value: this process' own; it can be stored as JSON.
+        doing: what a process does when it calls it, as a verb, for messages.
+
+    Raises:
+        DisagreementError: other processes are doing something else.
+    """
     if peers.world.world_size == 1:
         return [value]
-    return [json.loads(message) for message in peers.exchange(json.dumps(value).encode())]
+    found = [_parsed(message) for message in peers.exchange(json.dumps([doing, value]).encode())]
+    if len({what for what, _ in found}) > 1:
+        each = ", ".join(f"{peers.world.named(rank)} {what}" for rank, (what, _) in enumerate(found))
+        raise DisagreementError(f"The processes of the job do different things at the same moment: {each}", DO_ALIKE)
+    return [value for _, value in found]
+
+
+def _parsed(message: bytes) -> tuple[str, Any]:
+    try:
+        doing, value = json.loads(message)
+    except (ValueError, TypeError):
+        return "does something else", None
+    return str(doing), value
 
 
 def broadcast_from_chief(peers: ProcessGroup, value: Any) -> Any:
@@ -69,14 +93,14 @@ def next_call(peers: ProcessGroup, steps: int, stop: bool, given: str) -> tuple[
     Raises:
         DisagreementError: `given`, the fingerprint of the batches so far, differs between the processes.
     """
-    found = all_gather_object(peers, [steps, stop, given])
+    found = all_gather_object(peers, [steps, stop, given], "is about to run steps")
     _require_equal_fingerprints(peers, "batches", [fingerprint for _, _, fingerprint in found])
     return min(wish for wish, _, _ in found), any(stops for _, stops, _ in found)
 
 
 def any_of(peers: ProcessGroup, wish: bool) -> bool:
     """Whether `wish` is true in any process."""
-    return any(all_gather_object(peers, wish))
+    return any(all_gather_object(peers, wish, "asks whether to stop"))
 
 
 def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
@@ -85,7 +109,9 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
     Raises:
         DisagreementError: they differ; raised in every process, with the values of all processes.
     """
-    found = all_gather_object(peers, {name: str(value) for name, value in facts.items()})
+    found = all_gather_object(
+        peers, {name: str(value) for name, value in facts.items()}, "compares what it begins with"
+    )
     error = DisagreementError.among({peers.world.named(rank): values for rank, values in enumerate(found)})
     if error is not None:
         raise error
@@ -97,7 +123,7 @@ def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str)
     Raises:
         DisagreementError: they differ; raised in every process, with all fingerprints.
     """
-    _require_equal_fingerprints(peers, what, all_gather_object(peers, fingerprint))
+    _require_equal_fingerprints(peers, what, all_gather_object(peers, fingerprint, "compares its data"))
 
 
 def _require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprints: list[str]) -> None:

@@ -288,6 +288,17 @@ def set_strategy(model: Any, strategy: Any) -> None:
     object.__setattr__(model, _STRATEGY, strategy)
 
 
+@contextlib.contextmanager
+def led_to(model: Any, strategy: Any) -> Iterator[None]:
+    """Meanwhile Keras' own `fit` and the like of `model` call `strategy.fit(model, ...)`."""
+    before = vars(model).get(_STRATEGY)
+    set_strategy(model, strategy)
+    try:
+        yield
+    finally:
+        set_strategy(model, before)
+
+
 @functools.cache
 def _route_methods() -> None:
     for name in ROUTED:
