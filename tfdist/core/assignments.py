@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.communicators import opaque
-from tfdist.core import dependencies, replica_context
+from tfdist.core import dependencies, replica_context, share
 from tfdist.errors import UsageError
 from tfdist.internals.keras import tf_variable
 
@@ -165,7 +165,7 @@ def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
     """What a replica adds to the value of `variable` that all agree on."""
     if variable.aggregation == "sum":
         return replica.only_real(value - tf_variable(variable))
-    return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
+    return share.weigh(replica, value)
 
 
 def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
@@ -186,9 +186,12 @@ def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
         before = tf.zeros_like(value) if name != "assign" else tf.convert_to_tensor(variable)
         value = before + replica.all_reduce([replica.only_real(value - before)])[0]
     elif value.dtype.is_floating:
-        first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-        weight = opaque(tf.constant(float(replica.index == 0))) if first else replica.share
-        (value,) = replica.all_reduce([tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))])
+        if variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            first = opaque(tf.constant(float(replica.index == 0)))
+            part = tf.math.multiply_no_nan(value, tf.cast(first, value.dtype))
+        else:
+            part = share.weigh(replica, value)
+        (value,) = replica.all_reduce([part])
 
     def write(values: list[tf.Tensor]) -> None:
         getattr(variable, name)(values[0])

@@ -1,6 +1,6 @@
-"""The sums of gradients over the replicas: weighted by the share, packed into few buffers, reduced.
+"""The sums of gradients over the replicas: packed into few buffers, and reduced.
 
-When gradients are reduced, and by what each replica's are weighted, says `tfdist.core.gradient_tape`.
+When gradients are reduced is in `tfdist.core.gradient_tape`; what each is multiplied by, in `tfdist.core.share`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,6 @@ class Packing:
 
     buffer_bytes: int | None = 1 << 16
     wire_dtype: tf.DType | None = None
-
-
-def weigh(gradients: Sequence[Any], share: tf.Tensor) -> list[Any]:
-    """`share * gradient` of each; exactly zero on a replica without examples, whatever it computed there."""
-
-    def weigh_one(gradient: Any) -> Any:
-        if isinstance(gradient, tf.IndexedSlices):
-            values = weigh_one(gradient.values)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return tf.math.multiply_no_nan(gradient, tf.cast(share, gradient.dtype))
-
-    return [None if gradient is None else weigh_one(gradient) for gradient in gradients]
 
 
 def without_none(all_reduce: AllReduce) -> AllReduce:

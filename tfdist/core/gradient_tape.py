@@ -7,8 +7,8 @@ norm, perturbs the weights along it, gives it to an optimizer that normalizes) i
 
 What is added up besides, as one device would:
 
-- A target that has a value per example stands for its sum, as a tape has it: its share is 1. So is that of a scalar
-  that is a sum over the examples, as `tfdist.core.means_and_sums` finds.
+- A target that has a value per example stands for its sum, as a tape has it. What each target is multiplied by says
+  `tfdist.core.share`.
 - Rows of a table that were looked up by position, not by what an example says, are one dense tensor per replica. Their
   gradients are added by position, and not listed once per replica.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist.core import dependencies, means_and_sums, replica_context
+from tfdist.core import dependencies, replica_context, share
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
@@ -57,35 +57,17 @@ def _is_variable(source: Any) -> bool:
 def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
     """What this replica differentiates, and the gradients to begin with, which are its weights."""
     targets = tf.nest.flatten(target)
-    whole = isinstance(replica.share, float) and replica.share == 1.0
-    if whole or (replica.real is True and not any(map(_is_scalar, targets))):
+    if share.is_whole(replica) or (replica.real is True and not any(map(_is_scalar, targets))):
         return target, given
     begun = map(tf.ones_like, targets) if given is None else tf.nest.flatten(given)
     weighed: list[tuple[Any, Any]] = []
     for one, begin in zip(targets, begun, strict=True):
         if _is_scalar(one) and begin is not None:
-            weighed += [(tensor, weight * begin) for tensor, weight in replica_parts(replica, one)]
+            weighed += [(tensor, weight * begin) for tensor, weight in share.parts_of_scalar(replica, one)]
         else:
             # Through what replicas have added up in between, an example that is none would reach the others.
             weighed.append((one, begin if begin is None else replica.only_real(begin)))
     return [one for one, _ in weighed], [begin for _, begin in weighed]
-
-
-def replica_parts(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Tensors that `scalar` is made of, with weights: their sum over the replicas is the scalar of the global batch."""
-    share = tf.cast(replica.share, scalar.dtype)
-    if tf.executing_eagerly() or replica.examples is not None:
-        return [(scalar, share)]
-    return [
-        (one.tensor, (tf.cast(replica.real, scalar.dtype) if one.is_sum else share) * one.factor)
-        for one in means_and_sums.summands(scalar, replica.data, replica.means)
-    ]
-
-
-def part_of_global(replica: Replica, scalar: tf.Tensor) -> tf.Tensor:
-    """This replica's part of a scalar: the sum of all parts is what one device computes."""
-    parts = [tf.math.multiply_no_nan(tensor, weight) for tensor, weight in replica_parts(replica, scalar)]
-    return tf.add_n(parts)
 
 
 def _is_scalar(target: Any) -> bool:

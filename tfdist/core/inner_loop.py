@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import keras
 import tensorflow as tf
 
-from tfdist.core import building, exact_step, fused_optimizers, gradient_tape, metrics
+from tfdist.core import building, exact_step, fused_optimizers, metrics, share
 from tfdist.core.metrics import Logs
 from tfdist.core.replica import Replica
 from tfdist.data.pipeline.feed import Batches
@@ -322,8 +322,8 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
     def part(value: Any) -> tf.Tensor:
         value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
         if value.shape.rank == 0:
-            return gradient_tape.part_of_global(replica, value)
-        return tf.math.multiply_no_nan(value, tf.cast(replica.share, tf.float32))
+            return share.weigh_scalar(replica, value)
+        return share.weigh(replica, value)
 
     parts = tf.nest.map_structure(part, logs)
     return tf.nest.pack_sequence_as(parts, replica.all_reduce(tf.nest.flatten(parts)))

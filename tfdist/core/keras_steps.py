@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist.core import gradient_tape, randomness, replica_context
+from tfdist.core import randomness, replica_context, share
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
@@ -51,7 +51,7 @@ def _drawing(function: Callable[..., Any], original: Callable[..., Any], *args: 
 
 
 def _as_it_is(original: Callable[..., Any], value: Any) -> Any:
-    """Keras scales losses by the number of replicas here; the share does that, see `tfdist.core.gradient_tape`."""
+    """Keras scales losses by the number of replicas here; the share does that, see `tfdist.core.share`."""
     return value if replica_context.in_step() else original(value)
 
 
@@ -66,16 +66,11 @@ def _reduce_values(
     if tuple(values.shape) in ((), (0,)):
         return original(values, sample_weight, reduction)
     if reduction == "sum":
-        return tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(replica.share, values.dtype))
+        return share.undone(replica, tf.reduce_sum(values))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         weight = tf.cast(tf.reduce_sum(sample_weight), values.dtype)
-        return _over_global(replica, tf.reduce_sum(values), weight)
+        return share.over_global(replica, tf.reduce_sum(values), weight)
     return original(values, sample_weight, reduction)
-
-
-def _over_global(replica: Replica, total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    (divisor,) = replica.all_reduce([replica.only_real(tf.stop_gradient(divisor))])
-    return tf.math.divide_no_nan(total, divisor * tf.cast(replica.share, total.dtype))
 
 
 class _Thread(threading.local):
@@ -182,7 +177,7 @@ def _apply_mask(
     if mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return original(sample_weight, mask, dtype=dtype, reduction=reduction)
     mask = tf.cast(mask, dtype)
-    weight = mask * _over_global(replica, tf.cast(tf.size(mask), dtype), tf.reduce_sum(mask))
+    weight = mask * share.over_global(replica, tf.cast(tf.size(mask), dtype), tf.reduce_sum(mask))
     if sample_weight is None:
         return weight
     weight, sample_weight = keras_internals.squeeze_or_expand_to_same_rank(weight, tf.cast(sample_weight, dtype))
@@ -213,9 +208,7 @@ def _mean_update_state(
     values = keras.ops.convert_to_tensor(values)
     if len(values.shape) == 0:
         if values.dtype.is_floating:  # a sum grows by what the share takes from it
-            values = tf.math.divide_no_nan(
-                gradient_tape.part_of_global(replica, values), tf.cast(replica.share, values.dtype)
-            )
+            values = share.undone(replica, share.weigh_scalar(replica, values))
         sample_weight = replica.share if sample_weight is None else sample_weight
     return original(metric, values, sample_weight)
 

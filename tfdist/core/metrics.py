@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import gradient_tape, keras_steps, replica_context
+from tfdist.core import keras_steps, replica_context, share
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tf_variable
@@ -163,4 +163,4 @@ def _global_scalar(replica: Any, value: Any) -> Any:
     """A scalar that a step has computed, over the global batch; other values as they are."""
     if not tf.is_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
         return value
-    return replica.all_reduce([gradient_tape.part_of_global(replica, value)])[0]
+    return replica.all_reduce([share.weigh_scalar(replica, value)])[0]

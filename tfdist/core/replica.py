@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfdist.communicators import opaque
-from tfdist.core import gradient_reduction, replica_context
+from tfdist.core import gradient_reduction, replica_context, share
 from tfdist.errors import UsageError
 from tfdist.internals.keras import tf_variable
 
@@ -136,7 +136,7 @@ class Replica:
             return isinstance(gradient, tf.IndexedSlices) and id(gradient.indices) in rows
 
         local = [None if id(g) in known else g.values if is_rescaled(g) else g for g in gradients]
-        summed = self.reduce(gradient_reduction.weigh(local, self.share))
+        summed = self.reduce([share.weigh(self, gradient) for gradient in local])
 
         def reduced(gradient: Any, total: Any) -> Any:
             if total is None:
