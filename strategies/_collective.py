@@ -131,7 +131,7 @@ class CommunicatingStrategy(base.Strategy):
         self._job_settings = dict(job_settings or {})
         super().__init__(**options)
         self.seed = consensus.broadcast_from_chief(self, self.seed)
-        self.seed_tensorflow()
+        distribute.seed_tensorflow(self)
 
     def connect(self) -> Communicator:
         """Joins the job that `self.world` describes."""

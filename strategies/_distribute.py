@@ -19,7 +19,7 @@ from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
-from tfdist.internals.tensorflow import runtime_started
+from tfdist.internals.tensorflow import global_seed, runtime_started
 from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
 from tfdist.strategies import base
@@ -103,6 +103,12 @@ def require_addresses(world: World, strategy: str) -> None:
             f"{world.source} names no addresses, and `{strategy}` needs them",
             "start the job with `python -m tfdist.launch`, with Slurm's `srun`, or with `TF_CONFIG` set",
         )
+
+
+def seed_tensorflow(strategy: base.Strategy) -> None:
+    """Sets TensorFlow's global seed, unless the user has: what draws without a seed is then alike in all processes."""
+    if strategy.world.world_size > 1 and global_seed() is None:
+        tf.random.set_seed(strategy.seed)
 
 
 def start_timeout_seconds(wanted: float | None) -> float:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import assignments, exact_step, fused_optimizers, metrics
+from tfdist.core import assignments, exact_step, fused_optimizers, metrics, randomness
 from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.array_feed import ArrayBatches
@@ -151,7 +151,7 @@ class ClosureProgram(StepProgram):
 
         def on_replica(replica: Any) -> Any:
             part = self._batches.part(state, batch, replica.index, replica.count)
-            replica.begin(*part, self._strategy.unseeded)
+            replica.begin(*part, randomness.unseeded_of(self._strategy))
             replica.updates = assignments.Carried(replica, carried, values)
             with replica.timed(self._model.optimizer if self._trains else None) as late:
                 logs = exact_step.in_step(replica, self._step_function(replica))

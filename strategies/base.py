@@ -1,22 +1,31 @@
-"""The interface of a strategy: where variables live, and how a step runs on every replica.
+"""The interface of a strategy: what the loop asks of it.
 
-A strategy answers a few questions and nothing else:
+Every strategy answers
 
-    scope()            where models are made
-    run(step)          how `step(replica)` runs once on each replica of this process, inside a graph
-    Replica            what a replica can do meanwhile, see `tfdist.core.replica`
-    check(model)       whether a model can be trained here
-    exchange(message)  what the other processes say, where there are any
+    scope()                  where variables are made
+    run(step)                how `step(replica)` runs once on each replica of this process, inside a graph
+    check(model)             whether a model can be trained here
 
-Everything that can be written once lives elsewhere: the loop over batches in `tfdist.core.outer_loop`, the
-reduction of gradients in `tfdist.core.gradient_reduction`, the fused update in `tfdist.core.fused_optimizers`, Keras'
-side of exactness in `tfdist.core.keras_steps`.
+one whose replicas are in several processes also
+
+    exchange(message)        what each process says
+    share_variables(...)     gives the chief's values to all
+    numbers_of_all(number)   a number of each process, inside a graph
+    sum_metrics(...)         what metrics are over all replicas
+    coordinate(steps, stop)  what all do next; lock-step, unless it is overridden
+    guard()                  says which process is missing when one is
+
+and one with an algorithm of its own
+
+    program(steps)           the inner loop that runs the steps
+
+What a replica can do in a step is in `tfdist.core.replica`, what users call in `tfdist.strategies._keras_methods`, and
+the loop in `tfdist.core.outer_loop`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,12 +35,13 @@ import tensorflow as tf
 from tfdist.cluster import consensus
 from tfdist.cluster.world import World
 from tfdist.core.replica import Replica
+from tfdist.data.pipeline import together
 from tfdist.errors import DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches, keras_variables
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import keras_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _devices as device_choice
+from tfdist.strategies._keras_methods import KerasMethods
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
@@ -39,7 +49,7 @@ if TYPE_CHECKING:
 Step = Callable[[Replica], Any]
 
 
-class Strategy:
+class Strategy(KerasMethods):
     """Trains, evaluates and predicts with a compiled Keras model on this strategy's replicas.
 
     Args:
@@ -130,15 +140,6 @@ class Strategy:
         on_one_cpu = self.num_replicas == 1 and self.devices[0].startswith("CPU")
         return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1
 
-    @functools.cached_property
-    def unseeded(self) -> Any:
-        """The seed generator of Keras' random functions that are given none, alike on all replicas.
-
-        Keras' own is made at its first use, which a graph does not allow, and anew in each thread.
-        """
-        with tf.init_scope(), self.scope():
-            return keras_internals.seed_generator(None if self.alone else self.seed)
-
     def run(self, step: Step) -> list[Any]:
         """Calls `step(replica)` for each replica of this process and returns what each of them returned."""
         raise NotImplementedError
@@ -162,32 +163,18 @@ class Strategy:
         Raises:
             DisagreementError: the processes were given different batches.
         """
-        if self.given is None:
+        if self.world.world_size == 1:
             return steps, stop
+        given = together.given(self)
         try:
-            return consensus.next_call(self, steps, stop, str(self.given))
+            return consensus.next_call(self, steps, stop, str(given))
         except DisagreementError:
-            self.given.forget()  # what differed is told, and a later call has other data
+            given.forget()  # what differed is told, and a later call has other data
             raise
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         """A whole number of each process, int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
         return number[tf.newaxis]
-
-    @functools.cached_property
-    def given(self) -> Any:
-        """The batches that this process was given so far; `None` of one that is alone.
-
-        See `tfdist.data.pipeline.together`.
-        """
-        from tfdist.data.pipeline import together
-
-        return together.Given(self.numbers_of_all) if self.world.world_size > 1 else None
-
-    def seed_tensorflow(self) -> None:
-        """Sets TensorFlow's global seed, unless the user has: what draws without a seed is then alike everywhere."""
-        if self.world.world_size > 1 and tensorflow_internals.global_seed() is None:
-            tf.random.set_seed(self.seed)
 
     def program(self, steps: Steps) -> Program:
         """The inner loop that runs `steps`."""
@@ -207,80 +194,9 @@ class Strategy:
     def check(self, model: Any) -> None:
         """Raises `UsageError` when `model` cannot be trained by this strategy."""
 
-    def require_as_one_device(self) -> None:
-        """Raises `UsageError` where steps differ from those of one device by design."""
-        if not self.as_one_device:
-            raise UsageError(
-                f"The steps of `{self.name}` differ from those of one device by design, so that there is nothing to "
-                "verify",
-                "verify the model with `custom`, `mirrored`, `multiworker` or `horovod`",
-            )
-
     def options(self) -> dict[str, Any]:
         """What was chosen, for the run's record."""
         return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
-
-    def fit(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
-        return self._in_loop("fit", model, *arguments, **named)
-
-    def evaluate(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.evaluate` with this strategy: every example once, metrics merged by their state."""
-        return self._in_loop("evaluate", model, *arguments, **named)
-
-    def predict(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.predict` with this strategy: one answer an example, in the order of the input."""
-        return self._in_loop("predict", model, *arguments, **named)
-
-    def train_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.train_on_batch` with this strategy, on a global batch."""
-        return self._in_loop("train_on_batch", model, *arguments, **named)
-
-    def test_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.test_on_batch` with this strategy, on a global batch."""
-        return self._in_loop("test_on_batch", model, *arguments, **named)
-
-    def predict_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.predict_on_batch` with this strategy, on a global batch."""
-        return self._in_loop("predict_on_batch", model, *arguments, **named)
-
-    def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
-        from tfdist.core import outer_loop
-
-        with self.guard():
-            return getattr(outer_loop, method)(self, model, *arguments, **named)
-
-    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """Compares a few steps of `model` on one device and on this strategy; `model` stays as it is.
-
-        See `tfdist.core.verification`, which says what is compared and how closely.
-
-        Args:
-            model: compiled.
-            arguments: `x`, `y`, `batch_size`, `sample_weight` and `class_weight`, as `fit` takes them.
-            named: the same by name; and `steps`, the number of global batches, 3 unless set.
-
-        Returns:
-            The `tfdist.core.verification.Report`.
-
-        Raises:
-            VerificationError: the steps differ by more than rounding; names the layer and the likely cause.
-            UsageError: this strategy does not compute what one device does, by design.
-        """
-        return self._in_loop("verify", model, *arguments, **named)
-
-    def prepare(self, model: Any, *, verify: bool = False) -> Any:
-        """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` this strategy's own for `model`; returns it.
-
-        A class' own `fit` that calls `super().fit` so trains with this strategy. With `verify`, the next `fit` calls
-        `verify` with its first batches before it trains.
-        """
-        self.check(model)
-        if verify:
-            self.require_as_one_device()
-        keras_patches.set_strategy(model, self)
-        keras_internals.set_to_verify(model, verify)
-        return model
 
 
 class OnThisProcess(Strategy):

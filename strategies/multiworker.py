@@ -120,7 +120,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         super().__init__(**options)
         # The order of the examples follows from the seed, which must be the same everywhere.
         self.seed = int.from_bytes(self.exchange(self.seed.to_bytes(8, "big"))[0], "big")
-        self.seed_tensorflow()
+        distribute.seed_tensorflow(self)
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         # Nothing may start TensorFlow before it knows the cluster, so that devices are only counted here.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.core import exact_step, metrics, replica_context
+from tfdist.core import exact_step, metrics, randomness, replica_context
 from tfdist.core.replica import Replica
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_variables
@@ -69,7 +69,7 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
     before = len(_variables(model))
     with tensorflow_internals.scratch_graph(strategy.scope) as outside:
         batch = tensorflow_internals.placeholders(keras_data.without_optionals(spec))
-        logs = _rehearse(model, kind, batch, outside, strategy.unseeded)
+        logs = _rehearse(model, kind, batch, outside, randomness.unseeded_of(strategy))
     _share_new(strategy, model, before)
     if kind == "predict" or not isinstance(logs, dict) or set(logs) == metrics.names(model):
         return None
@@ -87,7 +87,7 @@ def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None
         return
     before = len(_variables(model))
     with tensorflow_internals.variables_made_in(strategy.scope) as outside, keras_variables.assigning_nothing():
-        _rehearse(model, kind, batch, outside, strategy.unseeded)
+        _rehearse(model, kind, batch, outside, randomness.unseeded_of(strategy))
     _share_new(strategy, model, before)
 
 

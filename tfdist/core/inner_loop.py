@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import keras
 import tensorflow as tf
 
-from tfdist.core import building, exact_step, fused_optimizers, metrics, share
+from tfdist.core import building, exact_step, fused_optimizers, metrics, randomness, share
 from tfdist.core.metrics import Logs
 from tfdist.core.replica import Replica
 from tfdist.data.pipeline.feed import Batches
@@ -168,7 +168,7 @@ class StepProgram(Program):
 
         def on_replica(replica: Replica) -> Logs:
             part = self._batches.part(state, batch, replica.index, replica.count)
-            replica.begin(*part, self._strategy.unseeded)
+            replica.begin(*part, randomness.unseeded_of(self._strategy))
             logs, updated = exact_step.exactly(replica, self._model, self._step_function(replica))
             self._metrics_updated |= updated
             return _mean(logs, replica) if self._returns_own(logs) else logs
@@ -252,7 +252,7 @@ class PredictProgram(Program):
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
             part = self._batches.part(state, batch, replica.index, replica.count)
-            replica.begin(*part, self._strategy.unseeded)
+            replica.begin(*part, randomness.unseeded_of(self._strategy))
             outputs, _ = exact_step.exactly(replica, self._model, self._model.predict_step)
             return keras_internals.tree.map_structure(replica.real_rows, outputs)
 

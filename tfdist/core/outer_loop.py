@@ -245,7 +245,7 @@ def verify(
     steps: int = verification.STEPS,
 ) -> verification.Report:
     """Compares the first `steps` global batches on one device and on `strategy`; see `tfdist.core.verification`."""
-    strategy.require_as_one_device()
+    verification.require_as_one_device(strategy)
     _check(strategy, model, "verify")
     feed = _feed(
         strategy, adapters.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)

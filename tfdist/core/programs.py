@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tfdist.core import building, steps_per_call
+from tfdist.core import building, randomness, steps_per_call
 from tfdist.core.inner_loop import Program, Steps, as_traced
 from tfdist.data.pipeline.feed import Feed
 from tfdist.internals import keras as keras_internals
@@ -51,7 +51,7 @@ def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Se
 def build(strategy: Strategy, model: Any, kind: str, feed: Feed) -> None:
     """Makes the variables that the steps of `kind` need, unless that was done."""
     made = _made(model, kind)
-    strategy.unseeded  # noqa: B018 - is made now: it cannot be while a graph is
+    randomness.unseeded_of(strategy)  # is made now: it cannot be while a graph is
     if not made.built:
         made.own_logs = building.build(strategy, model, kind, feed.spec)
         made.built = True

@@ -13,15 +13,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfdist.core import replica_context
+from tfdist.internals import keras as keras_internals
 
 if TYPE_CHECKING:
     from tfdist.core.replica import Replica
+    from tfdist.strategies.base import Strategy
 
 # A prime that is far from what layers add to their seeds.
 SEEDS_APART = 15_485_863
@@ -106,6 +109,20 @@ def is_for_examples(examples: int | None, shape: Any) -> bool:
     first = next(iter(sizes), 1) if hasattr(sizes, "__iter__") else sizes
     first = tf.get_static_value(first) if tf.is_tensor(first) else first
     return first is None or int(first) == examples
+
+
+_of_strategies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def unseeded_of(strategy: Strategy) -> Any:
+    """The seed generator of Keras' random functions that are given no seed, alike on all replicas of `strategy`.
+
+    Keras' own is made at its first use, which a graph does not allow, and anew in each thread.
+    """
+    if strategy not in _of_strategies:
+        with tf.init_scope(), strategy.scope():
+            _of_strategies[strategy] = keras_internals.seed_generator(None if strategy.alone else strategy.seed)
+    return _of_strategies[strategy]
 
 
 def unseeded(replica: Replica | None) -> Any:

@@ -55,7 +55,7 @@ class Replica:
         self._reduced: list[Any] = []
 
     def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:
-        """Has the step run on the part `data` of a global batch; see `Strategy.unseeded`."""
+        """Has the step run on the part `data` of a global batch; see `tfdist.core.randomness.unseeded_of`."""
         self.unseeded = unseeded
         if not isinstance(share, tf.Tensor) and share == 0:
             # A graph that knew it would leave out what is multiplied by it, exchanges among it, on this replica alone.

@@ -38,7 +38,7 @@ from tfdist.cluster import consensus
 from tfdist.core import building, exact_step, metrics, randomness
 from tfdist.core.inner_loop import StepProgram, Steps, as_traced
 from tfdist.data.pipeline.batch_feed import BatchFeed
-from tfdist.errors import VerificationError
+from tfdist.errors import UsageError, VerificationError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches, keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -127,10 +127,10 @@ def verify(strategy: Strategy, model: Any, batches: Sequence[Any]) -> Report:
     Raises:
         VerificationError: they differ, in any of the processes.
     """
-    strategy.require_as_one_device()
+    require_as_one_device(strategy)
     exact_step.install()
     groups = training_state.variables(model)
-    unseeded = [strategy.unseeded.state]
+    unseeded = [randomness.unseeded_of(strategy).state]
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
     held = [*variables, *unseeded, *keras_internals.tensorflow_variables(model)]
@@ -147,6 +147,16 @@ def verify(strategy: Strategy, model: Any, batches: Sequence[Any]) -> Report:
     report = _report(model, groups, watch.seen, epsilon, reference, nudged, found)
     _raise_if_different(strategy, model, report)
     return report
+
+
+def require_as_one_device(strategy: Strategy) -> None:
+    """Raises `UsageError` where steps differ from those of one device by design."""
+    if not strategy.as_one_device:
+        raise UsageError(
+            f"The steps of `{strategy.name}` differ from those of one device by design, so that there is nothing to "
+            "verify",
+            "verify the model with `custom`, `mirrored`, `multiworker` or `horovod`",
+        )
 
 
 # Arrays by the kind and the name of what they are; of the variables, what all steps so far have changed.
@@ -275,7 +285,7 @@ class _Watch(contextlib.AbstractContextManager[None]):
         self.seen: dict[tuple[str, str], Any] = {}
         self.keeps_state = False
         self.noise: tf.Variable | None = None
-        self._unseeded = strategy.unseeded
+        self._unseeded = randomness.unseeded_of(strategy)
         self._model = model
         self._of_thread = _Seen()
 

@@ -9,6 +9,7 @@ the fingerprints travel with what the processes agree on between two calls of th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,7 +43,7 @@ def shared(feed: Feed, strategy: Strategy) -> Feed:
     if isinstance(feed, ArrayFeed):
         mine = fingerprint(feed.arrays).numpy().tobytes().hex()
         consensus.require_equal_fingerprints(strategy, "arrays", mine)
-    return _SharedFeed(feed, strategy.given) if isinstance(feed, DatasetFeed) else feed
+    return _SharedFeed(feed, given(strategy)) if isinstance(feed, DatasetFeed) else feed
 
 
 def fingerprint(data: Any, before: tf.Tensor | None = None) -> tf.Tensor:
@@ -84,6 +85,16 @@ class Given:
     def __str__(self) -> str:
         seen = self._seen.numpy()
         return seen.tobytes().hex() if seen.any() else "no further batch"
+
+
+_given: weakref.WeakKeyDictionary[Any, Given] = weakref.WeakKeyDictionary()
+
+
+def given(strategy: Strategy) -> Given:
+    """The batches that this process was given so far, for a strategy of several processes."""
+    if strategy not in _given:
+        _given[strategy] = Given(strategy.numbers_of_all)
+    return _given[strategy]
 
 
 class _Around(Feed):
@@ -175,7 +186,7 @@ class JoinedFeed(_Around):
         # The end of this process' data is to be seen, whatever it is for the loop.
         own = replace(own, even=False) if isinstance(own, ArrayBatches) else replace(own, length_known=False)
         world = self._strategy.world
-        return JoinedBatches(own, world.rank, world.world_size, self._length_known, self._strategy.given)
+        return JoinedBatches(own, world.rank, world.world_size, self._length_known, given(self._strategy))
 
 
 @dataclass(frozen=True)

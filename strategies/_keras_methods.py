@@ -1,0 +1,76 @@
+"""What users call: Keras' own methods of a model, with a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
+
+
+class KerasMethods:
+    """`fit`, `evaluate`, `predict`, those of single batches, `verify` and `prepare`, over what a strategy answers."""
+
+    def fit(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
+        return self._in_loop("fit", model, *arguments, **named)
+
+    def evaluate(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.evaluate` with this strategy: every example once, metrics merged by their state."""
+        return self._in_loop("evaluate", model, *arguments, **named)
+
+    def predict(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.predict` with this strategy: one answer an example, in the order of the input."""
+        return self._in_loop("predict", model, *arguments, **named)
+
+    def train_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.train_on_batch` with this strategy, on a global batch."""
+        return self._in_loop("train_on_batch", model, *arguments, **named)
+
+    def test_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.test_on_batch` with this strategy, on a global batch."""
+        return self._in_loop("test_on_batch", model, *arguments, **named)
+
+    def predict_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """`keras.Model.predict_on_batch` with this strategy, on a global batch."""
+        return self._in_loop("predict_on_batch", model, *arguments, **named)
+
+    def _in_loop(self: Any, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
+        from tfdist.core import outer_loop
+
+        with self.guard():
+            return getattr(outer_loop, method)(self, model, *arguments, **named)
+
+    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        """Compares a few steps of `model` on one device and on this strategy; `model` stays as it is.
+
+        See `tfdist.core.verification`, which says what is compared and how closely.
+
+        Args:
+            model: compiled.
+            arguments: `x`, `y`, `batch_size`, `sample_weight` and `class_weight`, as `fit` takes them.
+            named: the same by name; and `steps`, the number of global batches, 3 unless set.
+
+        Returns:
+            The `tfdist.core.verification.Report`.
+
+        Raises:
+            VerificationError: the steps differ by more than rounding; names the layer and the likely cause.
+            UsageError: this strategy does not compute what one device does, by design.
+        """
+        return self._in_loop("verify", model, *arguments, **named)
+
+    def prepare(self: Any, model: Any, *, verify: bool = False) -> Any:
+        """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` this strategy's own for `model`; returns it.
+
+        A class' own `fit` that calls `super().fit` so trains with this strategy. With `verify`, the next `fit` calls
+        `verify` with its first batches before it trains.
+        """
+        self.check(model)
+        if verify:
+            from tfdist.core import verification
+
+            verification.require_as_one_device(self)
+        keras_patches.set_strategy(model, self)
+        keras_internals.set_to_verify(model, verify)
+        return model
