@@ -20,7 +20,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.cluster import ports, rendezvous
-from tfdist.cluster.world import Task, World, cores
+from tfdist.cluster.cores import cores
+from tfdist.cluster.task import Task
+from tfdist.cluster.world import World
 from tfdist.core.inner_loop import Program, Steps
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals

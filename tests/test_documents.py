@@ -22,6 +22,7 @@ WITH_SYNOPSIS = [
     "tfdist.run.folder",
     "tfdist.run.schema",
     "tfdist.strategies",
+    "tfdist.cluster.slurm",
     "tfdist.cluster.world",
 ]
 

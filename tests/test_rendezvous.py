@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tfdist.cluster import rendezvous, world
+from tfdist.cluster.rendezvous_messages import CLUSTER
 from tfdist.errors import ClusterError, DisagreementError
 
 CARD = {"TensorFlow": "2.21.0"}
@@ -90,7 +91,7 @@ def test_another_cluster_is_refused_at_once(worlds):
         {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})}
     )
     chief, other = meet_all([(worlds[0], CARD), (smaller, CARD)])
-    assert isinstance(chief, DisagreementError) and rendezvous.CLUSTER in chief.sentence
+    assert isinstance(chief, DisagreementError) and CLUSTER in chief.sentence
     assert other.sentence == chief.sentence
 
 
@@ -105,7 +106,7 @@ def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):
             try:
                 with socket.create_connection((worlds[0].tasks[0].host, worlds[0].tasks[0].port)) as connection:
                     hello = {"tfdist": 1, "rank": 1, "seconds": 9.0, "deadline_seconds": 9.0}
-                    settings = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
+                    settings = {CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
                     connection.sendall(json.dumps({**hello, "settings": settings}).encode() + b"\n")
                     time.sleep(0.2)
                 break
@@ -145,13 +146,13 @@ def test_a_stranger_is_not_looked_at(worlds, said):
         {"rank": 7},
         {"rank": 0},
         {"rank": 2, "settings": {"TensorFlow": "2.21.0"}},
-        {"rank": 2, "settings": {rendezvous.CLUSTER: "[]"}},
+        {"rank": 2, "settings": {CLUSTER: "[]"}},
         {"rank": 2, "seconds": 0},
     ],
     ids=str,
 )
 def test_one_who_cannot_be_of_the_job_is_a_stranger_whatever_else_it_says(worlds, said):
-    settings = {rendezvous.CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
+    settings = {CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
     hello = {"tfdist": 1, "seconds": 9.0, "deadline_seconds": 9.0, "settings": settings} | said
 
     def disturb():

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tfdist import __main__, world
-from tfdist.cluster.world import ROLES, Task, World, expand_hosts
+from tfdist.cluster.slurm import expand_hosts
+from tfdist.cluster.task import ROLES, Task
+from tfdist.cluster.world import World
 from tfdist.errors import EXIT_USAGE, UsageError
 
 # Other tests may have the cores at the same time.

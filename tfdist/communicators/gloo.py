@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import psutil
 
 from tfdist.cluster import ports, rendezvous
-from tfdist.cluster.world import World, means_itself
+from tfdist.cluster.task import means_itself
+from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 
 RANK = "HOROVOD_RANK"

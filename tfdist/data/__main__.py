@@ -43,7 +43,7 @@ def show(
     source: data.Source, *, batch_size: int, augment: str, split: str, seed: int, seconds: float, sheet: Path
 ) -> None:
     """Measures, prints a table, and draws the contact sheet of the first batch."""
-    from tfdist.cluster.world import cores
+    from tfdist.cluster.cores import cores
     from tfdist.data.tools import contact_sheet as sheets
     from tfdist.data.tools import pipeline_speed
 

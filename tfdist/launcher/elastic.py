@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tfdist.cluster.world import means_itself
+from tfdist.cluster.task import means_itself
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
 from tfdist.launcher import job
 from tfdist.launcher import run as launcher

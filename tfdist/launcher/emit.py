@@ -20,7 +20,7 @@ import shlex
 import textwrap
 
 from tfdist.cluster.job_environment import JOB, RESTART, START_SECONDS
-from tfdist.cluster.world import PARAMETER_SERVERS
+from tfdist.cluster.slurm import PARAMETER_SERVERS
 from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.launcher.job import Job
 

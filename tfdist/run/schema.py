@@ -25,7 +25,7 @@ import psutil
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 import tfdist
-from tfdist.cluster.world import cores
+from tfdist.cluster.cores import cores
 
 SCHEMA_VERSION = 2
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.cluster.world import cores
+from tfdist.cluster.cores import cores
 from tfdist.data.pipeline import batch_parts, order
 from tfdist.data.pipeline.feed import Batches, Feed
 from tfdist.errors import CheckpointError, DataError

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import psutil
 
-from tfdist.cluster.world import World, cores
+from tfdist.cluster.cores import cores
+from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import order, scan
 from tfdist.data.pipeline.arrays import Arrays

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster.world import cores
+from tfdist.cluster.cores import cores
 from tfdist.data.pipeline import tf_datasets
 from tfdist.data.pipeline.decoding import Decoder
 from tfdist.data.pipeline.pictures import PictureSource

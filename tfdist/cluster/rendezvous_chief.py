@@ -1,0 +1,200 @@
+"""The chief's part of the rendezvous: it waits for the hellos of all ranks, and sends all of them the same answer."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from tfdist.cluster.rendezvous_messages import (
+    CLUSTER,
+    LONGEST_MESSAGE_BYTES,
+    SECONDS_TO_HEAR_ALL,
+    Answer,
+    Hello,
+    Refusal,
+    as_line,
+)
+from tfdist.cluster.world import World
+from tfdist.errors import DisagreementError
+
+# A connection that has sent no hello by then is closed.
+SECONDS_TO_IDENTIFY = 5.0
+SECONDS_TO_CLOSE = 1.0
+MAX_UNIDENTIFIED = 64
+MOST_NAMES = 8
+
+
+@dataclass
+class _Peer:
+    """A connection that the chief has accepted; it is unidentified until its hello has come."""
+
+    socket: socket.socket
+    identify_by: float
+    text: bytes = b""
+    hello: Hello | None = None
+
+
+class ChiefServer:
+    """The chief's part: receives the hellos of all ranks, and sends all of them the same answer."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: Mapping[str, str],
+        listener: socket.socket,
+        deadline: float,
+        deadline_seconds: float,
+    ):
+        self.world = world
+        self.by_rank: dict[int, Mapping[str, str]] = {0: settings}
+        self.listener = listener
+        # The earliest of all ranks, and what that rank had been given to wait.
+        self.deadline, self.deadline_seconds = deadline, deadline_seconds
+        self.peers: list[_Peer] = []
+        self.refusal: Refusal | None = None
+
+    def serve(self) -> Refusal | None:
+        """Waits for all ranks, and returns the refusal that all were sent, if any."""
+        self.listener.setblocking(False)
+        try:
+            while self.refusal is None and len(self.by_rank) < self.world.world_size:
+                self._wait()
+            self.refusal = self.refusal or self._difference(self.by_rank)
+            self._answer_all()
+        finally:
+            for peer in self.peers:
+                peer.socket.close()
+        return self.refusal
+
+    def _wait(self) -> None:
+        """Handles the next connections and messages, or ends at the deadline."""
+        now = time.monotonic()
+        if now >= self.deadline:
+            self.refusal = self._missing()
+            return
+        unidentified = [peer for peer in self.peers if peer.hello is None]
+        for peer in unidentified:
+            if now >= peer.identify_by:
+                self._drop(peer)
+        until = min([self.deadline, *(peer.identify_by for peer in unidentified)])
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.listener, selectors.EVENT_READ)
+            for peer in self.peers:
+                selector.register(peer.socket, selectors.EVENT_READ, peer)
+            ready = selector.select(max(0.0, until - now))
+        for key, _ in ready:
+            if key.data is None:
+                self._accept()
+            elif self.refusal is None:
+                self._receive(key.data)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:  # it has gone already
+            return
+        connection.setblocking(False)
+        unidentified = [peer for peer in self.peers if peer.hello is None]
+        if len(unidentified) >= MAX_UNIDENTIFIED:
+            self._drop(unidentified[0])
+        self.peers.append(_Peer(connection, time.monotonic() + SECONDS_TO_IDENTIFY))
+
+    def _receive(self, peer: _Peer) -> None:
+        if peer not in self.peers:
+            return
+        try:
+            part = peer.socket.recv(LONGEST_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if not part:  # a rank that ends before the job begins is missing again
+            self._drop(peer)
+        elif peer.hello is None:
+            peer.text += part
+            if b"\n" in peer.text:
+                self._identify(peer)
+            elif len(peer.text) > LONGEST_MESSAGE_BYTES:
+                self._drop(peer)
+
+    def _identify(self, peer: _Peer) -> None:
+        try:
+            hello = Hello.model_validate_json(peer.text.partition(b"\n")[0])
+        except ValidationError:
+            hello = None
+        if hello is None or hello.rank >= hello.world_size:
+            self._drop(peer)
+            return
+        other = next((g for g in self.peers if g.hello is not None and g.hello.rank == hello.rank), None)
+        if other is not None and not _has_hung_up(other.socket):
+            self.refusal = self._twice(other, peer, hello.rank)
+        elif other is not None:
+            self._drop(other)
+        peer.hello = hello
+        if hello.settings.get(CLUSTER) != self.by_rank[0][CLUSTER]:
+            # Nothing else can be compared by rank, and its own world may not even have this process.
+            self.refusal = self._difference({0: self.by_rank[0], hello.rank: hello.settings})
+            return
+        self.by_rank[hello.rank] = hello.settings
+        if time.monotonic() + hello.seconds < self.deadline:
+            self.deadline, self.deadline_seconds = time.monotonic() + hello.seconds, hello.deadline_seconds
+
+    def _drop(self, peer: _Peer) -> None:
+        self.peers.remove(peer)
+        peer.socket.close()
+        if peer.hello is not None:
+            del self.by_rank[peer.hello.rank]
+
+    def _answer_all(self) -> None:
+        answer = as_line(Answer(tfdist=1, refusal=self.refusal))
+        told = [peer.socket for peer in self.peers if peer.hello is not None]
+        for connection in told:
+            with contextlib.suppress(OSError):  # TensorFlow will miss those who have gone in this moment
+                connection.settimeout(SECONDS_TO_HEAR_ALL)
+                connection.sendall(answer)
+        # Who closes first keeps the port of a connection for a minute; this port is about to be TensorFlow's.
+        until = time.monotonic() + SECONDS_TO_CLOSE
+        for connection in told:
+            with contextlib.suppress(OSError):
+                connection.settimeout(max(0.01, until - time.monotonic()))
+                connection.recv(1)
+
+    def _missing(self) -> Refusal:
+        missing = [self.world.named(rank) for rank in range(self.world.world_size) if rank not in self.by_rank]
+        shown = missing if len(missing) <= MOST_NAMES else [*missing[:MOST_NAMES], f"{len(missing) - MOST_NAMES} more"]
+        names = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+        return Refusal(
+            differing=False,
+            sentence=f"{names} did not start within {self.deadline_seconds:g} s",
+            hint=f"start every process of the job, and see that each can reach `{self.world.tasks[0].address}`",
+        )
+
+    def _twice(self, one: _Peer, other: _Peer, rank: int) -> Refusal:
+        places = " and ".join(f"`{peer.socket.getpeername()[0]}`" for peer in (one, other))
+        return Refusal(
+            differing=False,
+            sentence=f"Two processes, on {places}, say that they are {self._named(rank)}",
+            hint="give every process a `task` of its own in `TF_CONFIG`, and start each once",
+        )
+
+    def _difference(self, by_rank: Mapping[int, Mapping[str, str]]) -> Refusal | None:
+        error = DisagreementError.among({self._named(rank): by_rank[rank] for rank in sorted(by_rank)})
+        return None if error is None else Refusal(differing=True, sentence=error.sentence, hint=error.hint)
+
+    def _named(self, rank: int) -> str:
+        return self.world.named(rank) if rank < self.world.world_size else f"rank {rank}"
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
