@@ -52,7 +52,7 @@ class KerasMethods:
             named: the same by name; and `steps`, the number of global batches, 3 unless set.
 
         Returns:
-            The `tfdist.core.verification.Report`.
+            The `tfdist.core.verification_report.Report`.
 
         Raises:
             VerificationError: the steps differ by more than rounding; names the layer and the likely cause.

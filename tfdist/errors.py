@@ -70,7 +70,7 @@ class VerificationError(TfdistError):
 
     Attributes:
         layer: the layer, or the metric, loss or model, where it shows first.
-        report: the `tfdist.core.verification.Report`.
+        report: the `tfdist.core.verification_report.Report`.
     """
 
     def __init__(self, sentence: str, hint: str, layer: str, report: object):

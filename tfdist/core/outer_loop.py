@@ -27,6 +27,7 @@ from tfdist.cluster import consensus
 from tfdist.core import building, metrics, programs, verification
 from tfdist.core.epoch import EpochRunner
 from tfdist.core.metrics import Logs
+from tfdist.core.verification_report import Report
 from tfdist.data.pipeline import adapters, together
 from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.data.pipeline.feed import Feed
@@ -243,7 +244,7 @@ def verify(
     sample_weight: Any = None,
     class_weight: Any = None,
     steps: int = verification.STEPS,
-) -> verification.Report:
+) -> Report:
     """Compares the first `steps` global batches on one device and on `strategy`; see `tfdist.core.verification`."""
     verification.require_as_one_device(strategy)
     _check(strategy, model, "verify")

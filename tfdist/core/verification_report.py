@@ -1,0 +1,182 @@
+"""How far the steps of a verification are from those of one device: each quantity, and all of them as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfdist.internals import keras as keras_internals
+
+TIMES_ROUNDING = 10
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How far one quantity is from one device, in the first step in which it differs too much, else in the last.
+
+    Attributes:
+        kind: "output", "added loss", "loss", "whole loss", "gradient", "weight", "state", "optimizer" or "log".
+        name: of the layer, loss, variable or log.
+        layer: the layer that it belongs to, or the model.
+        difference: the largest between the strategy and one device.
+        sensitivity: the largest that a nudge of one bit in each weight makes on one device.
+        tolerance: what the difference may be.
+        replicas_over_one: the size on the strategy, divided by that on one device.
+        step: the first step, from 0, in which it differed by more; `None` if in none.
+    """
+
+    kind: str
+    name: str
+    layer: str
+    difference: float
+    sensitivity: float
+    tolerance: float
+    replicas_over_one: float
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Report(Mapping[str, Entry]):
+    """The entries of a verification, by kind and name such as "weight dense/kernel"; `str` makes a table of them."""
+
+    entries: tuple[Entry, ...]
+    steps: int
+
+    def __getitem__(self, name: str) -> Entry:
+        for entry in self.entries:
+            if f"{entry.kind} {entry.name}" == name:
+                return entry
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{entry.kind} {entry.name}" for entry in self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def first(self) -> Entry | None:
+        """The first entry, in the order in which a step computes them, that differs in the first step that does."""
+        steps = [entry.step for entry in self.entries if entry.step is not None]
+        return next((entry for entry in self.entries if steps and entry.step == min(steps)), None)
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self), default=0)
+        head = f"{'':{width}}  difference  one bit     tolerance   (steps: {self.steps})"
+        lines = [
+            f"{name:{width}}  {e.difference:<10.3g}  {e.sensitivity:<10.3g}  {e.tolerance:<10.3g}"
+            + ("" if e.step is None else "  differs")
+            for name, e in zip(self, self.entries, strict=True)
+        ]
+        return "\n".join([head, *lines])
+
+
+# Arrays by the kind and the name of what they are; of the variables, what all steps so far have changed.
+Step = dict[tuple[str, str], np.ndarray]
+
+
+class Comparison:
+    """Compares the steps on the strategy with those on one device.
+
+    Args:
+        model: whose steps they are.
+        groups: its variables by group, such as "optimizer".
+        sizes: the largest number in each variable, by its path.
+        seen: what the steps noted besides, by kind and name: the layer, loss or variable.
+        epsilon: the machine epsilon of the coarsest type that layers compute in.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        groups: Mapping[str, Sequence[Any]],
+        sizes: Mapping[str, float],
+        seen: Mapping[tuple[str, str], Any],
+        epsilon: float,
+    ):
+        self._model = model
+        self._sizes = sizes
+        self._seen = seen
+        self._epsilon = epsilon
+        self._optimizer = {variable.path for variable in groups["optimizer"]}
+        self._trainable = {variable.path for variable in model.trainable_variables}
+        self._owners = _owners(model)
+        self._metrics = {metric.name for metric in keras_internals.metrics_of(model)}
+
+    def report(self, reference: list[Step], nudged: list[list[Step]], found: list[Step]) -> Report:
+        """What the steps on one device, those with a nudge, and those on the strategy have in common."""
+
+        def compared(key: tuple[str, str]) -> Entry:
+            steps = [
+                self._step_of(key, one[key], [run[number][key] for run in nudged], found[number][key])
+                for number, one in enumerate(reference)
+            ]
+            return self._entry(key, steps)
+
+        common = [key for key in reference[0] if all(key in step for step in (*reference, *found))]
+        inside = [compared(key) for key in self._seen if key in common]  # in the order in which a step computes them
+        after = [compared(key) for key in common if key not in self._seen]
+        return Report((*inside, *sorted(after, key=lambda entry: _AFTER.index(entry.kind))), len(reference))
+
+    def _step_of(
+        self, key: tuple[str, str], expected: np.ndarray, nudged: Sequence[np.ndarray], found: np.ndarray
+    ) -> _Difference:
+        kind, name = key
+        sensitivity = max(_distance(one, expected) for one in nudged)
+        size = float(np.max(np.abs(expected), initial=0))
+        exact = kind == "variable" and expected.dtype.kind == "i"
+        rounding = 0.0 if exact else math.sqrt(self._epsilon) * size
+        if kind == "variable" and not exact:
+            rounding += 4 * self._epsilon * (self._sizes[name] + size)  # its own digits end there
+        ratio = float(np.max(np.abs(found), initial=0)) / size if size else math.inf
+        return _Difference(_distance(found, expected), sensitivity, TIMES_ROUNDING * sensitivity + rounding, ratio)
+
+    def _entry(self, key: tuple[str, str], steps: Sequence[_Difference]) -> Entry:
+        kind, layer = self._kind_and_layer(*key)
+        first = next((number for number, step in enumerate(steps) if step.too_large), None)
+        shown = steps[-1 if first is None else first]
+        ratio = 1.0 if first is None else shown.ratio
+        return Entry(kind, key[1], layer, shown.difference, shown.sensitivity, shown.tolerance, ratio, first)
+
+    def _kind_and_layer(self, kind: str, name: str) -> tuple[str, str]:
+        if kind == "variable":
+            kind = "optimizer" if name in self._optimizer else "weight" if name in self._trainable else "state"
+        of = self._seen.get((kind, name))
+        if kind == "gradient" or kind in ("weight", "state"):
+            return kind, self._owners.get(name if of is None else of.path, self._model.name)
+        if kind == "log" and name in self._metrics:
+            return kind, name
+        return kind, self._model.name if of is None else of.name
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How far one quantity is from one device after one step."""
+
+    difference: float
+    sensitivity: float
+    tolerance: float
+    ratio: float  # of the size on the strategy to that on one device
+
+    @property
+    def too_large(self) -> bool:
+        return not self.difference <= self.tolerance  # NaN is too large
+
+
+_AFTER = ("state", "weight", "optimizer", "log")
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference; what is NaN, or infinite, in both is the same."""
+    same = (one == other) | (np.isnan(one.astype(np.float64)) & np.isnan(other.astype(np.float64)))
+    return float(np.max(np.where(same, 0.0, np.abs(np.where(same, 0, one) - np.where(same, 0, other))), initial=0))
+
+
+def _owners(model: Any) -> dict[str, str]:
+    """The layer of each variable, by the variable's path: the innermost one that has it."""
+    layers = sorted(keras_internals.all_layers(model), key=lambda layer: -len(layer.variables))
+    return {variable.path: layer.name for layer in layers for variable in layer.variables}

@@ -1,0 +1,109 @@
+"""What a step of a verification computes besides variables and logs: outputs of layers, losses, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfdist.core import randomness
+from tfdist.internals import keras_patches
+from tfdist.internals.keras import tree
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
+
+# Among the logs of a step, what its layers and losses were.
+MARK = "tfdist verification: "
+
+
+class _Seen(threading.local):
+    step: dict[str, tf.Tensor] | None = None
+    graph: Any = None
+
+
+class Watch(contextlib.AbstractContextManager[None]):
+    """In this context, the model's `train_step` also returns what its layers, losses and gradients are.
+
+    Attributes:
+        seen: for each of them, by kind and name, the layer, loss or variable.
+        noise: how much noise the steps on one device add to their gradients, as a part of their size.
+        keeps_state: a step draws by operations of TensorFlow that keep a state in their graph.
+    """
+
+    def __init__(self, strategy: Strategy, model: Any):
+        self.seen: dict[tuple[str, str], Any] = {}
+        self.keeps_state = False
+        self.noise: tf.Variable | None = None
+        self._unseeded = randomness.unseeded_of(strategy)
+        self._model = model
+        self._of_thread = _Seen()
+
+    def __enter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(keras_patches.watching(self._model, self._see))
+        step = functools.partial(self._train_step, self._model.train_step)
+        # Past Keras' attribute tracking, so that nothing of it is saved with the model.
+        object.__setattr__(self._model, "train_step", step)
+        self._stack.callback(object.__delattr__, self._model, "train_step")
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.close()
+
+    def _train_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        seen: dict[str, tf.Tensor] = {}
+        self._of_thread.step = seen
+        self._of_thread.graph = _graph()
+        sized = [one for one in tf.nest.flatten(data, expand_composites=True) if one is not None and one.shape.rank]
+        try:
+            examples = sized[0].shape[0] if sized else None
+            with randomness.alike_for_all_examples(examples, self._unseeded) as alike:
+                logs = step(data)
+            self.keeps_state = self.keeps_state or alike.draws > 0
+        finally:
+            self._of_thread.step = None
+        return {**logs, **seen} if isinstance(logs, dict) else logs
+
+    def _see(self, kind: str, of: Any, value: Any) -> Any:
+        if self._of_thread.step is None or _graph() is not self._of_thread.graph:
+            return value
+        if kind == "gradients":
+            for variable, gradient in zip(of, value, strict=True):
+                if gradient is not None:
+                    self._note("gradient", variable.path, variable, tf.convert_to_tensor(gradient)[tf.newaxis])
+            return value if self.noise is None else [self._with_noise(gradient) for gradient in value]
+        name = getattr(of, "path", None) or of.name
+        for tensor in tree.flatten(value):
+            if isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating:
+                self._note(kind, name, of, tensor)
+
+    def _with_noise(self, gradient: Any) -> Any:
+        """`gradient` as if its sums had been rounded otherwise, by a bit of its largest number."""
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(self._with_noise(gradient.values), gradient.indices, gradient.dense_shape)
+        draws = tf.random.stateless_uniform(tf.shape(gradient), [0, len(self.seen)], -1.0, 1.0, gradient.dtype)
+        largest = tf.reduce_max(tf.abs(gradient), keepdims=True) if gradient.shape.rank else tf.abs(gradient)
+        return gradient + tf.cast(self.noise, gradient.dtype) * largest * draws
+
+    def _note(self, kind: str, name: str, of: Any, rows: tf.Tensor) -> None:
+        """Notes a scalar; of other tensors the sums of the numbers and of their sizes per row, float32 `[2]`."""
+        seen = self._of_thread.step
+        assert seen is not None
+        numbers = (name if number == 1 else f"{name} ({number})" for number in range(1, len(seen) + 2))
+        name = next(one for one in numbers if f"{MARK}{kind}: {one}" not in seen)
+        self.seen[kind, name] = of
+        rows = tf.cast(rows, tf.float32)
+        if rows.shape.rank:
+            count = tf.cast(tf.maximum(tf.shape(rows)[0], 1), tf.float32)
+            rows = tf.stack([tf.reduce_sum(rows), tf.reduce_sum(tf.abs(rows))]) / count
+        seen[f"{MARK}{kind}: {name}"] = rows
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
