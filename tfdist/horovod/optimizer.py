@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -69,26 +70,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     op = hvd.Average if op is None else op
     _check(optimizer, others, op, gradient_predivide_factor, backward_passes_per_step)
     name = name or f"DistributedOptimizer.{next(_numbers)}"
-
-    def send(tensor: Any, what: str) -> Any:
-        if isinstance(tensor, tf.IndexedSlices):
-            with tf.device(device_sparse):
-                return _gather_rows(tensor, op, what)
-        return hvd.allreduce(
-            opaque(tensor),
-            op=op,
-            device_dense=device_dense,
-            compression=compression or hvd.Compression.none,
-            prescale_factor=1.0 / gradient_predivide_factor,
-            postscale_factor=gradient_predivide_factor,
-            name=what,
-            ignore_name_scope=True,
-        )
-
-    def all_reduce(tensors: list[Any]) -> list[Any]:
-        return [send(tensor, f"{name}.{index}") for index, tensor in enumerate(tensors)]
-
-    pack_all = gradient_reduction.packed(all_reduce, gradient_reduction.Packing(None))
+    compression = compression or hvd.Compression.none
+    sender = _Sender(name, op, device_dense, device_sparse, compression, gradient_predivide_factor)
+    pack_all = gradient_reduction.packed(sender.all_reduce, gradient_reduction.Packing(None))
     reduce = gradient_reduction.without_none(
         lambda gradients: pack_all(_dense(gradients) if sparse_as_dense else gradients)
     )
@@ -158,6 +142,36 @@ def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: fl
         )
     if passes < 1:
         raise UsageError(f"`backward_passes_per_step` is {passes}", "pass 1 or more")
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """Reduces tensors over all processes by Horovod's operations, as the arguments of `DistributedOptimizer` say."""
+
+    name: str
+    op: Any
+    device_dense: str
+    device_sparse: str
+    compression: Any
+    predivide_factor: float
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        return [self._reduced(tensor, f"{self.name}.{index}") for index, tensor in enumerate(tensors)]
+
+    def _reduced(self, tensor: Any, name: str) -> Any:
+        if isinstance(tensor, tf.IndexedSlices):
+            with tf.device(self.device_sparse):
+                return _gather_rows(tensor, self.op, name)
+        return engine.load().allreduce(
+            opaque(tensor),
+            op=self.op,
+            device_dense=self.device_dense,
+            compression=self.compression,
+            prescale_factor=1.0 / self.predivide_factor,
+            postscale_factor=self.predivide_factor,
+            name=name,
+            ignore_name_scope=True,
+        )
 
 
 def _gather_rows(slices: tf.IndexedSlices, op: Any, name: str) -> tf.IndexedSlices:

@@ -65,23 +65,13 @@ def load(
         DataError: no such files, a label outside the classes, or a line that is not in that encoding.
     """
     directory, bad = local_files.folder(data_dir, "sentences"), BadExamples(on_bad_example)
-    if folds and test:
-        raise UsageError("`folds` and `test` are both set", "use one of them: a fold is the test of its run")
-    if not 0 <= fold < max(folds, 1) or folds == 1:
-        raise UsageError(f"`fold` is {fold} of {folds}", "use 2 folds or more, and a fold from 0 to folds - 1")
-
-    def read(names: str, option: str) -> Sentences:
-        files = local_files.find(directory, names, "sentences", option)
-        found: Sentences = []
-        for index, path in enumerate(files):
-            found += _read(path, index, len(files), classes, encoding, bad)
-        return found if len(files) == 1 else _mixed(found)
-
-    parts = {"train": read(train, "train")}
-    if validation:
-        parts["validation"] = read(validation, "validation")
-    if test:
-        parts["test"] = read(test, "test")
+    _check_folds(folds, fold, test)
+    given = {"train": train, "validation": validation, "test": test}
+    parts = {
+        split: _read_all(local_files.find(directory, names, "sentences", split), classes, encoding, bad)
+        for split, names in given.items()
+        if names
+    }
     if folds:
         parts["train"], parts["test"] = _split(parts["train"], folds, fold)
     if not validation:
@@ -89,6 +79,21 @@ def load(
     return source_of(
         "sentences", parts, classes, length=length, words=words, buckets=buckets, vocabulary=vocabulary, bad=bad
     )
+
+
+def _check_folds(folds: int, fold: int, test: str | None) -> None:
+    if folds and test:
+        raise UsageError("`folds` and `test` are both set", "use one of them: a fold is the test of its run")
+    if not 0 <= fold < max(folds, 1) or folds == 1:
+        raise UsageError(f"`fold` is {fold} of {folds}", "use 2 folds or more, and a fold from 0 to folds - 1")
+
+
+def _read_all(files: list[Path], classes: int, encoding: str, bad: BadExamples) -> Sentences:
+    """The sentences of a split: of one file in its order, of several, one per class, mixed."""
+    found: Sentences = []
+    for index, path in enumerate(files):
+        found += _read(path, index, len(files), classes, encoding, bad)
+    return found if len(files) == 1 else _mixed(found)
 
 
 def _read(
