@@ -22,6 +22,11 @@ AT_THE_TOP = {
 }
 
 
+LONGEST_MODULE, LONGEST_FUNCTION = 400, 60  # lines
+# Modules that are longer still, to be cut by subject; nothing is to be added here.
+TOO_LONG = {"tfdist.launcher.run", "tfdist.run.session", "tfdist.train"}
+
+
 def modules():
     """The path of each module of the package, by its dotted name."""
     found = {}
@@ -128,3 +133,19 @@ def test_private_attributes_of_keras_and_tensorflow_are_in_internals_alone():
         if name not in own
     ]
     assert not foreign
+
+
+def test_modules_are_short_and_those_that_are_not_are_listed():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
+    assert {name for name, lines in lengths.items() if lines > LONGEST_MODULE} == TOO_LONG
+
+
+def test_functions_are_short():
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines"
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION
+    ]
+    assert not long
