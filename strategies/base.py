@@ -92,6 +92,11 @@ class Strategy(KerasMethods):
         keras_variables.fill_large_variables_in_place()
         self.set_up()
 
+    def __init_subclass__(cls, **named: Any):
+        super().__init_subclass__(**named)
+        if "scope" in vars(cls):
+            cls.scope = _noted(cls.scope)  # type: ignore[method-assign, assignment]
+
     def set_up(self) -> None:
         """Makes what the strategy needs once its devices are known."""
 
@@ -111,7 +116,7 @@ class Strategy(KerasMethods):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a model and its optimizer are made and compiled."""
-        return contextlib.nullcontext()
+        return keras_patches.Scope(self.name, contextlib.nullcontext())
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         """The values over all replicas of `variables` of metrics, of which a replica may have its part.
@@ -199,6 +204,16 @@ class Strategy(KerasMethods):
         return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
 
 
+def _noted(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """The method `scope` of a strategy, with models noting that they are made in it."""
+
+    @functools.wraps(scope)
+    def method(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
+        return keras_patches.Scope(strategy.name, scope(strategy))
+
+    return method
+
+
 class OnThisProcess(Strategy):
     """One replica, on the first device of another strategy, as if there were no others."""
 
@@ -208,7 +223,7 @@ class OnThisProcess(Strategy):
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
         self.seed = strategy.seed
         # What is made on the way must be the same in all processes.
-        self.share_variables = strategy.share_variables  # type: ignore[method-assign]
+        self.share_variables = strategy.share_variables  # type: ignore[method-assign, assignment]
 
     @property
     def alone(self) -> bool:

@@ -1,5 +1,7 @@
 """Point 1, what a program does to its model between steps: the next step shows it, as with stock Keras."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -88,6 +90,28 @@ def test_a_model_that_is_prepared_again_follows_the_last_strategy():
     strategy.run = lambda step: ran.append(step) or type(strategy).run(strategy, step)
     model.fit(X, Y, **ARGUMENTS)
     assert ran
+
+
+def test_a_model_of_a_scope_that_is_fitted_without_the_strategy_is_told_so(contestant):
+    strategy = start(contestant)
+    with strategy.scope():
+        model = linear()
+    with pytest.warns(UserWarning, match=r"without the strategy; call `strategy\.prepare\(model\)` first"):
+        model.fit(X, Y, **ARGUMENTS)
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+def test_nothing_is_told_of_a_model_that_the_strategy_trains_or_that_is_of_no_scope(contestant):
+    strategy = start(contestant)
+    with strategy.scope():
+        prepared, passed = linear(), linear()
+    plain = linear()
+    strategy.prepare(prepared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        prepared.fit(X, Y, **ARGUMENTS)
+        strategy.fit(passed, X, Y, **ARGUMENTS)
+        plain.fit(X, Y, **ARGUMENTS)
 
 
 # Single batches

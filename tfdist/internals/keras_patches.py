@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from keras.src.trainers import trainer as trainer_module
 
 class _Thread(threading.local):
     applies_reduced_gradients = False
+    strategy: str | None = None  # whose scope the thread is in
 
 
 _thread = _Thread()
@@ -299,10 +301,40 @@ def led_to(model: Any, strategy: Any) -> Iterator[None]:
         set_strategy(model, before)
 
 
+_MADE_IN = "_tfdist_made_in"
+
+
+class Scope(contextlib.AbstractContextManager[Any]):
+    """The scope of a strategy, in which models note its name: a training without the strategy can then be told."""
+
+    def __init__(self, strategy: str, scope: contextlib.AbstractContextManager[Any]):
+        self._strategy = strategy
+        self._scope = scope
+
+    def __enter__(self) -> Any:
+        _route_methods()
+        entered = self._scope.__enter__()
+        self._outer, _thread.strategy = _thread.strategy, self._strategy
+        return entered
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        _thread.strategy = self._outer
+        return self._scope.__exit__(*raised)
+
+
 @functools.cache
 def _route_methods() -> None:
+    kind = tensorflow_trainer.TensorFlowTrainer
     for name in ROUTED:
-        setattr(tensorflow_trainer.TensorFlowTrainer, name, _routed(name))
+        setattr(kind, name, _routed(name))
+    initialize = kind.__init__
+
+    @functools.wraps(initialize)
+    def noting_scope(model: Any) -> None:
+        initialize(model)
+        object.__setattr__(model, _MADE_IN, _thread.strategy)
+
+    kind.__init__ = noting_scope
 
 
 def _routed(name: str) -> Callable[..., Any]:
@@ -312,7 +344,19 @@ def _routed(name: str) -> Callable[..., Any]:
     def method(model: Any, *arguments: Any, **named: Any) -> Any:
         strategy = vars(model).get(_STRATEGY)
         if strategy is None:
+            if name in ("fit", "train_on_batch"):
+                _warn_of_unprepared(model, name)
             return original(model, *arguments, **named)
         return getattr(strategy, name)(model, *arguments, **named)
 
     return method
+
+
+def _warn_of_unprepared(model: Any, method: str) -> None:
+    made_in = vars(model).get(_MADE_IN)
+    if made_in is not None:
+        warnings.warn(
+            f"The model `{model.name}` was made in the scope of the strategy `{made_in}`, and `{method}` trains it "
+            f"without the strategy; call `strategy.prepare(model)` first, or `strategy.{method}(model, ...)`",
+            stacklevel=3,
+        )
