@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import UsageError
 from tfdist.strategies import _traits
 from tfdist.strategies._traits import Traits
 
@@ -44,8 +44,7 @@ def traits(name: str) -> Traits:
     if ":" in name:
         found = registry.source_file(name.partition(":")[0])
         return Traits() if found is None else _traits.read(found)
-    if name not in names():
-        raise UnknownNameError("strategy", name, names())
+    registry.require_known(name, "strategy", names())
     return _traits.read(Path(__file__).with_name(f"{name}.py"))
 
 
@@ -70,8 +69,7 @@ def create(name: str, **options: Any) -> Strategy:
 
 
 def _ours(name: str) -> type[Strategy]:
-    if name not in names():
-        raise UnknownNameError("strategy", name, names())
+    registry.require_known(name, "strategy", names())
     strategy: type[Strategy] = importlib.import_module(f"{__name__}.{name}").STRATEGY
     return strategy
 

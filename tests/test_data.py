@@ -339,7 +339,7 @@ def test_the_example_of_the_documentation_is_a_dataset(working_folder):
         ("mine:number", "cannot be called: it is of type `int`"),
         ("mine:wrong", "returned a `list`, not a `tfdist.data.Source`"),
         ("mine.py:", "not of the form `module:function`"),
-        ("./mine.py:load", "not of the form `module:function`"),
+        ("./mine.py:wrong", "hint: write `mine:wrong`"),
     ],
 )
 def test_a_dataset_of_the_users_own_that_cannot_be_used_is_named(working_folder, reference, message):

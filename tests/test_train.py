@@ -288,6 +288,86 @@ def test_a_model_and_a_dataset_of_ones_own(tmp_path):
     assert load_record(tmp_path / "r").model.name == "mine:model"
 
 
+OWN = """
+import keras, numpy as np
+from tfdist.data import Source
+
+def good(spec):
+    layers = [keras.layers.Rescaling(1 / 255), keras.layers.Flatten(), keras.layers.Dense(spec.classes)]
+    return keras.Sequential([keras.Input(spec.input_shape), *layers])
+
+def careless(spec):
+    layers = [keras.layers.Flatten(), keras.layers.Dense(spec.classes, activation="softmax")]
+    return keras.Sequential([keras.Input(spec.input_shape), *layers])
+
+def reverse(spec):
+    model = good(spec)
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+def no_spec():
+    return 1
+
+def only_options(units=64):
+    return 1
+
+def data(data_dir):
+    x = np.random.default_rng(0).integers(0, 256, (64, 4, 4, 1)).astype("uint8")
+    return Source.from_arrays("mine", classes=2, train=(x, np.arange(64) % 2))
+
+def no_folder():
+    return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("good", []),
+        ("careless", ["ends in probabilities (softmax), and its loss expects logits", "whole numbers up to 255"]),
+        ("reverse", ["ends without an activation, and its loss expects probabilities"]),
+    ],
+)
+def test_what_is_probably_not_meant_in_own_functions_is_told_in_sentences(tmp_path, model, told):
+    (tmp_path / "mine.py").write_text(OWN)
+    options = ["--model", f"mine:{model}", "--dataset", "mine:data", "--run-dir", "r", "--epochs", 1]
+    done = run("--strategy", "single", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("warning:")]
+    assert len(lines) == len(told)
+    for line, words in zip(lines, told, strict=True):
+        assert words in line
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--model", "mine:no_spec", ["does not take `spec` as its first argument", "`def no_spec(spec, ...)`"]),
+        ("--model", "mine:only_options", ["does not take `spec` as its first argument"]),
+        ("--model", "mine.good", ["Unknown model `mine.good`", "hint: write your own as `mine:good`"]),
+        ("--model", "mine.py:good", ["names a file", "hint: write `mine:good`"]),
+        ("--model", "mine.py", ["hint: write your own as `mine:NAME`"]),
+        ("--model", "mine", ["hint: write your own as `mine:NAME`"]),
+        ("--dataset", "mine:no_folder", ["does not take `data_dir` as its first argument"]),
+        ("--dataset", "mine.data", ["hint: write your own as `mine:data`"]),
+        ("--dataset", "./mine.py:data", ["hint: write `mine:data`"]),
+    ],
+)
+def test_an_own_function_that_is_written_otherwise_is_answered_with_how_to_write_it(
+    tmp_path, monkeypatch, option, name, words
+):
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    config = {"strategy": "single", "model": "mlp", "dataset": "digits"} | {option[2:]: name}
+    with pytest.raises(UsageError) as refused:
+        asked = configs.TrainConfig(**config)
+        models.build(asked.model, data.load(asked.dataset).spec)
+    for word in words:
+        assert word in str(refused.value)
+
+
 @pytest.mark.parametrize("options", [["--devices", "CPU:7"], ["--devices", "GPU:0"]])
 def test_an_unknown_device_is_named_with_the_known_ones(tmp_path, options):
     assert "`CPU:0`" in refuse(tmp_path, "--strategy", "custom", *QUICK, "--run-dir", "r", *options)

@@ -49,11 +49,11 @@ class UsageError(TfdistError, ValueError):
 class UnknownNameError(UsageError):
     """A name that is not registered under its kind."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]):
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str | None = None):
         known = sorted(known)
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         names = ", ".join(f"`{k}`" for k in known)
-        hint = f"did you mean `{near[0]}`?" if near else f"use one of {names}"
+        hint = hint or (f"did you mean `{near[0]}`?" if near else f"use one of {names}")
         super().__init__(f"Unknown {kind} `{name}`: the names are {names}", hint)
 
 

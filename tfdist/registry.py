@@ -29,6 +29,11 @@ from tfdist.options import checked
 
 # How a command passes options to a function of each kind.
 OPTIONS_OF = {"dataset": "data-option", "model": "model-option", "strategy": "strategy-option"}
+# The first argument of a function of each kind: its name, and what it is.
+FIRST_ARGUMENT_OF = {
+    "dataset": ("data_dir", "the folder that `--data-dir` names, or `None`"),
+    "model": ("spec", "the facts about the dataset, such as `spec.input_shape` and `spec.classes`"),
+}
 
 
 def names(package: str) -> list[str]:
@@ -52,10 +57,26 @@ def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., An
     """
     if ":" in name:
         return resolve(name, kind)
-    known = names(package)
-    if name not in known:
-        raise UnknownNameError(kind, name, known)
+    require_known(name, kind, names(package))
     return getattr(importlib.import_module(f"{package}.{name}"), attribute)
+
+
+def require_known(name: str, kind: str, known: Sequence[str]) -> None:
+    """Raises `UnknownNameError` for a name of none of ours; one that seems to be the user's own is written right."""
+    if name in known:
+        return
+    module, _, attribute = name.removesuffix(".py").rpartition(".")
+    hint = None
+    if name.endswith(".py") or os.path.exists(f"{name}.py"):
+        hint = f"write your own as `{_dotted(name)}:NAME`, with the name that it has in the file"
+    elif module and all(part.isidentifier() for part in name.split(".")):
+        hint = f"write your own as `{module}:{attribute}`"
+    raise UnknownNameError(kind, name, known, hint)
+
+
+def _dotted(path: str) -> str:
+    """The name by which a file below the working directory is imported."""
+    return os.path.relpath(path).removesuffix(".py").replace(os.sep, ".")
 
 
 def resolve(reference: str, kind: str) -> Callable[..., Any]:
@@ -68,6 +89,10 @@ def resolve(reference: str, kind: str) -> Callable[..., Any]:
         UsageError: the reference is malformed, or the module or the function is missing or cannot be called.
     """
     module_name, _, attribute = reference.partition(":")
+    if module_name.endswith(".py") and attribute.isidentifier():
+        raise UsageError(
+            f"The {kind} `{reference}` names a file, not a module", f"write `{_dotted(module_name)}:{attribute}`"
+        )
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UsageError(
             f"The {kind} `{reference}` is not of the form `module:function`",
@@ -105,6 +130,8 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
             value that its annotations do not allow.
     """
     parameters = list(inspect.signature(function).parameters.values())
+    if arguments:
+        _require_first(parameters, kind, name)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     known = [parameter.name for parameter in parameters[len(arguments) :] if parameter.kind in named]
@@ -126,6 +153,26 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
             f"The {kind} `{name}` needs the option {needs}", f"set it with `--{OPTIONS_OF[kind]} {missing[0]}=VALUE`"
         )
     return function(*arguments, **checked(function, options, kind=kind, name=name))
+
+
+def _require_first(parameters: Sequence[inspect.Parameter], kind: str, name: str) -> None:
+    """Refuses a function that does not take what functions of its kind are given first."""
+    wanted, meaning = FIRST_ARGUMENT_OF[kind]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = parameters[0] if parameters else None
+    if first is not None and first.kind is first.VAR_POSITIONAL:
+        return
+    if first is None or first.kind not in by_position or _is_option(first, wanted):
+        function = name.rpartition(":")[2]
+        raise UsageError(
+            f"The {kind} `{name}` does not take `{wanted}` as its first argument",
+            f"write `def {function}({wanted}, ...)`; `{wanted}` is {meaning}",
+        )
+
+
+def _is_option(parameter: inspect.Parameter, wanted: str) -> bool:
+    has_value = parameter.default is not parameter.empty and parameter.default is not None
+    return has_value and parameter.name != wanted
 
 
 def parse_options(settings: Sequence[str], option: str) -> dict[str, Any]:

@@ -121,6 +121,15 @@ def is_connected(layer: Any) -> bool:
     return bool(layer._inbound_nodes)
 
 
+def last_operation(model: Any) -> Any:
+    """The layer or operation that the only output of a model comes from; `None` where that is not known."""
+    outputs = tree.flatten(getattr(model, "outputs", None) or [])
+    if len(outputs) != 1:
+        return None
+    operation = outputs[0]._keras_history.operation
+    return last_operation(operation) if isinstance(operation, keras.Model) else operation
+
+
 def loss_tracker(model: Any) -> Any:
     """The metric that averages the loss of `model`; `None` where it was compiled without."""
     return getattr(model, "_loss_tracker", None)

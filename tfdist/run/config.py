@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfdist import data, models, strategies
+from tfdist import data, models, registry, strategies
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import bad_examples
 from tfdist.errors import UnknownNameError, UsageError
@@ -140,12 +140,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if ":" not in self.strategy:
-            _known("strategy", self.strategy, strategies.names())
+            registry.require_known(self.strategy, "strategy", strategies.names())
         _check_strategy_options(self)
         if ":" not in self.model:
-            _known("model", self.model, models.names())
+            registry.require_known(self.model, "model", models.names())
         if ":" not in self.dataset:
-            _known("dataset", self.dataset, data.names())
+            registry.require_known(self.dataset, "dataset", data.names())
         _known("dtype policy", self.dtype_policy, DTYPE_POLICIES)
         _known("augmentation", self.augment, augmentations.NAMES)
         if self.on_bad_example is not None:

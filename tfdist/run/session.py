@@ -24,7 +24,7 @@ from tfdist.data.formats import text
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.profiling import trace
-from tfdist.run import flops, optimizers, schema
+from tfdist.run import advice, flops, optimizers, schema
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
 from tfdist.run.folder import RunFolder, load_record
 from tfdist.run.schema import RunRecord
@@ -93,6 +93,8 @@ class Session:
             model = models.build(config.model, source.spec, **_model_options(config))
             if not model.compiled:
                 tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
+        if ":" in config.model or ":" in config.dataset:
+            self._advise(model, source)
         self.record = self._begin_record(strategy, model, source, earlier)
         self.folder.write(self.record)
         self._keep_vocabularies(strategy, source)
@@ -236,6 +238,11 @@ class Session:
             with _whole_run_folder(self.folder):
                 for name, tokens in found.items():
                     text.keep_vocabulary(getattr(self.folder, name), tokens)
+
+    def _advise(self, model: Any, source: data.Source) -> None:
+        """Tells what is probably not meant in a model or a dataset of the user's own."""
+        for sentence in advice.about(model, source):
+            self._show(f"warning: {sentence}.")
 
     def _callbacks(self, strategy: Any) -> list[Any]:
         config = self.config

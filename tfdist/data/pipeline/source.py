@@ -62,6 +62,7 @@ class Source:
     Attributes:
         spec: its facts, known without reading an example.
         skipped: the bad examples that were left out, one sentence each.
+        has_bytes: whether examples that were read are bytes (uint8) above 1, such as pixels that nobody has scaled.
     """
 
     def __init__(self, spec: DataSpec, read: Read, *, bucketed: bool = False, skipped: Sequence[str] = ()):
@@ -77,6 +78,7 @@ class Source:
         """
         self.spec = spec
         self.skipped = tuple(skipped)
+        self.has_bytes = False
         self._read = read
         self._bucketed = bucketed
         self._arrays: dict[str, Arrays] = {}
@@ -133,6 +135,7 @@ class Source:
         if split not in self._arrays:
             x, y = self._read(split, self.spec.examples[split])
             self._arrays[split] = checked(self.spec, split, x, y)
+            self.has_bytes |= getattr(x, "dtype", None) == np.uint8 and bool(np.max(x, initial=0) > 1)
         return self._arrays[split]
 
     def limit(self, examples: int) -> Self:

@@ -1,0 +1,82 @@
+"""What is probably not meant in a user's own model or dataset, each in one sentence.
+
+Synopsis:
+
+    >>> import keras
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    >>> about_loss(model)
+    'The model ends in probabilities (softmax), and its loss expects logits (`from_logits=True`): leave the softmax out'
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+
+from tfdist.data import Source
+from tfdist.internals import keras as keras_internals
+
+# Layers that bring pixels into the range of the weights, or numbers of any range into that of a normal distribution.
+_SCALING = (
+    keras.layers.Rescaling,
+    keras.layers.Normalization,
+    keras.layers.BatchNormalization,
+    keras.layers.LayerNormalization,
+    keras.layers.GroupNormalization,
+)
+_PROBABILITIES = ("softmax", "sigmoid")
+
+
+def about(model: keras.Model, source: Source) -> list[str]:
+    """All of it, about a compiled model and what it is trained on, once the training examples have been read."""
+    return [sentence for sentence in (about_loss(model), about_pixels(model, source)) if sentence is not None]
+
+
+def about_loss(model: keras.Model) -> str | None:
+    """Whether a compiled model ends in probabilities and its loss expects logits, or the reverse."""
+    expects_logits = _expects_logits(model.loss)
+    ending = _ending(model)
+    if expects_logits is None or ending is None:
+        return None
+    if expects_logits and ending in _PROBABILITIES:
+        what = f"The model ends in probabilities ({ending}), and its loss expects logits (`from_logits=True`)"
+        return f"{what}: leave the {ending} out"
+    if not expects_logits and ending == "linear":
+        what = "The model ends without an activation, and its loss expects probabilities"
+        return f"{what}: compile it with a loss that has `from_logits=True`"
+    return None
+
+
+def about_pixels(model: keras.Model, source: Source) -> str | None:
+    """Whether pixels from 0 to 255 reach a model that does not scale them, as far as that is certain."""
+    scales = any(isinstance(layer, _SCALING) for layer in keras_internals.all_layers(model))
+    if not source.has_bytes or scales or not keras_internals.is_of_keras_alone(model):
+        return None
+    what = f"The examples of `{source.spec.name}` are whole numbers up to 255 (uint8), and nothing scales them"
+    return f"{what}: divide them by 255, or begin the model with `keras.layers.Rescaling(1 / 255)`"
+
+
+def _expects_logits(loss: Any) -> bool | None:
+    """`None` for a loss that knows neither logits nor probabilities, or that is none of Keras' own."""
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    if inspect.isfunction(loss) and loss.__module__.startswith("keras."):
+        return False if "from_logits" in inspect.signature(loss).parameters else None
+    if not (isinstance(loss, keras.losses.Loss) and keras_internals.is_of_keras(type(loss))):
+        return None
+    expects: bool | None = loss.get_config().get("from_logits")
+    return expects
+
+
+def _ending(model: keras.Model) -> str | None:
+    """What the model's output was passed through last: "softmax", "sigmoid" or "linear"; `None` for anything else."""
+    last = keras_internals.last_operation(model)
+    kind = type(last).__name__.lower()  # `keras.layers.Softmax`, or the operation of `keras.ops.softmax`
+    if kind in _PROBABILITIES:
+        return kind
+    name = getattr(getattr(last, "activation", None), "__name__", None)
+    weighted = isinstance(last, keras.layers.Dense | keras.layers.Conv2D)
+    return name if name in _PROBABILITIES or (name == "linear" and weighted) else None
