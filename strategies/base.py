@@ -223,7 +223,7 @@ class OnThisProcess(Strategy):
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
         self.seed = strategy.seed
         # What is made on the way must be the same in all processes.
-        self.share_variables = strategy.share_variables  # type: ignore[method-assign, assignment]
+        self.share_variables = strategy.share_variables  # type: ignore[method-assign]
 
     @property
     def alone(self) -> bool:

@@ -107,6 +107,23 @@ def test_a_folder_of_pictures_by_class_is_read_at_one_size(folder_of_classes):
     assert divided.spec.examples == {"train": 10, "validation": 1, "test": 1}
 
 
+def test_a_flat_folder_is_divided_in_the_proportions_of_its_classes(tmp_path):
+    for name, count in (("many", 60), ("some", 30), ("few", 10)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            Image.new("RGB", (4, 4)).save(tmp_path / name / f"{number}.png")
+    data = tfdist.data.load("image_folder", tmp_path)
+    counts = {split: np.bincount(data.arrays(split)[1]).tolist() for split in tfdist.data.SPLITS}
+    assert counts == {"train": [8, 48, 24], "validation": [1, 6, 3], "test": [1, 6, 3]}
+    assert len({*data.limit(10).arrays("train")[1].tolist()}) > 1  # the classes are mixed
+
+
+def test_one_number_is_height_and_width(folder_of_classes):
+    assert tfdist.data.load("image_folder", folder_of_classes, size=8).spec.input_shape == (8, 8, 3)
+    with pytest.raises(UsageError, match="`0` as `size`|`size`"):
+        tfdist.data.load("image_folder", folder_of_classes, size=0)
+
+
 def test_a_picture_of_another_shape_keeps_its_ratio_and_loses_its_margins(tmp_path):
     pixels = np.zeros((20, 40, 3), np.uint8)
     pixels[:, 10:30] = 200  # the middle square

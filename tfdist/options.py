@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from tfdist.errors import UsageError
 
@@ -28,8 +28,14 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0)]
-# Height and width in pixels.
-Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2)]
+
+
+def _of_square(size: Any) -> Any:
+    return (size, size) if isinstance(size, int) else size
+
+
+# Height and width in pixels; one number stands for both.
+Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2), BeforeValidator(_of_square)]
 
 
 # Eleven days: what takes longer is no deadline, and clocks of libraries count milliseconds in 32 bits.

@@ -1,14 +1,15 @@
 """A folder of pictures by class: `train/CLASS/NAME.jpg`, with `validation/` (or `val/`) and `test/` beside `train/`.
 
-Without a folder `train` the classes are the folders of the dataset's own folder; a tenth of the pictures, drawn at
-random, is for validation and another one for the test.
+Without a folder `train` the classes are the folders of the dataset's own folder. A tenth of the pictures, drawn at random,
+is then for validation and another tenth for the test, and each class has the same share of all three splits, up to one
+picture. The draw depends on the names of the files alone.
 """
 
 from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def load(
 
     Args:
         data_dir: the folder.
-        size: height and width to bring the pictures to; None is the size of the first one.
+        size: height and width to bring the pictures to, or one number for both; None is the size of the first one.
         channels: 3 for colours, 1 for grey.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
@@ -84,6 +85,17 @@ def _pictures(folder: Path, classes: list[str]) -> Pictures:
 
 
 def _divided(files: Pictures) -> dict[str, Pictures]:
+    """A tenth for the test, another for validation; the classes have the same proportions in all splits."""
     tenth = len(files) // 10
-    parts = {"test": range(tenth), "validation": range(tenth, 2 * tenth), "train": range(2 * tenth, len(files))}
+    drawn = np.argsort(_quantiles(files.targets), kind="stable").tolist()
+    parts = {"test": drawn[:tenth], "validation": drawn[tenth : 2 * tenth], "train": sorted(drawn[2 * tenth :])}
     return {split: files.keep(part) for split, part in parts.items() if part}
+
+
+def _quantiles(labels: Any) -> np.ndarray:
+    """Where each example stands among those of its class, from 0 for the first to 1 after the last: float `[N]`."""
+    quantiles = np.empty(len(labels))
+    for label in np.unique(labels):
+        those = np.flatnonzero(labels == label)
+        quantiles[those] = (np.arange(len(those)) + 0.5) / len(those)
+    return quantiles
