@@ -22,6 +22,18 @@ print(world.named(world.rank), len(os.sched_getaffinity(0)), sys.argv[1:])
 """
 WAIT = "import time\nprint('here', flush=True)\ntime.sleep(100)\n"
 
+FAIL = """
+import sys
+def deeper(depth):
+    deeper(depth - 1) if depth else nothing_of_this_name
+print("I0000 00:00:1795418197.165421    4247 port.cc:153] oneDNN is on.", file=sys.stderr)
+print("/job:worker/replica:0/task:1", file=sys.stderr)
+try:
+    deeper(20)
+except NameError as error:
+    raise OSError("reason " * 20) from error
+"""
+
 
 def outputs(tmp_path):
     return {path.stem: path.read_text() for path in (tmp_path / "logs").glob("*/*.log")}
@@ -126,6 +138,15 @@ def test_the_first_to_fail_is_shown_and_gives_the_exit_code_and_the_others_end(t
     assert code == 7
     assert "worker 1 ended with exit code 7" in err and "here" in err
     assert time.monotonic() - began < 15
+
+
+def test_a_failure_is_framed_whole_and_without_tensorflows_noise(tmp_path, script):
+    with launch(tmp_path, script(FAIL)) as job:
+        code, out, err = job.end()
+    assert code == 1
+    framed = " ".join(line.strip("│ \r") for line in err.splitlines() if line.startswith("│"))
+    assert framed.startswith("Traceback") and framed.count("reason ") > 19 and "nothing_of_this_name" in framed
+    assert "/job:" not in out + err and "oneDNN" not in out + err
 
 
 def test_a_killed_process_is_named_with_its_signal(tmp_path, script):

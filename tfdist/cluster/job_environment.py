@@ -5,3 +5,4 @@ SHARE_CORES = "TFDIST_SHARE_CORES"  # take this process' share of the cores, by 
 RESTART = "TFDIST_RESTART"  # how often the job was started again
 ELASTIC = "TFDIST_ELASTIC"  # leave at a checkpoint when told to
 START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other at the start
+TYPED = "TFDIST_TYPED"  # the command that started the job, as it was typed

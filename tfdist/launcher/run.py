@@ -20,7 +20,7 @@ from rich.text import Text
 
 from tfdist.cluster import elastic, job_environment, ports
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
-from tfdist.launcher import network_namespace, supervisor
+from tfdist.launcher import messages, network_namespace, supervisor
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
 
@@ -30,7 +30,7 @@ SECONDS_AFTER_SIGNAL = 4.0
 SECONDS_FOR_THE_CAUSE = 5.0
 # With parameter servers a job goes on without a worker, which comes back so often.
 STARTS_OF_A_WORKER = 4
-LAST_LINES, LAST_BYTES = 20, 1 << 16
+LAST_BYTES = 1 << 16
 SECONDS_BETWEEN_LOOKS = 1.0
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -79,8 +79,7 @@ class Process:
 
     def last_lines(self) -> str:
         """The end of what the process has said."""
-        lines = self.last.decode(errors="replace").splitlines()
-        return "\n".join([line.rstrip() for line in lines if line.strip()][-LAST_LINES:]) or "(it said nothing)"
+        return messages.failure(self.last.decode(errors="replace").splitlines()) or "(it said nothing)"
 
     def how_it_ended(self) -> str:
         """How the process ended, as the end of a sentence."""
@@ -269,7 +268,7 @@ class OneStart:
         out = shown or (self.screen.out if self.job.verbose else None)
         # What several say is not to be mixed within a line; a progress bar is shown as it moves.
         by_line = self.job.verbose and process.terminal is None
-        self._pumps.append(asyncio.create_task(_copy(reader, process, out, prefix, by_line)))
+        self._pumps.append(asyncio.create_task(_copy(reader, process, out, prefix, by_line, self.job.verbose)))
 
     def _order(self, process: Process) -> dict[str, Any]:
         cluster = self.job.cluster([other.address for other in self.processes])
@@ -289,6 +288,7 @@ class OneStart:
                 ports.SHARE: "1",
                 "PYTHONUNBUFFERED": "1",
                 job_environment.JOB: self.job.name,
+                job_environment.TYPED: shlex.join(sys.orig_argv),
                 job_environment.RESTART: str(self.restart),
                 job_environment.START_SECONDS: f"{self.job.start_seconds:g}",
             }
@@ -405,17 +405,22 @@ async def _rest(errors: asyncio.StreamReader | None) -> bytes:
 
 
 async def _copy(
-    reader: asyncio.StreamReader, process: Process, out: Output | None, prefix: bytes, by_line: bool
+    reader: asyncio.StreamReader, process: Process, out: Output | None, prefix: bytes, by_line: bool, all_of_it: bool
 ) -> None:
     """Keeps what is read, and shows it on `out`, if there is one: as it comes, or by prefixed lines."""
     begun = b""
+    noise = None if all_of_it else messages.WithoutNoise()
     while part := await _read_some(reader):
         await process.keep(part)
+        if noise is not None:
+            part = noise.rest_of(part)
         if by_line:
             *lines, begun = (begun + part).split(b"\n")
             part = b"".join(prefix + line + b"\n" for line in lines)
         if out is not None:
             await out.write(part)
+    if noise is not None and out is not None:
+        await out.write(noise.end())
     if begun and out is not None:
         await out.write(prefix + begun + b"\n")
 
