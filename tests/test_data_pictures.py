@@ -120,7 +120,7 @@ def test_a_flat_folder_is_divided_in_the_proportions_of_its_classes(tmp_path):
 
 def test_one_number_is_height_and_width(folder_of_classes):
     assert tfdist.data.load("image_folder", folder_of_classes, size=8).spec.input_shape == (8, 8, 3)
-    with pytest.raises(UsageError, match="`0` as `size`|`size`"):
+    with pytest.raises(UsageError, match="as `size`"):
         tfdist.data.load("image_folder", folder_of_classes, size=0)
 
 

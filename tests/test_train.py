@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -200,13 +201,15 @@ def test_a_small_step_is_told_from_a_large_one():
     assert not flops.step_is_small("cnn", spec, 128)
 
 
-def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path):
+def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path, monkeypatch):
     done = run("--strategy", "custom", *QUICK, "--epochs", 2, "--run-dir", "r", "--tensorboard", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith("No GPU found: `custom` uses 1 CPU device")
-    assert [line.split()[0] for line in lines[-6:]] == ["test", "test", "examples/s", "training", "peak", "files"]
+    rows = ["test", "test", "examples/s", "training", "peak", "files", "load", "input"]
+    assert [line.split()[0] for line in lines[-8:]] == rows
+    assert lines[-1].split(maxsplit=1)[1] == "float32 [N, 28, 28, 1]; pixels from 0 to 1 (bytes divided by 255)"
     folder = tmp_path / "r"
     expected = {"run.json", "history.csv", "curves.png", "log.txt", "model.keras", "checkpoints", "tensorboard"}
     assert {path.name for path in folder.iterdir()} == expected | {"confusion_matrix.png"}
@@ -215,7 +218,13 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path):
     assert [epoch.epoch for epoch in found.epochs] == [1, 2]
     assert found.startup_seconds > 0 and found.peak_memory_bytes > 0 and found.test_metrics["accuracy"] > 0
     assert found.command[:3] == ["tfdist", "train", "--strategy"]
-    model = keras.models.load_model(folder / "model.keras")
+    assert found.typed == [f"{sys.executable} -m tfdist.train {shlex.join(found.command[2:])}"]
+    said = (folder / "log.txt").read_text()
+    for line in [lines[0], "Epoch 2/2", *lines[-8:]]:
+        assert line in said.splitlines()
+    assert "\x1b" not in said and "\b" not in said
+    monkeypatch.chdir(tmp_path)
+    model = eval(lines[-2].split(maxsplit=1)[1])
     x, y = data.load("synthetic").arrays("test")
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     scores = model.evaluate(x, y, verbose=0, return_dict=True)

@@ -1,13 +1,15 @@
 """What a command shows and what goes to its log.
 
 TensorFlow's C++ code writes to file descriptor 2 whatever its log level, so the descriptor itself is pointed at the
-run's log, and messages for the user go to a copy of the terminal's.
+run's log, and messages for the user go to a copy of the terminal's. The log holds these messages too, and what is
+written to standard output: all that the run said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -25,24 +27,60 @@ STDOUT, STDERR = 1, 2
 
 
 @contextlib.contextmanager
-def stderr_to(log: Path | None) -> Iterator[TextIO]:
-    """Sends everything that is written to standard error to `log`; yields the terminal's. `None` changes nothing."""
+def logged_to(log: Path | None) -> Iterator[TextIO]:
+    """Sends what is written to standard error to `log`, and copies there what the user is shown; yields the terminal.
+
+    What is written to the terminal, and to standard output, is shown and copied. `None` changes nothing.
+    """
     if log is None:
         yield sys.stderr
         return
     sys.stderr.flush()
-    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    shown = os.fdopen(os.dup(STDERR), "w", buffering=1)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(file, 2)
-    os.close(file)
+    os.dup2(file, STDERR)
+    terminal, stdout = cast(TextIO, _Copied(shown, file)), sys.stdout
+    sys.stdout = cast(TextIO, _Copied(stdout, file))
     _terminal.append(terminal)
     try:
         yield terminal
     finally:
         _terminal.remove(terminal)
+        sys.stdout = stdout
         sys.stderr.flush()
-        os.dup2(terminal.fileno(), 2)
-        terminal.close()
+        os.dup2(shown.fileno(), STDERR)
+        shown.close()
+        os.close(file)
+
+
+class _Copied:
+    """A stream whose whole lines are written to the file descriptor `log` too, as they stand when they end."""
+
+    def __init__(self, stream: TextIO, log: int):
+        self._stream = stream
+        self._log = log
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            with contextlib.suppress(OSError):  # a full disk is told by what must be written
+                os.write(self._log, f"{_as_it_stands(line)}\n".encode(errors="replace"))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _as_it_stands(line: str) -> str:
+    """A line of a terminal without colours, and without what was overwritten, such as the states of a progress bar."""
+    plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|\x08", "", line).rstrip("\r")
+    return plain.rpartition("\r")[2].rstrip()
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things in words: `1 epoch`, `2 epochs`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def say(line: str) -> None:

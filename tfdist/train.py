@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import traceback
@@ -257,7 +258,7 @@ def run(config: TrainConfig, world: World) -> int:
     serves = config.traits.servers and not world.is_chief
     path = run_dir if world.is_chief else run_dir / f"rank-{world.rank}"
     folder = RunFolder(path, resume=config.resume or serves)
-    with terminal.any_stdout(), terminal.stderr_to(None if config.verbose else folder.log) as stderr:
+    with terminal.any_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         show = (lambda *lines: None) if config.quiet else click.echo
         return _reported(config, folder, show, stderr)
 
@@ -347,7 +348,7 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         startup.require_tensorflow_backend()
         from tfdist.run.session import Session
 
-        session = Session(config, folder, _command(), _process_start(), show)
+        session = Session(config, folder, _command(), _typed(), _process_start(), show)
         close = functools.partial(_close, session, stderr)
         with terminal.noticed_interrupts(session.interrupt), process_exit.closed_by(close):
             record = _run(session)
@@ -360,13 +361,11 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         return EXIT_INTERRUPTED
     except Exception as error:
         _close(session, stderr, "failed", f"{type(error).__name__}: {error}")
-        traceback.print_exc()
-        if not config.verbose:
-            traceback.print_exc(file=stderr)
+        traceback.print_exc(file=stderr)
         click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
         return EXIT_UNEXPECTED
     if not config.quiet:
-        _print_table(record, folder)
+        _print_table([*_summary(record, folder), *session.usage])
     return 0
 
 
@@ -390,14 +389,10 @@ def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) ->
             click.echo(f"Interrupted; continue with `{again}`", file=stderr)
 
 
-def _print_table(record: RunRecord, folder: RunFolder) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in _summary(record, folder):
-        table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+def _print_table(rows: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {value}")
 
 
 def _summary(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
@@ -410,7 +405,7 @@ def _summary(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
     if seconds and examples:
         rows.append(("examples/s", f"{examples / seconds:,.0f}"))
     total = sum(epoch.train_seconds or 0 for epoch in record.epochs)
-    rows.append(("training time", f"{total:.1f} s in {len(record.epochs)} epochs"))
+    rows.append(("training time", f"{total:.1f} s in {terminal.counted(len(record.epochs), 'epoch')}"))
     if record.time_to_target is not None:
         reached = record.time_to_target.seconds
         goal = f"{record.time_to_target.monitor} {record.time_to_target.target:g}"
@@ -431,6 +426,10 @@ def _arguments() -> list[str]:
 
 def _command() -> list[str]:
     return ["tfdist", "train", *_arguments()]
+
+
+def _typed() -> str:
+    return os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
 
 
 def _process_start() -> datetime:

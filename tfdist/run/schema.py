@@ -27,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 import tfdist
 from tfdist.cluster.cores import cores
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -123,6 +123,7 @@ class DatasetRecord(_Part):
     options: dict[str, str] = {}
     augment: str = "none"
     skipped: int = 0
+    class_names: list[str] = []
 
 
 class EpochRecord(_Part):
@@ -174,6 +175,7 @@ class RunRecord(_Part):
     status: Status = "running"
     reason: str | None = None
     command: list[str]
+    typed: list[str] = []
     started: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
     versions: Versions = Field(default_factory=Versions.detect)
     machine: Machine = Field(default_factory=Machine.detect)
@@ -201,6 +203,7 @@ def example() -> RunRecord:
     """A record of a run that has just begun; for documentation and tests."""
     return RunRecord(
         command=["tfdist", "train", "--model", "cnn"],
+        typed=["python -m tfdist.train --model cnn"],
         strategy=StrategyRecord(name="mirrored", options={"devices": 2}, replicas=2),
         world=WorldRecord(rank=0, world_size=1, local_rank=0, local_world_size=1, source="alone"),
         model=ModelRecord(name="cnn", parameters=225_034),

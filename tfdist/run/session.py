@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist import callbacks, data, files, models, tasks
+from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
 from tfdist.cluster import consensus
 from tfdist.cluster.world import World
@@ -24,7 +24,7 @@ from tfdist.data.formats import text
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.profiling import trace
-from tfdist.run import advice, flops, optimizers, schema
+from tfdist.run import advice, flops, optimizers, schema, usage
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
 from tfdist.run.folder import RunFolder, load_record
 from tfdist.run.schema import RunRecord
@@ -36,7 +36,8 @@ class Session:
     Args:
         config: what to train.
         folder: where its files go.
-        command: the command line, for the record.
+        command: the command and its options, for the record.
+        typed: the command line as it was typed.
         started: when the process began.
         show: prints a line for the user.
     """
@@ -46,6 +47,7 @@ class Session:
         config: TrainConfig,
         folder: RunFolder,
         command: list[str],
+        typed: str,
         started: datetime,
         show: Callable[..., None],
     ):
@@ -53,11 +55,13 @@ class Session:
         self.folder = folder
         self.record: RunRecord | None = None
         self._command = command
+        self._typed = typed
         self._started = started
         self._show = show
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
         self._shown: dict[str, str] = {}
+        self.usage: list[tuple[str, str]] = []  # how the model that was saved is used
 
     def interrupt(self) -> None:
         """Ends the run with `KeyboardInterrupt`, after the current steps at the latest."""
@@ -99,7 +103,9 @@ class Session:
         self.folder.write(self.record)
         self._keep_vocabularies(strategy, source)
         if source.skipped:
-            self._show(f"{len(source.skipped)} bad examples are left out; the log names them.")
+            count = len(source.skipped)
+            are, them = ("is", "it") if count == 1 else ("are", "them")
+            self._show(f"{terminal.counted(count, 'bad example')} {are} left out; the log names {them}.")
             print(*source.skipped, sep="\n", file=sys.stderr)
 
         strategy.fit(
@@ -115,6 +121,7 @@ class Session:
         if strategy.world.is_chief:
             with _whole_run_folder(self.folder):
                 files.write_whole(self.folder.model, model.save)
+            self.usage = usage.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
         if model.stop_training:
             self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
@@ -186,6 +193,7 @@ class Session:
         world = strategy.world
         return RunRecord(
             command=self._command if earlier is None else _continued(earlier.command, self._command),
+            typed=[*([] if earlier is None else earlier.typed), self._typed],
             started=self._started if earlier is None else earlier.started,
             machine=schema.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
             threads=schema.Threads(
@@ -193,7 +201,10 @@ class Session:
                 inter_op=tf.config.threading.get_inter_op_parallelism_threads(),
             ),
             strategy=schema.StrategyRecord(
-                name=config.strategy, options=strategy.options(), replicas=strategy.num_replicas
+                name=config.strategy,
+                options=strategy.options(),
+                # The workers of a parameter server compute at the same time, each of them a step of its own.
+                replicas=getattr(strategy, "num_workers", strategy.num_replicas),
             ),
             world=schema.WorldRecord(
                 rank=world.rank,
@@ -213,6 +224,7 @@ class Session:
                 options={name: str(value) for name, value in config.load_options.items()},
                 augment=config.augment,
                 skipped=len(source.skipped),
+                class_names=list(source.spec.class_names),
             ),
             global_batch_size=config.batch_size,
             per_replica_batch_size=-(-config.batch_size // strategy.num_replicas),

@@ -1,8 +1,8 @@
 """A folder of pictures by class: `train/CLASS/NAME.jpg`, with `validation/` (or `val/`) and `test/` beside `train/`.
 
-Without a folder `train` the classes are the folders of the dataset's own folder. A tenth of the pictures, drawn at random,
-is then for validation and another tenth for the test, and each class has the same share of all three splits, up to one
-picture. The draw depends on the names of the files alone.
+Without a folder `train` the classes are the folders of the dataset's own folder. A tenth of the pictures, drawn at
+random but always alike, is then for validation and another tenth for the test; the classes have the same proportions in
+all three splits.
 """
 
 from __future__ import annotations
