@@ -260,9 +260,18 @@ class TestProfile:
         fit([Profile(5, 100, "unused")])
         assert fake.events == ["start", 5, 6, 7, 8, "stop"]
 
+    def test_a_range_behind_the_end_is_refused_at_the_start(self, fake):
+        with pytest.raises(UsageError, match=r"is 18:20, and training has 18 steps \(2 x 9\)"):
+            fit([Profile(18, 20, "unused")], epochs=2)
+        assert fake.events == []
+
     def test_training_that_ends_before_the_range_is_warned_of(self, fake):
-        with pytest.warns(UserWarning, match="Nothing was traced: training ended after 9 steps.*100:110"):
-            fit([Profile(100, 110, "unused")])
+        class Stop(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.stop_training = True
+
+        with pytest.warns(UserWarning, match="Nothing was traced: training ended after 9 steps.*10:11"):
+            fit([Stop(), Profile(10, 11, "unused")], epochs=2)
         assert fake.events == []
 
     def test_a_fit_that_fails_leaves_nothing_running_for_the_next(self, fake):

@@ -147,6 +147,20 @@ class TestSummarize:
         assert any("MatMul" in op.type or "Conv2D" in op.type for op in found.ops)
         assert found.input_share <= 0.02
 
+    def test_the_replicas_ops_are_summed_under_one_whole_name(self, tmp_path):
+        strategy = tfdist.strategy("mirrored", devices=2)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(64, name="wide" * 10)])
+            model.compile("adam", "mse")
+        profile = Profile(FIRST, LAST, tmp_path)
+        x = np.ones((10 * 32, 64), np.float32)
+        strategy.fit(model, x, x, batch_size=32, callbacks=[profile], verbose=0)
+        found = trace.summarize(tmp_path, top=10_000)
+        names = [(op.name, op.type) for op in found.ops]
+        assert len(set(names)) == len(names) and not any("replica_" in name for name, _ in names)
+        assert sum(op.share for op in found.ops) == pytest.approx(1)
+        assert any("wide" * 10 in line for line in trace.as_text(found).splitlines())
+
     def test_without_markers_the_wait_is_unknown(self, tmp_path):
         multiply = tf.function(tf.linalg.matmul)
         multiply(tf.ones([300, 300]), tf.ones([300, 300]))
@@ -173,6 +187,7 @@ class TestSummarize:
         )
         assert "10 most expensive ops of 4 steps" in answer.stdout
         assert "of a step waited for input" in answer.stdout
+        assert all(op.name in answer.stdout for op in trace.summarize(plain_trace).ops)
 
     def test_a_folder_without_a_trace_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="No trace in") as error:

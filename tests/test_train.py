@@ -232,6 +232,20 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path, monkeyp
     assert np.isclose(scores["loss"], found.test_metrics["loss"], atol=1e-4)
 
 
+def test_a_profile_leaves_its_table_and_a_range_behind_the_end_is_a_sentence(tmp_path):
+    options = ["--strategy", "single", *QUICK, "--epochs", 2, "--target-accuracy", 1e-9]  # ends after an epoch of 20
+    assert run(*options, "--profile", "5:8", "--run-dir", "r", cwd=tmp_path).returncode == 0
+    table = (tmp_path / "r" / "profile.txt").read_text()
+    assert table.startswith("The 10 most expensive ops of 3 steps") and "…" not in table
+    assert load_record(tmp_path / "r").files["profile"] == "profile.txt"
+    assert table in (tmp_path / "r" / "log.txt").read_text()
+    known = refuse(tmp_path, *options, "--profile", "40:50", "--run-dir", "known")
+    assert "is 40:50, and training has 40 steps" in known
+    late = refuse(tmp_path, *options, "--profile", "30:35", "--run-dir", "late")
+    assert "Nothing was traced: training ended after 20 steps" in late
+    assert load_record(tmp_path / "late").status == "stopped"
+
+
 def test_every_strategy_leaves_the_same_record(tmp_path):
     """Point 7: the same fields, and on the same examples the same figures."""
     records = {}

@@ -42,7 +42,8 @@ class Profile(keras.callbacks.Callback):
         traced: whether a trace has been written by the latest `fit`.
 
     Raises:
-        UsageError: not 0 <= first < last; or, at the first traced step, another trace is running.
+        UsageError: not 0 <= first < last; when training begins, all of it ends before `first`; or, at the first traced
+            step, another trace is running.
     """
 
     def __init__(self, first: int, last: int, log_dir: str | os.PathLike[str]):
@@ -109,6 +110,7 @@ class Profile(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Starts counting."""
         self._reset()
+        self._require_steps()
         peers = self._peers
         self._servers = peers.servers
         if peers.world.world_size > 1 or self._servers:
@@ -147,11 +149,27 @@ class Profile(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Writes the trace if training ended inside the range; warns if it ended before it."""
         self.close()
-        if not self.traced:
-            warnings.warn(
-                f"Nothing was traced: training ended after {self._counter.steps_before_epoch} steps, "
-                f"and the range to profile is {self.first}:{self.last}",
-                stacklevel=2,
+        if self.untraced is not None:
+            warnings.warn(self.untraced, stacklevel=2)
+
+    @property
+    def untraced(self) -> str | None:
+        """Why nothing was traced by the latest `fit`, in a sentence; `None` where something was."""
+        if self.traced:
+            return None
+        return (
+            f"Nothing was traced: training ended after {self._counter.steps_before_epoch} steps, "
+            f"and the range to profile is {self.first}:{self.last}"
+        )
+
+    def _require_steps(self) -> None:
+        """Refuses a range that begins after the last step, where the number of steps is known."""
+        steps, epochs = self.params.get("steps"), self.params.get("epochs")
+        if steps and epochs and self.first >= steps * epochs:
+            raise UsageError(
+                f"The range of steps to profile is {self.first}:{self.last}, and training has {steps * epochs} steps "
+                f"({epochs} x {steps})",
+                f"profile earlier steps, such as `{max(0, steps * epochs - 10)}:{steps * epochs}`, or train for longer",
             )
 
     def _chunk_length(self) -> int:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -34,12 +35,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdist.errors import RunFolderError, UsageError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _MARKER = "train"
 # The op that waits for the next batch; the second is what a `for` loop over a dataset in a graph runs.
@@ -51,10 +49,10 @@ class OpCost:
     """The cost of one op in a trace.
 
     Attributes:
-        name: its name in the graph.
+        name: its name in the graph, the same for all replicas.
         type: its TensorFlow type; `Dataset` for a stage of the input pipeline.
         share: its part of all ops' self time, 0 to 1.
-        self_microseconds: time in the op itself, without the ops it calls, over the whole trace.
+        self_microseconds: time in the op itself, without the ops it calls, over the whole trace and all replicas.
     """
 
     name: str
@@ -225,12 +223,18 @@ def _op_costs(tables: Sequence[Mapping[str, Any]]) -> list[OpCost]:
     rows = [row for row in _rows(tables[0]) if row["type"] != "IDLE"]
     rows = [row for row in rows if row["host_or_device"] == "Device"] or rows
     total = sum(row["total_self_time"] for row in rows)
-    costs = [
-        OpCost(row["operation"], row["type"], row["total_self_time"] / total, row["total_self_time"])
-        for row in rows
-        if row["total_self_time"] > 0
-    ]
+    times: dict[tuple[str, str], float] = {}
+    for row in rows:
+        op = (_on_any_replica(row["operation"]), row["type"])
+        times[op] = times.get(op, 0.0) + row["total_self_time"]
+    costs = [OpCost(name, kind, time / total, time) for (name, kind), time in times.items() if time > 0]
     return sorted(costs, key=lambda cost: cost.self_microseconds, reverse=True)
+
+
+def _on_any_replica(operation: str) -> str:
+    """The name of an operation without the replica that TensorFlow's strategies put into it."""
+    without_scope = re.sub(r"(^|/)replica_\d+/", r"\1", operation)
+    return re.sub(r"/update_\d+((?:_\d+)?/ResourceApply)", r"/update\1", without_scope)
 
 
 def _analyzed_steps(tables: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
@@ -287,33 +291,21 @@ def _silent_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def as_table(summary: Summary) -> Table:
-    """The summary for a terminal."""
-    from rich.table import Table
-
-    table = Table(title=f"{len(summary.ops)} most expensive ops of {summary.steps} steps")
-    if summary.input_share is not None:
-        table.caption = f"{summary.input_share:.1%} of a step waited for input"
-    table.add_column("op")
-    table.add_column("type")
-    table.add_column("share", justify="right")
-    table.add_column("self time", justify="right")
-    for op in summary.ops:
-        table.add_row(_ending(op.name), op.type, f"{op.share:.1%}", f"{op.self_microseconds / 1e3:.2f} ms")
-    return table
-
-
-def _ending(name: str, length: int = 30) -> str:
-    """The end of an op's name, which says more than the scopes it begins with."""
-    return name if len(name) <= length else f"…{name[1 - length :]}"
+def as_text(summary: Summary) -> str:
+    """The summary as lines of text: a row for each op, whose name comes last and whole."""
+    rows = [("share", "self time", "type", "op")]
+    rows += [(f"{op.share:.1%}", f"{op.self_microseconds / 1e3:.2f} ms", op.type, op.name) for op in summary.ops]
+    share, time, kind, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [f"{s:>{share}}  {t:>{time}}  {k:<{kind}}  {name}" for s, t, k, name in rows]
+    title = f"The {len(summary.ops)} most expensive ops of {summary.steps} steps, summed over replicas"
+    waited = "" if summary.input_share is None else f"\n{summary.input_share:.1%} of a step waited for input"
+    return "\n".join([title, *lines]) + waited
 
 
 if __name__ == "__main__":
-    from rich.console import Console
-
     if len(sys.argv) != 2:
         sys.exit("usage: python -m tfdist.profiling.trace LOG_DIR")
     try:
-        Console().print(as_table(summarize(sys.argv[1])))
+        print(as_text(summarize(sys.argv[1])))
     except RunFolderError as error:
         sys.exit(str(error))

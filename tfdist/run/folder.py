@@ -70,7 +70,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What TensorFlow and the run had to say."""
+        """What the run said on the terminal, and what TensorFlow wrote."""
         return self.path / "log.txt"
 
     @property
@@ -87,6 +87,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's events and traces."""
         return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """The most expensive operations of the steps that were profiled."""
+        return self.path / "profile.txt"
 
     @property
     def checkpoints(self) -> Path:
@@ -140,7 +145,16 @@ class RunFolder:
             raise _cannot_write(path, error) from error
 
 
-_NAMES = ("run.json", "history.csv", "curves.png", "log.txt", "tensorboard", "checkpoints", "model.keras")
+_NAMES = (
+    "run.json",
+    "history.csv",
+    "curves.png",
+    "log.txt",
+    "profile.txt",
+    "tensorboard",
+    "checkpoints",
+    "model.keras",
+)
 
 
 def load_record(path: str | os.PathLike[str]) -> RunRecord:

@@ -123,12 +123,14 @@ class Session:
                 files.write_whole(self.folder.model, model.save)
             self.usage = usage.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
+        if self._profile is not None and self._profile.traced and strategy.world.is_chief:
+            self._keep_profile()
         if model.stop_training:
             self.close("stopped", f"validation accuracy reached {config.target_accuracy}")
         else:
             self.close("completed", None)
-        if self._profile is not None and self._profile.traced and strategy.world.is_chief:
-            self._show_profile()
+        if self._profile is not None and self._profile.untraced is not None:
+            raise UsageError(self._profile.untraced, "profile earlier steps with `--profile`, in a new run")
         return self.record
 
     def close(self, status: schema.Status, reason: str | None) -> None:
@@ -284,6 +286,7 @@ class Session:
             "log": self.folder.log,
             "vocabulary": self.folder.vocabulary,
             "target_vocabulary": self.folder.target_vocabulary,
+            "profile": self.folder.profile,
             "tensorboard": self.folder.tensorboard,
             "checkpoints": self.folder.checkpoints,
             "model": self.folder.model,
@@ -301,11 +304,11 @@ class Session:
         if run.scores:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
-    def _show_profile(self) -> None:
-        from rich.console import Console
-
-        if not self.config.quiet:
-            Console().print(trace.as_table(trace.summarize(self.folder.tensorboard)))
+    def _keep_profile(self) -> None:
+        text = trace.as_text(trace.summarize(self.folder.tensorboard))
+        with _whole_run_folder(self.folder):
+            files.write_text(self.folder.profile, text + "\n")
+        self._show(text)
 
 
 class _Recorder(keras.callbacks.Callback):
