@@ -56,7 +56,7 @@ class Strategy(KerasMethods):
         devices: how many, or which, such as `"GPU:1"` or `["CPU:0", "CPU:1"]`; `None` is all GPUs that the strategy can
             use or, without a GPU, as many logical CPU devices as the strategy says.
         seed: the order of the examples follows from it and the epoch; `None` draws one from Python's `random`, which
-            `keras.utils.set_random_seed` makes repeatable.
+            `keras.utils.set_random_seed` makes repeatable; a run that is resumed takes that of its checkpoint.
         threads: how many CPU threads compute one operation; `None` leaves it to TensorFlow, which takes all cores.
             Small steps are faster with one. TensorFlow fixes it for the life of the process when it first computes.
         fused: update each variable with one kernel where the optimizer allows.
@@ -83,6 +83,7 @@ class Strategy(KerasMethods):
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
         self.world = World()
         self.seed = random.getrandbits(31) if seed is None else seed
+        self.seed_is_given = seed is not None
         self.fused = fused
         self.steps_per_call = steps_per_call
         self.threads = threads
@@ -221,7 +222,7 @@ class OnThisProcess(Strategy):
         self.name = strategy.name  # type: ignore[misc]
         self.world, self.devices = World(), strategy.devices[:1]
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
-        self.seed = strategy.seed
+        self.seed, self.seed_is_given = strategy.seed, strategy.seed_is_given
         # What is made on the way must be the same in all processes.
         self.share_variables = strategy.share_variables  # type: ignore[method-assign]
 

@@ -121,6 +121,29 @@ def resumed(strategy="single", callbacks=(), build=network, **fit):
     return run(strategy, callbacks, build, seed=1, **fit)
 
 
+@pytest.mark.parametrize("step", [4, STEPS])
+def test_a_script_that_gives_no_seed_is_resumed_with_that_of_the_checkpoint(tmp_path, step):
+    def script(*callbacks, **seed):
+        strategy = tfdist.strategy("custom", **seed)  # without a seed each process draws another one
+        with strategy.scope():
+            model = network(optimizer=keras.optimizers.SGD)
+        named = {"epochs": 3, "batch_size": 8, "verbose": 0, "callbacks": list(callbacks)}
+        with contextlib.suppress(KilledError):
+            strategy.fit(model, X, Y, **named)
+        return strategy, model
+
+    keras.utils.set_random_seed(1)
+    whole, expected = script(Checkpoint(tmp_path / "whole", 2))
+    keras.utils.set_random_seed(1)
+    script(Checkpoint(tmp_path / "killed", 2), Kill(step + 1))
+    keras.utils.set_random_seed(2)
+    strategy, model = script(Checkpoint(tmp_path / "killed", 2, resume=True))
+    assert strategy.seed == whole.seed
+    assert_same_bits(values(model), values(expected))
+    strategy, _ = script(Checkpoint(tmp_path / "whole", 2, resume=True), seed=3)  # at the end of an epoch it may differ
+    assert strategy.seed == 3
+
+
 def values(model):
     return [keras.ops.convert_to_numpy(variable) for variable in [*model.variables, *model.optimizer.variables]]
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.callbacks.clock import ClockedCallback
+from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import resume
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
@@ -50,8 +51,8 @@ class Checkpoint(ClockedCallback):
     A file holds the variables of the model, its optimizer and its metrics, the random states, the position, what Keras'
     callbacks remember (a callback of one's own takes part with `checkpoint_state()` and
     `restore_checkpoint_state(state)`), the epochs' logs and the training time. A run that is killed at any moment and
-    started again with `resume=True` ends where an unbroken one ends, provided that its data and its strategy's `seed`
-    are the same.
+    started again with `resume=True` ends where an unbroken one ends, provided that its data are the same, and its
+    strategy's `seed` too where one is given; otherwise the strategy takes the seed of the checkpoint.
 
     Stock Keras' `fit` can begin only at an epoch's first batch. There the newest checkpoint of an epoch's end is
     resumed, and `every_steps` saves at the next epoch's end instead.
@@ -139,6 +140,14 @@ class Checkpoint(ClockedCallback):
     def set_training(self, strategy: Strategy, data: Passes) -> None:
         """The strategy whose loop calls the hooks, and the data that it goes through."""
         self._strategy, self._data = strategy, data
+
+    def seed_to_resume_with(self) -> int | None:
+        """The seed of the order of examples in the checkpoint to go on from; `None` without one."""
+        if not self.resume:
+            return None
+        with warnings.catch_warnings(action="ignore"):  # of a damaged file, which `on_train_begin` tells
+            header = checkpoint_format.latest(self.folder)
+        return None if header is None else header.seed
 
     def batches_until_hook(self, batch: int) -> int | None:
         """To the next multiple of `every_steps`."""

@@ -84,6 +84,7 @@ def fit(
         DataError: there are no batches.
     """
     _check(strategy, model, "fit")
+    _take_seed_of_resumed_run(strategy, callbacks)
     epochs = min(epochs, keras_internals.max_epochs() or epochs)
     steps = _limited(steps_per_epoch)
     request = adapters.request(
@@ -288,6 +289,18 @@ def _feed(strategy: Strategy, request: adapters.Request, *, for_prediction: bool
     if request.own:
         return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
     return together.shared(feed, strategy)
+
+
+def _take_seed_of_resumed_run(strategy: Strategy, callbacks: Any) -> None:
+    """Where the user has given no seed, a run that is resumed goes on with the order of examples that it began with."""
+    seed = None
+    if strategy.world.is_chief and not strategy.seed_is_given:
+        given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
+        resuming = [c for c in keras_patches.with_wrapped(given) if hasattr(c, "seed_to_resume_with")]
+        seed = next((found for c in resuming if (found := c.seed_to_resume_with()) is not None), None)
+    seed = consensus.broadcast_from_chief(strategy, seed)
+    if seed is not None:
+        strategy.seed = seed
 
 
 def _check(strategy: Strategy, model: Any, method: str) -> None:
