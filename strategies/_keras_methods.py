@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from tfdist.internals import keras as keras_internals
@@ -10,6 +13,11 @@ from tfdist.internals import keras_patches
 
 class KerasMethods:
     """`fit`, `evaluate`, `predict`, those of single batches, `verify` and `prepare`, over what a strategy answers."""
+
+    def __init_subclass__(cls, **named: Any):
+        super().__init_subclass__(**named)
+        if "scope" in vars(cls):
+            cls.scope = _noted(vars(cls)["scope"])  # type: ignore[attr-defined]
 
     def fit(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """`keras.Model.fit` with this strategy: the same arguments and callbacks; `batch_size` is global."""
@@ -74,3 +82,13 @@ class KerasMethods:
         keras_patches.set_strategy(model, self)
         keras_internals.set_to_verify(model, verify)
         return model
+
+
+def _noted(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """The method `scope` of a strategy, in which models note that they are made there, see `keras_patches.Scope`."""
+
+    @functools.wraps(scope)
+    def method(strategy: Any) -> contextlib.AbstractContextManager[Any]:
+        return keras_patches.Scope(strategy.name, scope(strategy))
+
+    return method

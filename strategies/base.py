@@ -93,11 +93,6 @@ class Strategy(KerasMethods):
         keras_variables.fill_large_variables_in_place()
         self.set_up()
 
-    def __init_subclass__(cls, **named: Any):
-        super().__init_subclass__(**named)
-        if "scope" in vars(cls):
-            cls.scope = _noted(cls.scope)  # type: ignore[method-assign, assignment]
-
     def set_up(self) -> None:
         """Makes what the strategy needs once its devices are known."""
 
@@ -117,7 +112,7 @@ class Strategy(KerasMethods):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a model and its optimizer are made and compiled."""
-        return keras_patches.Scope(self.name, contextlib.nullcontext())
+        return contextlib.nullcontext()
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         """The values over all replicas of `variables` of metrics, of which a replica may have its part.
@@ -203,16 +198,6 @@ class Strategy(KerasMethods):
     def options(self) -> dict[str, Any]:
         """What was chosen, for the run's record."""
         return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
-
-
-def _noted(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """The method `scope` of a strategy, with models noting that they are made in it."""
-
-    @functools.wraps(scope)
-    def method(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
-        return keras_patches.Scope(strategy.name, scope(strategy))
-
-    return method
 
 
 class OnThisProcess(Strategy):
