@@ -13,7 +13,7 @@ import pytest
 
 from tfdist import communicators
 from tfdist.cluster.world import World
-from tfdist.communicators.sockets import SECRET_BYTES, SocketCommunicator
+from tfdist.communicators.sockets import HEADER, SECRET_BYTES, SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError
 
 
@@ -84,6 +84,37 @@ def test_each_type_is_added_in_its_own_shape(dtype):
     assert [float(total) for total in together(2, lambda found: found.sum(np.array(2.0, dtype)))] == [4.0, 4.0]
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("rows", [0, 1, 4, 30_001])
+def test_scattered_sums_are_bit_by_bit_the_parts_of_the_whole_sum(size, rows):
+    values = [np.random.default_rng(rank).normal(size=[size * rows, 3]).astype(np.float32) for rank in range(size)]
+    kept = [each.copy() for each in values]
+    sums = together(size, lambda found: (found.sum_part(values[found.rank]), found.sum(values[found.rank])))
+    for rank, (part, total) in enumerate(sums):
+        np.testing.assert_array_equal(part, total[rank * rows : (rank + 1) * rows])
+        np.testing.assert_allclose(total, np.sum(values, axis=0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(values, kept)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.int64])
+@pytest.mark.parametrize("length", [6, 8, 2])
+def test_each_type_is_scattered_and_rows_that_do_not_divide_belong_to_nobody(dtype, length):
+    parts = together(3, lambda found: found.sum_part(np.arange(length).astype(dtype)))
+    rows = length // 3
+    assert [part.dtype for part in parts] == [dtype] * 3
+    np.testing.assert_array_equal(np.array(parts, np.float64).reshape(-1), 3.0 * np.arange(3 * rows))
+
+
+def test_a_scattered_sum_sends_each_byte_of_the_other_parts_once():
+    def sent(found):
+        counted, send = [], found._send
+        found._send = lambda data: counted.append(send(data)) or counted[-1]
+        found.sum_part(np.ones(3_000_000, np.float32))
+        return sum(counted)
+
+    assert together(3, sent) == [12_000_000 * 2 // 3 + HEADER.size] * 3
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_different_lengths_are_joined_by_rank(size):
     joined = together(size, lambda found: found.join(np.full([found.rank, 2], found.rank, np.int64)))
@@ -113,6 +144,13 @@ def test_exchanges_of_different_sizes_are_refused_with_both_sizes():
     assert "40 bytes" in errors[0].sentence
     assert "44 bytes" in errors[0].sentence
     assert "worker 1" in errors[0].sentence
+
+
+def test_a_sum_is_not_taken_for_a_scattered_sum_of_the_same_size():
+    values = np.zeros(10, np.float32)
+    errors = together(2, lambda found: found.sum_part(values) if found.rank else found.sum(values))
+    assert all(isinstance(error, DisagreementError) for error in errors)
+    assert "a tensor to be scattered of 40 bytes" in errors[0].sentence
 
 
 def test_who_hangs_up_is_named_at_once():

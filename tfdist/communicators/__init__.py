@@ -67,7 +67,9 @@ class Communicator:
 
     def reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Part `rank` of the sum of `tensor` `[size * n, ...]` over the processes: `[n, ...]`."""
-        return self._reduce_scatter(opaque(tensor), name)
+        if tensor.dtype in self.added:
+            return self._reduce_scatter(opaque(tensor), name)
+        return tf.cast(self._reduce_scatter(opaque(tf.cast(tensor, _wide(tensor.dtype))), name), tensor.dtype)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The `tensor` `[n_rank, ...]` of all processes along the first axis, by rank; `n_rank` may differ."""
@@ -112,8 +114,7 @@ class Communicator:
         if tensor.dtype == tf.bfloat16:
             parts = self.all_gather(tensor[tf.newaxis], name)
             return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
-        wide = tf.int64 if tensor.dtype.is_integer else tf.float32
-        return tf.cast(self._sum(opaque(tf.cast(tensor, wide)), name), tensor.dtype)
+        return tf.cast(self._sum(opaque(tf.cast(tensor, _wide(tensor.dtype))), name), tensor.dtype)
 
     def _all_reduce_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         if _dense_bytes(slices) >= self.dense_below_bytes:
@@ -176,6 +177,11 @@ def _dense_bytes(slices: tf.IndexedSlices) -> float:
     if shape is None:
         return float("inf")
     return float(shape.prod()) * slices.dtype.size
+
+
+def _wide(dtype: tf.DType) -> tf.DType:
+    """The type in which numbers are added that no engine adds as they are."""
+    return tf.int64 if dtype.is_integer else tf.float32
 
 
 def _carried(tensor: tf.Tensor) -> tf.Tensor:

@@ -99,9 +99,11 @@ class MpiCommunicator(ArrayCommunicator):
 
     def _reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         def add_part(values: np.ndarray) -> np.ndarray:
-            part = np.empty((len(values) // self.size, *values.shape[1:]), values.dtype)
-            self._world.Reduce_scatter_block(np.ascontiguousarray(values), part, op=self._mpi.SUM)
-            return part
+            count, dtype = len(values) // self.size, values.dtype
+            whole = np.asarray(values[: count * self.size], np.float32 if dtype == np.float16 else dtype, order="C")
+            part = np.empty((count, *values.shape[1:]), whole.dtype)
+            self._world.Reduce_scatter_block(whole, part, op=self._mpi.SUM)
+            return part.astype(dtype, copy=False)
 
         return self._call(add_part, tensor, [tensor.shape[0] // self.size, *tensor.shape[1:]])
 

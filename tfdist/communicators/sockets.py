@@ -2,8 +2,9 @@
 
 TensorFlow's own collective operations on CPUs send tensors as gRPC messages, which copies them several times; here they
 go from the memory of one process to a socket, and from a socket to the memory of another one, and are added as they
-come. An array of n bytes is cut into a part for each of N processes: after N - 1 rounds each process has the sum of one
-part, after N - 1 more all have all. Each process sends 2 * n * (N - 1) / N bytes, however many there are.
+come. An array of n bytes is cut into a part for each of N processes: after N - 1 rounds each process has the sum of its
+part (reduce-scatter), after N - 1 more all have all (all-reduce). Each process sends n * (N - 1) / N bytes, or twice
+that, however many there are.
 
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
 Distributed Computing 69, 2009.
@@ -12,6 +13,7 @@ Distributed Computing 69, 2009.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import secrets
 import select
@@ -35,7 +37,7 @@ SECRET_BYTES = 16
 MOST_STRANGERS = 64
 # Before each exchange: which one it is, of which kind, of how many bytes.
 HEADER = struct.Struct("<QQQ")
-SUM, JOIN = 0, 1
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
 PIECE_BYTES = 1 << 20  # what was received is added while it is in the processor's cache
 # The same sums as those of numpy's bfloat16 itself, of which each takes up to twice as long.
 IN_FLOAT32 = {"dtype": np.float32, "casting": "unsafe"}
@@ -90,8 +92,7 @@ class SocketCommunicator(ArrayCommunicator):
         return self._call(self.sum, tensor, tensor.shape)
 
     def _reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        rows = tensor.shape[0] // self.size
-        return self._sum(tensor, name)[self.rank * rows : (self.rank + 1) * rows]
+        return self._call(self.sum_part, tensor, [tensor.shape[0] // self.size, *tensor.shape[1:]])
 
     def _all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return self._call(self.join, tensor, [None, *tensor.shape[1:]])
@@ -101,15 +102,35 @@ class SocketCommunicator(ArrayCommunicator):
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """The sum of an array over the processes; bit by bit the same in all of them."""
-        values = np.asarray(values, order="C")
-        flat, total = values.reshape(-1), np.empty(values.size, values.dtype)
         cuts = [values.size * index // self.size for index in range(self.size + 1)]
-        parts = [slice(cuts[index], cuts[index + 1]) for index in range(self.size)]
+        total, parts = self._sum_parts(ALL_REDUCE, values, cuts)
+        for turn in range(self.size - 1):
+            sent, other = parts[(self.rank - turn) % self.size], parts[(self.rank - turn - 1) % self.size]
+            self._swap(total[sent], total[other])
+        return total.reshape(values.shape)
+
+    def sum_part(self, values: np.ndarray) -> np.ndarray:
+        """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
+
+        Rows beyond the last multiple of `size` belong to no part.
+        """
+        shape = (len(values) // self.size, *values.shape[1:])
+        total, parts = self._sum_parts(REDUCE_SCATTER, values, [math.prod(shape) * i for i in range(self.size + 1)])
+        return total[parts[self.rank]].reshape(shape)
+
+    def _sum_parts(self, kind: int, values: np.ndarray, cuts: list[int]) -> tuple[np.ndarray, list[slice]]:
+        """A flat array of which part `rank` is the sum over the processes and the others are to be filled; the parts.
+
+        Part `index` is what lies between `cuts[index]` and `cuts[index + 1]`.
+        """
+        flat = np.asarray(values, order="C").reshape(-1)
+        total = np.empty(cuts[-1], values.dtype)
+        parts = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
         received = np.empty(max(part.stop - part.start for part in parts), values.dtype)
         adding: dict[str, Any] = IN_FLOAT32 if values.dtype == tf.bfloat16.as_numpy_dtype else {}
-        self._begin(SUM, values.nbytes)
+        self._begin(kind, values.nbytes)
         for turn in range(self.size - 1):
-            sent, own = parts[(self.rank - turn) % self.size], parts[(self.rank - turn - 1) % self.size]
+            sent, own = parts[(self.rank - turn - 1) % self.size], parts[(self.rank - turn - 2) % self.size]
             target = received[: own.stop - own.start]
 
             def add(begin: int, end: int, own: slice = own, target: np.ndarray = target) -> None:
@@ -117,10 +138,7 @@ class SocketCommunicator(ArrayCommunicator):
                 np.add(flat[whole], target[begin:end], out=total[whole], **adding)
 
             self._swap((total if turn else flat)[sent], target, add)
-        for turn in range(self.size - 1):
-            sent, other = parts[(self.rank - turn + 1) % self.size], parts[(self.rank - turn) % self.size]
-            self._swap(total[sent], total[other])
-        return total.reshape(values.shape)
+        return total, parts
 
     def join(self, values: np.ndarray) -> np.ndarray:
         """The arrays `[n_rank, ...]` of all processes along the first axis, by rank."""
@@ -128,7 +146,7 @@ class SocketCommunicator(ArrayCommunicator):
         parts = [np.empty(0)] * self.size
         parts[self.rank] = values
         length, other = np.array([len(values)], np.int64), np.empty(1, np.int64)
-        self._begin(JOIN, values.itemsize * math.prod(values.shape[1:]))
+        self._begin(ALL_GATHER, values.itemsize * math.prod(values.shape[1:]))
         for turn in range(self.size - 1):
             self._swap(length, other)
             owner = (self.rank - turn - 1) % self.size
@@ -211,7 +229,8 @@ class SocketCommunicator(ArrayCommunicator):
 
 
 def _told(kind: int, size_bytes: int) -> str:
-    return f"{'a tensor' if kind == SUM else 'rows'} of {size_bytes} bytes"
+    what = {ALL_REDUCE: "a tensor", ALL_GATHER: "rows", REDUCE_SCATTER: "a tensor to be scattered"}
+    return f"{what[kind]} of {size_bytes} bytes"
 
 
 def _bytes(values: np.ndarray) -> memoryview:
