@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 WITH_SYNOPSIS = [
+    "tfdist.communicators.messages",
     "tfdist.run.config",
     "tfdist.data.pipeline.order",
     "tfdist.errors",

@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfdist import communicators
 from tfdist.cluster.world import World
-from tfdist.communicators.sockets import HEADER, SECRET_BYTES, SocketCommunicator
-from tfdist.errors import ClusterError, DisagreementError
+from tfdist.communicators import messages
+from tfdist.communicators.connections import SECRET_BYTES
+from tfdist.communicators.sockets import HEADER, SocketCommunicator
+from tfdist.errors import ClusterError, DisagreementError, UsageError
 
 
 class Meeting:
@@ -107,8 +110,8 @@ def test_each_type_is_scattered_and_rows_that_do_not_divide_belong_to_nobody(dty
 
 def test_a_scattered_sum_sends_each_byte_of_the_other_parts_once():
     def sent(found):
-        counted, send = [], found._send
-        found._send = lambda data: counted.append(send(data)) or counted[-1]
+        counted, send = [], found._send_some
+        found._send_some = lambda data: counted.append(send(data)) or counted[-1]
         found.sum_part(np.ones(3_000_000, np.float32))
         return sum(counted)
 
@@ -222,3 +225,240 @@ def test_processes_that_cannot_be_reached_are_named_in_all():
     # An address of a network that documentation alone uses (RFC 5737).
     errors = together(2, lambda found: found, host="192.0.2.1")
     assert all("worker 0" in error.sentence and "worker 1" in error.sentence for error in errors)
+
+
+def test_messages_come_whole_in_order_and_by_their_tags():
+    def use(found):
+        if found.rank == 0:
+            for number in range(20):
+                found.send(np.full([number, 3], number, np.float32), to=2, tag=number % 2)
+            return None
+        if found.rank == 1:
+            found.send(np.int64(7), to=2)
+            return None
+        odd = [found.receive(0, tag=1) for _ in range(10)]
+        even = [found.receive(from_=0) for _ in range(10)]
+        return odd, even, found.receive(1)
+
+    odd, even, of_1 = together(3, use)[2]
+    for first, received in ((1, odd), (0, even)):
+        for number, values in zip(range(first, 20, 2), received, strict=True):
+            np.testing.assert_array_equal(values, np.full([number, 3], number, np.float32), strict=True)
+    np.testing.assert_array_equal(of_1, np.int64(7), strict=True)
+
+
+SENT_DTYPES = [
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    "f2",
+    "f4",
+    "f8",
+    "i1",
+    "u1",
+    "i4",
+    "u4",
+    "i8",
+    "u8",
+    "?",
+    "c8",
+    "c16",
+]
+
+
+@pytest.mark.parametrize("dtype", SENT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 2)], ids=str)
+def test_a_message_has_the_dtype_and_the_shape_that_were_sent(dtype, shape):
+    values = np.ones(shape, dtype)
+    there, back = together(2, lambda found: (found.send(values, 1 - found.rank), found.receive(1 - found.rank))[1])
+    for received in (there, back):
+        assert received.dtype == values.dtype
+        np.testing.assert_array_equal(received.astype("c16"), values.astype("c16"), strict=True)
+
+
+def test_tensors_variables_and_views_are_sent():
+    def use(found):
+        if found.rank == 0:
+            found.send(tf.ones([2], tf.bfloat16), 1)
+            found.send(tf.Variable([1, 2]), 1)
+            found.send(np.arange(6).reshape(2, 3).T, 1)
+            return None
+        return [found.receive(0) for _ in range(3)]
+
+    bfloat16, variable, view = together(2, use)[1]
+    assert bfloat16.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(variable, np.array([1, 2], np.int32), strict=True)
+    np.testing.assert_array_equal(view, [[0, 3], [1, 4], [2, 5]])
+
+
+@pytest.mark.parametrize("values", ["text", [b"bytes"], np.array([None])], ids=["str", "bytes", "object"])
+def test_what_is_no_number_is_not_sent(values):
+    def use(found):
+        with pytest.raises(UsageError, match="cannot be sent"):
+            found.send(values, 1 - found.rank)
+
+    together(2, use)
+
+
+def test_large_messages_cross_without_a_deadlock_and_do_not_touch_the_sums():
+    def use(found):
+        values, received = np.arange(4_000_000) + found.rank, []
+        for _ in range(3):
+            for other in range(3):
+                if other != found.rank:
+                    found.send(values, other, tag=9)
+            received += [found.receive(other, tag=9)[-1] - other for other in range(3) if other != found.rank]
+            assert found.sum(np.ones(5)).tolist() == [3.0] * 5
+        return received
+
+    assert together(3, use) == [[3_999_999] * 6] * 3
+
+
+def test_what_was_sent_may_be_changed_at_once():
+    def use(found):
+        if found.rank == 0:
+            values = np.zeros(1_000_000)
+            for number in range(5):
+                values[:] = number
+                found.send(values, 1)
+            return None
+        return [np.unique(found.receive(0)).tolist() for _ in range(5)]
+
+    assert together(2, use)[1] == [[number] for number in range(5)]
+
+
+def test_a_probe_names_those_whose_message_has_come_and_does_not_wait():
+    ready = threading.Barrier(3)
+
+    def use(found):
+        if found.rank == 1:
+            nothing = found.probe(), found.probe(tag=4)
+            ready.wait(10)
+            ready.wait(10)
+            senders = found.probe(), found.probe(tag=4)
+            values = found.receive(2, tag=4), found.receive(0, tag=4), found.receive(2, tag=4)
+            return nothing, senders, [v.item() for v in values], found.probe(tag=4)
+        ready.wait(10)
+        for number in range(found.rank):
+            found.send(np.array(number), 1, tag=4)
+        if found.rank == 0:
+            found.send(np.array(5), 1, tag=4)
+        ready.wait(10)
+        return None
+
+    assert together(3, use)[1] == (([], []), ([], [0, 2]), [0, 5, 1], [])
+
+
+def test_what_one_has_sent_before_it_left_is_received_and_then_it_is_named():
+    def use(found):
+        if found.rank == 1:
+            found.send(np.arange(3), 0)
+            return None
+        first = found.receive(1).tolist()
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match="worker 1"):
+            found.receive(1)
+        return first, time.monotonic() - began < 5
+
+    assert together(2, use)[0] == ([0, 1, 2], True)
+
+
+def test_one_that_is_not_waited_for_may_leave():
+    def use(found):
+        if found.rank == 2:
+            return None
+        time.sleep(0.1)
+        found.send(np.array(found.rank), 1 - found.rank)
+        return found.receive(1 - found.rank).item()
+
+    assert together(3, use)[:2] == [1, 0]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_who_hangs_up_in_the_middle_of_a_message_is_named(sends):
+    begun = threading.Event()
+
+    def use(found):
+        if found.rank == 0:
+            begun.set()
+            began = time.monotonic()
+            found.send(np.zeros(10_000_000), 1) if sends else found.receive(1)
+            return time.monotonic() - began
+        begun.wait(10)
+        time.sleep(0.3)
+        if not sends:
+            found._pairs[0].send(bytes(messages.header(np.zeros(1000), tag=0)) + bytes(1000))  # of 8000
+        return None
+
+    error = together(2, use)[0]
+    assert isinstance(error, ClusterError) and "worker 1" in error.sentence
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_who_is_silent_in_a_message_is_named_after_the_timeout_however_much_others_send(sends):
+    done = threading.Event()
+
+    def use(found):
+        if found.rank == 2:
+            while not done.wait(0.01):
+                found.send(np.ones(3), 0)
+            return None
+        if found.rank == 1:
+            done.wait(10)
+            return None
+        began = time.monotonic()
+        try:
+            found.send(np.zeros(10_000_000), 1) if sends else found.receive(1)
+        except ClusterError as error:
+            return error.sentence, time.monotonic() - began
+        finally:
+            done.set()
+
+    sentence, seconds = together(3, use, timeout_seconds=1.0)[0]
+    assert "silent for 1 s: worker 1" in sentence and "worker 2" not in sentence
+    assert 0.9 < seconds < 5
+
+
+def test_who_waits_for_a_message_may_be_excused_and_be_told_why_to_give_up():
+    def use(found):
+        if found.rank == 1:
+            time.sleep(1.5)
+            found.send(np.array(3), 0)
+            time.sleep(0.5)
+            found.receive(0)
+            return None
+        found.excused = lambda: True
+        received = found.receive(1).item()
+        threading.Timer(0.2, found.give_up, [ClusterError("the job is given up", "try again")]).start()
+        with pytest.raises(ClusterError, match="the job is given up"):
+            found.receive(1)
+        return received
+
+    assert together(2, use, timeout_seconds=0.5)[0] == 3
+
+
+@pytest.mark.parametrize("rank", [-1, 1, 2])
+def test_a_message_is_for_another_process_of_the_job(rank):
+    def use(found):
+        if found.rank == 1:
+            with pytest.raises(UsageError, match=f"`to` is `{rank}`.* have the ranks `0`"):
+                found.send(np.zeros(1), rank)
+            with pytest.raises(UsageError, match=f"`from_` is `{rank}`"):
+                found.receive(rank)
+
+    together(2, use)
+    with pytest.raises(UsageError, match="no other process"):
+        communicators.Alone().send(np.zeros(1), 0)
+    assert communicators.Alone().probe() == []
+
+
+@pytest.mark.thorough  # seconds and gigabytes
+def test_an_array_of_more_than_two_gibibytes_comes_whole():
+    def use(found):
+        if found.rank == 0:
+            values = np.zeros(2**31 + 8, np.uint8)
+            values[-1] = 7
+            return found.send(values, 1)
+        received = found.receive(0)
+        return received.shape, received[-1], received[:-1].any()
+
+    assert together(2, use)[1] == ((2**31 + 8,), 7, False)

@@ -1,10 +1,12 @@
 """Every operation of a `Communicator`, over each engine, on two and three processes, in a graph and outside."""
 
+import signal
 import sys
+import time
 
 import pytest
 
-from tests.processes.jobs import ROOT, require_horovod
+from tests.processes.jobs import ROOT, RunningJob, require_horovod
 from tests.processes.test_horovod import run
 
 require_horovod()
@@ -16,6 +18,7 @@ from tfdist import communicators, strategy
 from tfdist.communicators import mpi
 from tfdist.communicators.horovod import HorovodCommunicator
 from tfdist.communicators.mpi import MpiCommunicator
+from tfdist.errors import UsageError
 
 engine = sys.argv[1]
 if engine == "mpi4py":
@@ -70,6 +73,41 @@ communicators.GATHERED_BYTES, mpi.MOST_ELEMENTS = 1000, 3
 long = [bytes([r]) * 3001 * r for r in range(size)]
 assert found.exchange(long[rank]) == long
 check(operations)
+
+
+def check_messages():
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    # Large ones to each other at once; in pieces over MPI.
+    large = np.arange(1_000_003) + rank
+    mpi.MOST_ELEMENTS = 1_000_000
+    found.send(large, following)
+    np.testing.assert_array_equal(found.receive(previous), large - rank + previous, strict=True)
+    for number in range(6):
+        found.send(tf.fill([number, 2], tf.cast(number, tf.bfloat16)), following, tag=number % 2)
+    for tag in (1, 0):
+        for number in range(tag, 6, 2):
+            values = found.receive(previous, tag)
+            assert values.dtype.name == "bfloat16" and values.shape == (number, 2) and (values == number).all()
+    assert found.probe() == found.probe(tag=1) == []
+    found.barrier()
+    found.send(np.array(rank > 0), following, tag=7)
+    while not found.probe(tag=7):
+        pass
+    found.all_reduce([mine], "between")
+    assert found.probe(tag=7) == [previous] and found.receive(previous, tag=7).item() == (previous > 0)
+
+
+def check_there_are_none():
+    for call in (lambda: found.send(mine, (rank + 1) % size), lambda: found.receive((rank + 1) % size), found.probe):
+        try:
+            call()
+        except UsageError as error:
+            assert "`HorovodCommunicator` has collective operations alone" in error.sentence
+        else:
+            raise AssertionError
+
+
+check_messages() if found.in_order else check_there_are_none()
 found.barrier()
 print("ALL RIGHT")
 """
@@ -83,6 +121,43 @@ def test_all_operations_give_every_process_what_they_promise(tmp_path, engine, w
     done = run(sys.executable, "-m", "tfdist.launch", *options, "script.py", engine, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert done.stdout.count("ALL RIGHT") == workers
+
+
+LOST = """
+import sys, time
+import numpy as np, tfdist
+
+name, options = sys.argv[1], eval(sys.argv[2])
+strategy = tfdist.strategy(name, timeout_seconds=5.0, **options)
+found = strategy.communicator
+if found.rank == 1:
+    found.send(np.ones(3), 0)
+    print("sent", flush=True)
+    time.sleep(100)
+with strategy.guard():
+    assert found.receive(1).sum() == 3
+    found.receive(1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("strategy", "options", "launch"),
+    [("multiworker", {"communication": "sockets"}, ()), ("mpi_split", {}, ("--mpi",))],
+    ids=["sockets", "mpi4py"],
+)
+def test_one_that_is_killed_or_stopped_while_another_receives_is_named(tmp_path, number, strategy, options, launch):
+    (tmp_path / "script.py").write_text(LOST)
+    with RunningJob("--verbose", *launch, "script.py", strategy, options, cwd=tmp_path) as job:
+        job.wait_for(lambda: any("sent" in path.read_text() for path in tmp_path.glob("logs/*/*.log")))
+        time.sleep(0.5)
+        job.process("worker", 1).send_signal(number)
+        began = time.monotonic()
+        code, out, err = job.end(90)
+        assert time.monotonic() - began < 30
+        assert job.left() == []
+    assert code != 0
+    assert ("rank 1" if launch else "worker 1") in out + err and "Traceback" not in err
 
 
 # Asks Open MPI itself, by the tools' interface that MPI's standard describes.

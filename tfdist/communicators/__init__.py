@@ -7,6 +7,12 @@
 Every process calls the same, in the same order, inside a graph or outside. Each engine is a file beside this one, which
 alone imports its package.
 
+    send, receive   an array, from one process to another    probe   which processes have sent one
+
+Only the two processes concerned call these, outside of graphs. A large message leaves once its receiver sends, receives
+or probes, so that two processes which send to each other at once do not deadlock. A process in a collective operation
+takes in no messages: if it waits there for the sender, both are ended with an error after the job's timeout.
+
 Synopsis:
 
     >>> alone = Alone()
@@ -21,6 +27,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
+
+from tfdist.errors import UsageError
 
 # Engines count with 32 bits; of a message of any length, so much of all processes together travels at once.
 GATHERED_BYTES = 1 << 28
@@ -37,8 +45,10 @@ CARRIED_AS = {
 class Communicator:
     """A process' connection to all processes of its job; this one is alone.
 
-    Tensors are sent from the memory of the host. Names say which tensors of the processes belong together: within a
-    graph each exchange needs one of its own, the same in every process.
+    Tensors are sent from the memory of the host. One thread at a time uses a communicator.
+
+    Names say which tensors of the processes belong together: within a graph each exchange needs one of its own, the
+    same in every process.
 
     Attributes:
         engine: what carries the tensors: "MPI", "Gloo", or "none".
@@ -96,6 +106,25 @@ class Communicator:
 
         return gathered_in_pieces(message, lengths.tolist(), gather)
 
+    def send(self, array: Any, to: int, tag: int = 0) -> None:
+        """Sends a tensor, or an array of numbers, to process `to`.
+
+        Returns when `array` may be changed again. Messages with the same tag are received in the order in which they
+        were sent.
+        """
+        self._send(array, self._other("to", to), tag)
+
+    def receive(self, from_: int, tag: int = 0) -> np.ndarray:
+        """The next message with `tag` from process `from_`, in the dtype and shape in which it was sent.
+
+        Waits for it as long as a collective operation waits for other processes.
+        """
+        return self._receive(self._other("from_", from_), tag)
+
+    def probe(self, tag: int = 0) -> list[int]:
+        """The ranks of the processes from which a message with `tag` has come and was not received; does not wait."""
+        return self._probe(tag)
+
     def counts(self) -> tuple[int, int]:
         """How many exchanges this process has begun, and how many have ended; read from any thread."""
         return 0, 0
@@ -127,6 +156,34 @@ class Communicator:
         dense, touched = self.all_reduce([tf.convert_to_tensor(slices), touched], name)
         rows = tf.where(touched > 0)[:, 0]
         return tf.IndexedSlices(tf.gather(dense, rows), tf.cast(rows, slices.indices.dtype), slices.dense_shape)
+
+    def _other(self, argument: str, rank: int) -> int:
+        if rank == self.rank or not 0 <= rank < self.size:
+            others = ", ".join(f"`{other}`" for other in range(self.size) if other != self.rank)
+            raise UsageError(
+                f"`{argument}` is `{rank}`, and the other processes of this job have the ranks {others}"
+                if others
+                else f"`{argument}` is `{rank}`, and this job has no other process",
+                "use the rank of another process",
+            )
+        return rank
+
+    def _send(self, array: Any, to: int, tag: int) -> None:
+        raise self._no_messages()
+
+    def _receive(self, from_: int, tag: int) -> np.ndarray:
+        raise self._no_messages()
+
+    def _probe(self, tag: int) -> list[int]:
+        if self.size == 1:
+            return []
+        raise self._no_messages()
+
+    def _no_messages(self) -> UsageError:
+        return UsageError(
+            f"`{type(self).__name__}` has collective operations alone, and no messages between two processes",
+            'use MPI by mpi4py (`mpi_split`), or sockets (`multiworker` with `communication="sockets"`)',
+        )
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return tensor

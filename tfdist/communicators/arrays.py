@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.communicators import Communicator
+from tfdist.communicators import Communicator, messages
 
 
 class ArrayCommunicator(Communicator):
@@ -24,6 +24,7 @@ class ArrayCommunicator(Communicator):
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._begun = self._ended = 0
+        self.mailbox = messages.Mailbox()
 
     def counts(self) -> tuple[int, int]:
         return self._begun, self._ended
@@ -36,6 +37,32 @@ class ArrayCommunicator(Communicator):
             yield
         finally:
             self._ended += 1
+
+    def _send(self, array: Any, to: int, tag: int) -> None:
+        values = messages.sendable(array)
+        with self.counted():
+            self._post(values, to, tag)
+
+    def _receive(self, from_: int, tag: int) -> np.ndarray:
+        with self.counted():
+            self._await_message(from_, tag)
+        return self.mailbox.take(from_, tag)
+
+    def _probe(self, tag: int) -> list[int]:
+        self._take_in()
+        return self.mailbox.senders(tag)
+
+    def _post(self, values: np.ndarray, to: int, tag: int) -> None:
+        """Sends a message, and puts those that come meanwhile into the mailbox."""
+        raise NotImplementedError
+
+    def _await_message(self, rank: int, tag: int) -> None:
+        """Puts the messages that come into the mailbox, until it has one from `rank` with `tag`."""
+        raise NotImplementedError
+
+    def _take_in(self) -> None:
+        """Puts the messages that have come into the mailbox."""
+        raise NotImplementedError
 
     def _call(self, function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor, shape: Any) -> tf.Tensor:
         """`function` of the array of `tensor`, which it leaves as it is, after all that came before; of `shape`."""

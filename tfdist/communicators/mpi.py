@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.communicators import messages
 from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.errors import UsageError
 
 INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
 MOST_ELEMENTS = 1 << 28
+HEADER, VALUES = range(2)  # MPI's tags of the parts of a message, whose own tag is in its header
 
 
 def yield_when_idle() -> None:
@@ -57,6 +59,7 @@ class MpiCommunicator(ArrayCommunicator):
         self._mpi = load()
         self._world = self._mpi.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+        self._messages = self._world.Dup()  # apart from those of the user's own code
 
     @property
     def library(self) -> str:
@@ -88,6 +91,40 @@ class MpiCommunicator(ArrayCommunicator):
     def barrier(self) -> None:
         with self.counted():
             self._world.Barrier()
+
+    def _post(self, values: np.ndarray, to: int, tag: int) -> None:
+        parts = [(messages.header(values, tag), HEADER), *((piece, VALUES) for piece in _pieces(_bytes(values)))]
+        requests = [self._messages.Isend(part, to, kind) for part, kind in parts]
+        while not self._mpi.Request.Testall(requests):
+            if not self._take_in_one():
+                os.sched_yield()
+
+    def _await_message(self, rank: int, tag: int) -> None:
+        status = self._mpi.Status()
+        while not self.mailbox.has(rank, tag):
+            self._read(self._messages.Mprobe(tag=HEADER, status=status), status)
+
+    def _take_in(self) -> None:
+        while self._take_in_one():
+            pass
+
+    def _take_in_one(self) -> bool:
+        status = self._mpi.Status()
+        message = self._messages.Improbe(tag=HEADER, status=status)
+        if message is None:
+            return False
+        self._read(message, status)
+        return True
+
+    def _read(self, message: Any, status: Any) -> None:
+        """Reads a message of which the header has come; the rest is on its way."""
+        header = np.empty(messages.HEADER_NUMBERS, np.int64)
+        message.Recv(header)
+        tag, values = messages.space_for(header)
+        source = status.Get_source()
+        requests = [self._messages.Irecv(piece, source, VALUES) for piece in _pieces(_bytes(values))]
+        self._mpi.Request.Waitall(requests)
+        self.mailbox.put(source, tag, values)
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         def add(values: np.ndarray) -> np.ndarray:

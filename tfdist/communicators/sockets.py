@@ -15,34 +15,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import secrets
 import select
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import ports, watchdog
+from tfdist.cluster import watchdog
 from tfdist.cluster.world import World
+from tfdist.communicators import messages
 from tfdist.communicators.arrays import ArrayCommunicator
+from tfdist.communicators.connections import Exchange, connect
 from tfdist.errors import ClusterError, DisagreementError
 
-# What a process says first to the next one: a secret that this one has made for it.
-SECRET_BYTES = 16
-MOST_STRANGERS = 64
 # Before each exchange: which one it is, of which kind, of how many bytes.
 HEADER = struct.Struct("<QQQ")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
 PIECE_BYTES = 1 << 20  # what was received is added while it is in the processor's cache
 # The same sums as those of numpy's bfloat16 itself, of which each takes up to twice as long.
 IN_FLOAT32 = {"dtype": np.float32, "casting": "unsafe"}
-
-Exchange = Callable[[bytes], list[bytes]]
 
 
 class SocketCommunicator(ArrayCommunicator):
@@ -75,16 +71,20 @@ class SocketCommunicator(ArrayCommunicator):
         self._world = world
         self._timeout_seconds = timeout_seconds
         self._exchanges = 0
-        self._next, self._previous = _connect(world, exchange, connect_timeout_seconds)
+        self._connections = connect(world, exchange, connect_timeout_seconds)
+        self._next, self._previous = self._connections.following, self._connections.previous
+        self._pairs = self._connections.pairs
+        self._arriving = {rank: messages.Arriving() for rank in self._pairs}
+        self._gone: dict[int, str] = {}  # why, by rank: of those that send no more messages
 
     def close(self) -> None:
-        for connection in (self._next, self._previous):
+        for connection in self._connections:
             connection.close()
 
     def give_up(self, error: ClusterError) -> None:
         """Has the exchange that is under way, or the next one, raise `error`; called from another thread."""
         self.failure = self.failure or error
-        for connection in (self._next, self._previous):
+        for connection in self._connections:
             with contextlib.suppress(OSError):  # it is closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -178,31 +178,29 @@ class SocketCommunicator(ArrayCommunicator):
 
         `received(begin, end)` is called when the elements from `begin` to `end` are there.
         """
-        outgoing, incoming = _bytes(out), _bytes(into)
+        outgoing, incoming = messages.memory(out), messages.memory(into)
         patience = watchdog.Patience(self._timeout_seconds)
         sent = got = done = 0
         while sent < len(outgoing) or got < len(incoming):
             try:
-                now_sent = self._send(outgoing[sent:])
-                now_got = self._receive(incoming[got:])
+                now_sent = self._send_some(outgoing[sent:])
+                now_got = self._receive_some(incoming[got:])
             except OSError as error:
-                self._fail(self._lost(True, True, f" ({error.strerror or error})"))
+                self._fail(self._lost(self._neighbours(), _reason(error)))
             sent, got = sent + now_sent, got + now_got
             if received is not None and got // into.itemsize > done:
                 received(done, got // into.itemsize)
                 done = got // into.itemsize
             moved = bool(now_sent or now_got) or self._look(sent < len(outgoing), got < len(incoming), patience)
-            if patience.ends(moved):
-                if not self.excused():
-                    self._fail(self._lost(sent < len(outgoing), got < len(incoming)))
-                patience = watchdog.Patience(self._timeout_seconds)
+            waited_for = self._neighbours(sent < len(outgoing), got < len(incoming))
+            patience = self._waited(patience, moved, waited_for)
 
-    def _send(self, data: memoryview) -> int:
+    def _send_some(self, data: memoryview) -> int:
         with contextlib.suppress(BlockingIOError):
             return self._next.send(data[:PIECE_BYTES]) if data else 0
         return 0
 
-    def _receive(self, data: memoryview) -> int:
+    def _receive_some(self, data: memoryview) -> int:
         with contextlib.suppress(BlockingIOError):
             if data:
                 count = self._previous.recv_into(data[:PIECE_BYTES])
@@ -216,10 +214,93 @@ class SocketCommunicator(ArrayCommunicator):
         readers, writers = [self._previous] if receiving else [], [self._next] if sending else []
         return any(select.select(readers, writers, [], patience.between_looks_seconds))
 
-    def _lost(self, sending: bool, receiving: bool, reason: str = "") -> ClusterError:
-        waited_for = ((self.rank + 1) % self.size, sending), ((self.rank - 1) % self.size, receiving)
-        neighbours = sorted({rank for rank, waits in waited_for if waits})
-        names = " or ".join(map(self._world.named, neighbours))
+    def _neighbours(self, following: bool = True, previous: bool = True) -> list[int]:
+        return [(self.rank + 1) % self.size] * following + [(self.rank - 1) % self.size] * previous
+
+    def _post(self, values: np.ndarray, to: int, tag: int) -> None:
+        self._take_in()  # which shows whether the other has gone
+        patience = watchdog.Patience(self._timeout_seconds)
+        for part in (messages.header(values, tag), values):
+            data = messages.memory(part)
+            while data:
+                sent = self._send_message(to, data)
+                data = data[sent:]
+                moved = bool(sent) or self._look_for(to, selectors.EVENT_WRITE, patience.between_looks_seconds)
+                patience = self._waited(patience, moved, [to])
+
+    def _await_message(self, rank: int, tag: int) -> None:
+        patience = watchdog.Patience(self._timeout_seconds)
+        while not self.mailbox.has(rank, tag):
+            self._require_there(rank)
+            moved = self._look_for(rank, selectors.EVENT_READ, patience.between_looks_seconds)
+            patience = self._waited(patience, moved, [rank])
+
+    def _take_in(self) -> None:
+        while self._read_ready(0.0):
+            pass
+
+    def _send_message(self, to: int, data: memoryview) -> int:
+        self._require_there(to)
+        try:
+            return self._pairs[to].send(data[:PIECE_BYTES])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._fail(self._lost([to], _reason(error)))
+
+    def _look_for(self, rank: int, event: int, seconds: float) -> bool:
+        """Whether a process can be sent to, or has sent something, within `seconds`; reads meanwhile what all send."""
+        until = time.monotonic() + seconds
+        while not self._read_ready(max(until - time.monotonic(), 0.0), rank).get(rank, 0) & event:
+            if time.monotonic() >= until:
+                return False
+        return True
+
+    def _read_ready(self, seconds: float, sending_to: int | None = None) -> dict[int, int]:
+        """Reads what others have sent once there is something, or can be sent; the events that ended the waiting."""
+        if self.failure is not None:
+            raise self.failure
+        with selectors.PollSelector() as selector:
+            for rank, connection in self._pairs.items():
+                writing = selectors.EVENT_WRITE if rank == sending_to else 0
+                if rank not in self._gone:
+                    selector.register(connection, selectors.EVENT_READ | writing, rank)
+            ready = {key.data: events for key, events in selector.select(seconds)}
+        for rank, events in ready.items():
+            if events & selectors.EVENT_READ:
+                self._read(rank)
+        return ready
+
+    def _read(self, rank: int) -> None:
+        arriving = self._arriving[rank]
+        try:
+            count = self._pairs[rank].recv_into(arriving.space[:PIECE_BYTES])
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._gone[rank] = _reason(error)
+            return
+        if not count:
+            self._gone[rank] = " (it has hung up)"
+            return
+        message = arriving.filled(count)
+        if message is not None:
+            self.mailbox.put(rank, *message)
+
+    def _require_there(self, rank: int) -> None:
+        if rank in self._gone:
+            self._fail(self._lost([rank], self._gone[rank]))
+
+    def _waited(self, patience: watchdog.Patience, moved: bool, ranks: Iterable[int]) -> watchdog.Patience:
+        """The patience that is left after a look more at what `ranks` do."""
+        if not patience.ends(moved):
+            return patience
+        if not self.excused():
+            self._fail(self._lost(ranks))
+        return watchdog.Patience(self._timeout_seconds)
+
+    def _lost(self, ranks: Iterable[int], reason: str = "") -> ClusterError:
+        names = " or ".join(map(self._world.named, sorted(set(ranks))))
         return ClusterError.lost(f"Gone, or silent for {self._timeout_seconds:g} s: {names}{reason}")
 
     def _fail(self, error: ClusterError) -> NoReturn:
@@ -228,85 +309,10 @@ class SocketCommunicator(ArrayCommunicator):
         raise self.failure
 
 
+def _reason(error: OSError) -> str:
+    return f" ({error.strerror or error})"
+
+
 def _told(kind: int, size_bytes: int) -> str:
     what = {ALL_REDUCE: "a tensor", ALL_GATHER: "rows", REDUCE_SCATTER: "a tensor to be scattered"}
     return f"{what[kind]} of {size_bytes} bytes"
-
-
-def _bytes(values: np.ndarray) -> memoryview:
-    return memoryview(values.reshape(-1).view(np.uint8).data)
-
-
-def _connect(world: World, exchange: Exchange, seconds: float) -> tuple[socket.socket, socket.socket]:
-    """Connections to the next process and from the one before."""
-    secret = secrets.token_bytes(SECRET_BYTES)
-    with ports.listen_anywhere() as listener:
-        said = exchange(secret + listener.getsockname()[1].to_bytes(4, "big"))
-        deadline = time.monotonic() + seconds
-        place = (world.rank + 1) % world.world_size
-        following: socket.socket | None = None
-        previous: socket.socket | None = None
-        reason = ""
-        try:
-            port = int.from_bytes(said[place][SECRET_BYTES:], "big")
-            following = socket.create_connection((world.tasks[place].host, port), timeout=seconds)
-            following.sendall(said[place][:SECRET_BYTES])
-            previous = _accept(listener, secret, deadline)
-        except OSError as error:
-            reason = f"{world.named(world.rank)}: {error.strerror or error}"
-        reasons = [answer.decode() for answer in exchange(reason.encode()) if answer]
-    if reasons or following is None or previous is None:
-        for connection in (following, previous):
-            if connection is not None:
-                connection.close()
-        raise ClusterError(
-            f"The processes cannot be connected with each other: {'; '.join(reasons)}",
-            "let the machines of the job reach all ports of each other",
-        )
-    for connection in (following, previous):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
-    return following, previous
-
-
-def _accept(listener: socket.socket, secret: bytes, deadline: float) -> socket.socket:
-    """The connection of who knows the secret; all others, those that say nothing too, are sent away."""
-    said: dict[socket.socket, bytes] = {}  # by those who have connected, in the order in which they came
-    listener.setblocking(False)
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            with selectors.DefaultSelector() as selector:
-                for one in (listener, *said):
-                    selector.register(one, selectors.EVENT_READ)
-                ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(left)]
-            for connection in ready:
-                if connection is listener:
-                    with contextlib.suppress(OSError):  # it has gone already
-                        said[listener.accept()[0]] = b""
-                elif _knows(connection, said, secret):
-                    del said[connection]
-                    return connection
-            while len(said) > MOST_STRANGERS:
-                _send_away(next(iter(said)), said)
-        raise TimeoutError("timed out")
-    finally:
-        for stranger in said:
-            stranger.close()
-
-
-def _knows(connection: socket.socket, said: dict[socket.socket, bytes], secret: bytes) -> bool:
-    """Whether this one has said the secret now; who says something else, or goes, is sent away."""
-    part = b""
-    with contextlib.suppress(OSError):
-        part = connection.recv(SECRET_BYTES - len(said[connection]))
-    said[connection] += part
-    if secrets.compare_digest(said[connection], secret):
-        return True
-    if not part or len(said[connection]) == SECRET_BYTES:
-        _send_away(connection, said)
-    return False
-
-
-def _send_away(stranger: socket.socket, said: dict[socket.socket, bytes]) -> None:
-    del said[stranger]
-    stranger.close()
