@@ -1,4 +1,4 @@
-"""What the strategies over a `Communicator` share: one replica a process, which meets the others by its operations.
+"""What the strategies over a `Communicator` share: one replica per process, which meets the others by its operations.
 
 The variables are ordinary ones, a copy in each process: every process computes the same updates from the same reduced
 gradients. A metric's state is each process' own part, and is added up when it is read.
@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, structures
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
@@ -54,48 +52,7 @@ class CollectiveReplica(base.Replica):
         return f"step.{self._exchanges}"
 
 
-class CollectiveStrategy(tf.distribute.Strategy):
-    """A `tf.distribute.Strategy` over a `Communicator`, for Keras code of one's own and stock `model.fit`.
-
-        communicator = tfdist.strategy("horovod").communicator
-        with CollectiveStrategy(communicator).scope():
-            model = ...
-
-    Each process is one replica, and feeds it with data of its own. Gradients are packed and added up before Keras'
-    optimizer sees them. What `fit` under this strategy logs is each process' own; tfdist's strategies, which are exact
-    for uneven batches and merge metrics, do not need it.
-
-    Args:
-        communicator: brings the processes together.
-        packing: how gradients travel.
-        device: of this process' replica.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        packing: gradient_reduction.Packing = gradient_reduction.Packing(1 << 20),  # noqa: B008 - frozen
-        device: str = "CPU:0",
-    ):
-        self._communicator = communicator
-        self._exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        reduce = gradient_reduction.packed(lambda sent: communicator.all_reduce(sent, self._next_name()), packing)
-        super().__init__(
-            tensorflow_internals.ReducingExtended(self, device, communicator.rank, communicator.size, reduce)
-        )
-
-    def _next_name(self) -> str:
-        """A name of its own for each exchange of a graph and of those inside it."""
-        if tf.executing_eagerly():
-            return "eager"
-        graph = tf.compat.v1.get_default_graph()
-        while (outer := getattr(graph, "outer_graph", None)) is not None and hasattr(outer, "outer_graph"):
-            graph = outer
-        self._exchanges[graph] = self._exchanges.get(graph, 0) + 1
-        return f"keras.{self._exchanges[graph]}"
-
-
-class CommunicatingStrategy(base.Strategy):
+class MultiProcessStrategy(base.Strategy):
     """Trains on all processes of a job, of which each has one device.
 
     Args:

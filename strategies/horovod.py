@@ -30,7 +30,7 @@ CYCLE_TIME_MS = "0.1"
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
-class HorovodStrategy(collective.CommunicatingStrategy):
+class HorovodStrategy(collective.MultiProcessStrategy):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
@@ -39,7 +39,7 @@ class HorovodStrategy(collective.CommunicatingStrategy):
         dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
             for adaptive optimizers, see `tfdist.communicators.Communicator`.
         timeline: a file for Horovod's timeline of this job, see `tfdist.communicators.horovod_timeline`.
-        options: see `tfdist.strategies._collective.CommunicatingStrategy`.
+        options: see `tfdist.strategies._collective.MultiProcessStrategy`.
     """
 
     name = "horovod"

@@ -21,7 +21,7 @@ from tfdist.strategies._traits import Traits
 EPOCH = "epoch"
 
 
-class MpiSplitStrategy(collective.CommunicatingStrategy):
+class MpiSplitStrategy(collective.MultiProcessStrategy):
     """Trains on the processes that `mpirun` has started.
 
     With `sync_every=1` and SGD, with momentum or without, the result is that of synchronous training on the batches
@@ -31,7 +31,7 @@ class MpiSplitStrategy(collective.CommunicatingStrategy):
 
     Args:
         sync_every: "epoch", or the number of steps after which the weights are averaged.
-        options: see `tfdist.strategies._collective.CommunicatingStrategy`.
+        options: see `tfdist.strategies._collective.MultiProcessStrategy`.
     """
 
     name = "mpi_split"

@@ -6,13 +6,13 @@ import pytest
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry
 from tfdist.cluster.world import World
-from tfdist.strategies._collective import CommunicatingStrategy
+from tfdist.strategies._collective import MultiProcessStrategy
 
 
 class Peer:
     """One process of several, as far as a checkpoint asks."""
 
-    metrics_by_process = CommunicatingStrategy.metrics_by_process
+    metrics_by_process = MultiProcessStrategy.metrics_by_process
 
     def __init__(self, rank, size):
         self.world = World(rank, size, rank, size, "a test")

@@ -156,7 +156,7 @@ class TestContract:
 STOCK = """
 import sys
 import keras, numpy as np, tfdist
-from tfdist.strategies._collective import CollectiveStrategy
+from tfdist.strategies._stock_keras import StockKerasStrategy
 
 communicator = tfdist.strategy("horovod").communicator
 x = np.random.default_rng(0).normal(size=(128, 6)).astype("float32")
@@ -171,7 +171,7 @@ def compiled():
     return model
 
 
-with CollectiveStrategy(communicator).scope():
+with StockKerasStrategy(communicator).scope():
     model = compiled()
 mine = np.concatenate([np.arange(b + communicator.rank * 8, b + communicator.rank * 8 + 8) for b in range(0, 128, 16)])
 model.fit(x[mine], y[mine], batch_size=8, epochs=2, shuffle=False, verbose=0)
