@@ -1,13 +1,13 @@
-"""How the processes of a job exchange tensors: one interface over Horovod's operations and over mpi4py.
+"""How the processes of a job exchange tensors: one interface over Horovod, mpi4py and sockets.
 
-    all_reduce      the sums, everywhere            reduce_scatter   each process' part of the sum
-    all_gather      all parts in one, everywhere    broadcast        one process' value, everywhere
-    barrier         nobody goes on before all are there
+    all_reduce       every process gets the sum            all_gather   every process gets all parts, concatenated
+    reduce_scatter   each process gets its part of the sum broadcast    every process gets one process' value
+    barrier          waits for all processes
 
-Every process calls the same, in the same order, inside a graph or outside. Each engine is a file beside this one, which
-alone imports its package.
+Every process calls the same operations in the same order, inside a graph or outside. Each engine has a file beside this
+one, and only that file imports the engine's package.
 
-    send, receive   an array, from one process to another    probe   which processes have sent one
+    send, receive    an array from one process to another  probe        which processes have sent one
 
 Only the two processes concerned call these, outside of graphs. A large message leaves once its receiver sends, receives
 or probes, so that two processes which send to each other at once do not deadlock. A process in a collective operation
@@ -30,9 +30,9 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 
-# Engines count with 32 bits; of a message of any length, so much of all processes together travels at once.
+# Engines count with 32 bits. Longer messages travel in pieces; the pieces of all processes have this size together.
 GATHERED_BYTES = 1 << 28
-# Types that no engine carries travel as others of their size, complex numbers as two of half of it.
+# Types that no engine carries travel as other types of the same size, complex numbers as two floats.
 CARRIED_AS = {
     tf.bfloat16: tf.uint16,
     tf.uint32: tf.int32,
@@ -43,35 +43,35 @@ CARRIED_AS = {
 
 
 class Communicator:
-    """A process' connection to all processes of its job; this one is alone.
+    """The connection of a process to all processes of its job; this base class is for a process without others.
 
     Tensors are sent from the memory of the host. One thread at a time uses a communicator.
 
-    Names say which tensors of the processes belong together: within a graph each exchange needs one of its own, the
-    same in every process.
+    Tensors of different processes belong together if their exchange has the same name: each exchange of a graph needs a
+    different one, which is the same in every process.
 
     Attributes:
-        engine: what carries the tensors: "MPI", "Gloo", or "none".
+        engine: what carries the tensors: "MPI", "Gloo", "sockets", or "none".
         rank: this process' number, 0 to `size - 1`.
         size: the number of processes.
-        dense_below_bytes: the gradient of some rows of a table is sent as the whole table where that is smaller. The
-            rows of all processes are added up then; sent as rows, one that several have touched comes several times,
-            as it does on one device, and Keras' adaptive optimizers tell the difference.
+        dense_below_bytes: sparse gradients (`tf.IndexedSlices`) of tables below this size are sent as the whole table,
+            and added up row by row. Sparse ones are concatenated instead: a row that several processes have touched
+            occurs several times, as it does on one device, and Keras' adaptive optimizers tell the difference.
     """
 
-    added: ClassVar[tuple[tf.DType, ...]] = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)  # as they are
+    added: ClassVar[tuple[tf.DType, ...]] = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)  # without a cast
     engine: str = "none"
     rank: int = 0
     size: int = 1
     dense_below_bytes: int = 0
-    in_order: ClassVar[bool] = False  # the engine pairs exchanges by their order and not by their names
+    in_order: ClassVar[bool] = False  # whether the engine matches exchanges by their order instead of their names
 
     def all_reduce(self, tensors: Sequence[Any], name: str) -> list[Any]:
         """The sum of each tensor over the processes, in its own dtype; `tf.IndexedSlices` of large tables stay sparse.
 
         Args:
-            tensors: dense ones have the same shape in all processes.
-            name: of this exchange.
+            tensors: dense tensors have the same shape in all processes.
+            name: identifies this exchange.
         """
         return [self._all_reduce_one(tensor, f"{name}.{index}") for index, tensor in enumerate(tensors)]
 
@@ -82,7 +82,7 @@ class Communicator:
         return tf.cast(self._reduce_scatter(opaque(tf.cast(tensor, _wide(tensor.dtype))), name), tensor.dtype)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The `tensor` `[n_rank, ...]` of all processes along the first axis, by rank; `n_rank` may differ."""
+        """The tensors `[n_rank, ...]` of all processes, of which `n_rank` may differ, concatenated by rank."""
         dtype = tensor.dtype
         gathered = self._all_gather(_carried(opaque(tensor)), name)
         return _given_back(gathered, dtype)
@@ -92,11 +92,11 @@ class Communicator:
         return _given_back(self._broadcast(_carried(opaque(tensor)), name, root), tensor.dtype)
 
     def barrier(self) -> None:
-        """Waits until every process has come here; not inside a graph."""
+        """Waits until every process has called this; not inside a graph."""
         self._all_gather(tf.zeros([1], tf.int32), "barrier")
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """What each process says, by rank; not inside a graph."""
+        """The message of each process, by rank; not inside a graph."""
         if self.size == 1:
             return [message]
         lengths = self._all_gather(tf.constant([len(message)], tf.int64), "exchange.lengths").numpy()
@@ -130,7 +130,7 @@ class Communicator:
         return 0, 0
 
     def abort(self, exit_code: int) -> None:
-        """Ends the other processes too, where the engine can; called by one that ends with an error."""
+        """Ends the other processes too, if the engine can; called by a process that ends with an error."""
 
     def close(self) -> None:
         """Leaves the job."""
@@ -149,7 +149,7 @@ class Communicator:
         if _dense_bytes(slices) >= self.dense_below_bytes:
             values = self.all_gather(slices.values, f"{name}.values")
             return tf.IndexedSlices(values, self.all_gather(slices.indices, f"{name}.indices"), slices.dense_shape)
-        # Rows that no process has touched are left out again: optimizers treat them unlike rows of zeros.
+        # Rows that no process has touched are left out again: optimizers treat missing rows unlike rows of zeros.
         touched = tf.scatter_nd(
             slices.indices[:, tf.newaxis], tf.ones_like(slices.indices, tf.float32), slices.dense_shape[:1]
         )
@@ -202,9 +202,10 @@ Alone = Communicator
 
 
 def opaque(tensor: Any) -> tf.Tensor:
-    """`tensor` as something of which nothing is known while a graph is optimized.
+    """`tensor`, hidden from TensorFlow's constant folding.
 
-    An engine's operation on a constant would be computed then, once, by a process that finds it to be one.
+    Folding would run an engine's operation on a constant once, while the graph is optimized, and only in those
+    processes where the tensor is a constant.
     """
     tensor = tf.convert_to_tensor(tensor)
     return tensor if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
@@ -213,20 +214,20 @@ def opaque(tensor: Any) -> tf.Tensor:
 def gathered_in_pieces(
     message: bytes, lengths: Sequence[int], gather: Callable[[np.ndarray, Sequence[int]], list[np.ndarray]]
 ) -> list[bytes]:
-    """What each process says, by rank.
+    """The message of each process, by rank.
 
     Args:
-        message: what this process says.
-        lengths: of the messages of all, by rank.
-        gather: the pieces `[n_rank]` uint8 of all processes, by rank, given this process' own and all n.
+        message: of this process.
+        lengths: of the messages of all processes, by rank.
+        gather: returns the pieces `[n_rank]` uint8 of all processes, given this process' piece and all `n_rank`.
     """
     mine, most = np.frombuffer(message, np.uint8), max(GATHERED_BYTES // len(lengths), 1)
-    said = [bytearray() for _ in lengths]
+    messages = [bytearray() for _ in lengths]
     for begin in range(0, max(lengths), most):
         sizes = [min(max(length - begin, 0), most) for length in lengths]
         for rank, piece in enumerate(gather(mine[begin : begin + most], sizes)):
-            said[rank] += piece.data
-    return [bytes(whole) for whole in said]
+            messages[rank] += piece.data
+    return [bytes(whole) for whole in messages]
 
 
 def _dense_bytes(slices: tf.IndexedSlices) -> float:
@@ -237,7 +238,7 @@ def _dense_bytes(slices: tf.IndexedSlices) -> float:
 
 
 def _wide(dtype: tf.DType) -> tf.DType:
-    """The type in which numbers are added that no engine adds as they are."""
+    """The type in which numbers are added that no engine adds in their own type."""
     return tf.int64 if dtype.is_integer else tf.float32
 
 

@@ -1,6 +1,6 @@
-"""What the engines share that exchange NumPy arrays: MPI by mpi4py, and sockets.
+"""What the engines share that exchange NumPy arrays: MPI through mpi4py, and sockets.
 
-They pair exchanges by their order, so that a graph keeps them in the order in which they were traced.
+They match exchanges by their order, so the exchanges of a graph run in the order in which they were traced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ArrayCommunicator(Communicator):
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """The context of an exchange, of which there is one at a time."""
+        """The context of an exchange; exchanges run one at a time."""
         self._begun += 1
         try:
             yield
@@ -65,7 +65,10 @@ class ArrayCommunicator(Communicator):
         raise NotImplementedError
 
     def _call(self, function: Callable[[np.ndarray], np.ndarray], tensor: tf.Tensor, shape: Any) -> tf.Tensor:
-        """`function` of the array of `tensor`, which it leaves as it is, after all that came before; of `shape`."""
+        """Applies `function`, which does not change its argument, to `tensor` after all earlier exchanges.
+
+        The result has the static shape `shape`.
+        """
 
         def exchange(values: np.ndarray) -> np.ndarray:
             with self.counted():

@@ -1,4 +1,4 @@
-"""How many collective operations of this process have begun, and how many have ended."""
+"""Counts the collective operations of this process that have begun, and those that have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 class CollectiveCounter:
-    """Counts the collectives that began and those that ended, in graphs or outside."""
+    """Counts collectives inside graphs and outside."""
 
     def __init__(self) -> None:
         with tf.device("CPU:0"):
@@ -18,13 +18,13 @@ class CollectiveCounter:
 
     def counts(self) -> tuple[int, int]:
         """How many collectives have begun, and how many have ended."""
-        ended = int(self._ended.numpy())  # first, so that it is never the larger one
+        ended = int(self._ended.numpy())  # read first, so that it never exceeds the other
         return int(self._begun.numpy()), ended
 
     def around(self, make: Callable[[], tf.Tensor], inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """What the collective that `make` adds to the graph, or runs at once, gives; it waits for others, not `inputs`.
+        """Counts the collective that `make` adds to the graph, or runs eagerly; returns its result.
 
-        The collective begins when its inputs are there: the time to compute them is not spent waiting.
+        It counts as begun once `inputs` are computed, so that time spent computing them is not taken for waiting.
         """
         with tf.control_dependencies(inputs):
             begun = self._count(self._begun)
@@ -35,7 +35,7 @@ class CollectiveCounter:
         return result
 
     def _count(self, variable: tf.Variable) -> Any:
-        # On its own device, not that of the collective. The operation and not the method: it is no assignment of the
-        # step, on which replicas would agree.
+        # On the variable's device, not that of the collective. The raw operation, because replicas agree on what a
+        # step assigns by the method.
         with tf.device(variable.device):
             return tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=tf.constant(1, tf.int64))

@@ -1,6 +1,6 @@
-"""Connects the processes of a job by sockets: each with the next one in a ring, and each two with one another.
+"""Connects the processes of a job by sockets: in a ring, and pairwise.
 
-The processes tell each other, by some other way, where each listens, and the secret with which others must begin.
+An exchange by other means tells all processes the port of each, and the secret with which its connections begin.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tfdist.cluster.world import World
 from tfdist.errors import ClusterError
 
 SECRET_BYTES = 16
-# How a connection begins: with the secret of the process that accepts it, the kind, and the rank of the other process.
+# Each connection begins with the secret of the accepting process, the kind, and the rank of the connecting process.
 HELLO = struct.Struct(f"!{SECRET_BYTES}sII")
 RING, PAIR = range(2)
-MOST_STRANGERS = 64
+MOST_PENDING = 64  # connections whose hello is incomplete
 
 Exchange = Callable[[bytes], list[bytes]]
 
 
 class Origin(NamedTuple):
-    """What a connection is for, and the rank that has opened it."""
+    """The kind of a connection, and the rank of the process that opened it."""
 
     kind: int
     rank: int
@@ -37,12 +37,12 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Connections:
-    """Those of one process, for both directions; none of them blocks.
+    """The connections of one process; none of them blocks.
 
     Attributes:
-        following: to the next process in the ring.
-        previous: from the process before.
-        pairs: with each other process, by rank.
+        following: sends to the next process of the ring.
+        previous: receives from the previous process.
+        pairs: by rank; sends to each other process, and receives from it.
     """
 
     following: socket.socket
@@ -57,12 +57,12 @@ def connect(world: World, exchange: Exchange, seconds: float) -> Connections:
     """Connects this process with the others; all of them call it.
 
     Args:
-        world: the job and this process' place in it, with the addresses of all.
-        exchange: gives the message of each process, by rank.
-        seconds: how long it may take.
+        world: the job with the addresses of all processes, and which of them this one is.
+        exchange: returns the message of each process, by rank.
+        seconds: how long connecting may take.
 
     Raises:
-        ClusterError: the processes cannot be connected, in all of them.
+        ClusterError: the processes cannot be connected; raised in all of them.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     opened: dict[Origin, socket.socket] = {}
@@ -97,7 +97,7 @@ def connect(world: World, exchange: Exchange, seconds: float) -> Connections:
 
 
 def _open(world: World, target: Origin, answer: bytes, deadline: float) -> socket.socket:
-    """A connection to a process, which has answered with its secret and the port on which it listens."""
+    """Connects to a process, whose `answer` is its secret and its port."""
     address = world.tasks[target.rank].host, int.from_bytes(answer[SECRET_BYTES:], "big")
     connection = socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.001))
     connection.sendall(HELLO.pack(answer[:SECRET_BYTES], target.kind, world.rank))
@@ -111,8 +111,8 @@ def _accept(
     accepted: dict[Origin, socket.socket],
     deadline: float,
 ) -> None:
-    """Adds the `expected` connections to `accepted`; all others, silent ones too, are closed."""
-    hellos: dict[socket.socket, bytes] = {}  # so far, in the order in which the connections came
+    """Adds the `expected` connections to `accepted`, and closes all others."""
+    hellos: dict[socket.socket, bytes] = {}  # as far as they have arrived, the oldest connection first
     listener.setblocking(False)
     try:
         while accepted.keys() != expected:
@@ -125,31 +125,31 @@ def _accept(
                 ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(left)]
             for connection in ready:
                 if connection is listener:
-                    with contextlib.suppress(OSError):  # it has gone already
+                    with contextlib.suppress(OSError):  # the peer has closed it already
                         hellos[listener.accept()[0]] = b""
                 elif (origin := _origin(connection, hellos, secret)) in expected - accepted.keys():
                     del hellos[connection]
                     accepted[origin] = connection
-            while len(hellos) > MOST_STRANGERS + len(expected):
-                _send_away(next(iter(hellos)), hellos)
+            while len(hellos) > MOST_PENDING + len(expected):
+                _reject(next(iter(hellos)), hellos)
     finally:
-        for stranger in hellos:
-            stranger.close()
+        for connection in hellos:
+            connection.close()
 
 
 def _origin(connection: socket.socket, hellos: dict[socket.socket, bytes], secret: bytes) -> Origin | None:
-    """Where a connection comes from, once its hello is complete; one that goes, or has another secret, is closed."""
+    """The origin of a connection once its hello is complete; rejects it if it ends or has another secret."""
     part = b""
     with contextlib.suppress(OSError):
         part = connection.recv(HELLO.size - len(hellos[connection]))
     hellos[connection] += part
     hello = hellos[connection]
     if not part or (len(hello) >= SECRET_BYTES and not secrets.compare_digest(hello[:SECRET_BYTES], secret)):
-        _send_away(connection, hellos)
+        _reject(connection, hellos)
         return None
     return Origin(*HELLO.unpack(hello)[1:]) if len(hello) == HELLO.size else None
 
 
-def _send_away(stranger: socket.socket, hellos: dict[socket.socket, bytes]) -> None:
-    del hellos[stranger]
-    stranger.close()
+def _reject(connection: socket.socket, hellos: dict[socket.socket, bytes]) -> None:
+    del hellos[connection]
+    connection.close()

@@ -1,7 +1,7 @@
-"""Brings the processes of a job together for Horovod over Gloo, where TF_CONFIG or Slurm describes them.
+"""Connects the processes of a job for Horovod over Gloo, where TF_CONFIG or Slurm describes them.
 
-What `horovodrun` does for those that it starts: each is told its place by variables, and the first one serves what they
-tell each other while they connect.
+This does what `horovodrun` does for the processes that it starts: environment variables tell each process its rank, and
+the chief runs the server through which the processes find each other.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ RANK = "HOROVOD_RANK"
 
 
 def meet(world: World, job_settings: Mapping[str, str], start_timeout_seconds: float) -> dict[str, str]:
-    """Waits for all processes of `world`, and returns the variables by which Horovod connects them.
+    """Waits for all processes of `world`, and returns the environment variables with which Horovod connects them.
 
     Args:
-        world: the job, with the addresses of its processes, or a process alone.
-        job_settings: what must be the same in all of them.
-        start_timeout_seconds: how long to wait.
+        world: the job with the addresses of its processes, or a single process.
+        job_settings: settings that must be the same in all processes.
+        start_timeout_seconds: how long to wait for the processes.
 
     Raises:
         ClusterError: as `tfdist.cluster.rendezvous.meet`.
     """
     rendezvous.meet(world, job_settings, start_timeout_seconds)
     if world.world_size > 1 and world.is_chief:
-        _serve_places(world.tasks[0].port)
-    return places(world)
+        _serve(world.tasks[0].port)
+    return variables(world)
 
 
 def set_unless_set(settings: Mapping[str, str]) -> None:
-    """Sets the variables of `settings` that the user has not set.
+    """Sets the environment variables of `settings` that the user has not set.
 
     Raises:
-        UsageError: the network interface that is set then is none of this machine's.
+        UsageError: this machine does not have the network interface that is set.
     """
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     _check_interface(os.environ.get("HOROVOD_GLOO_IFACE"))
 
 
 def _check_interface(name: str | None) -> None:
-    # Gloo would end the process.
+    # Without this check Gloo would end the process.
     if name and name not in psutil.net_if_addrs():
         there = ", ".join(f"`{found}`" for found in sorted(psutil.net_if_addrs()))
         raise UsageError(
@@ -58,11 +58,11 @@ def _check_interface(name: str | None) -> None:
         )
 
 
-def places(world: World) -> dict[str, str]:
-    """The variables by which `horovodrun` tells a process its place, for Gloo."""
+def variables(world: World) -> dict[str, str]:
+    """The environment variables with which `horovodrun` describes the job to a process, for Gloo."""
     hosts = [task.host for task in world.tasks] or ["localhost"]
     host = hosts[world.rank]
-    # The processes with this number on their machines.
+    # One process per machine that has this local rank.
     across = [name for name, count in Counter(hosts).items() if count > world.local_rank]
     found = {
         "HOROVOD_CONTROLLER": "gloo",
@@ -84,7 +84,7 @@ def places(world: World) -> dict[str, str]:
 
 
 def _interface(host: str) -> str:
-    """The network interface of this machine by which others reach it as `host`."""
+    """The network interface through which other machines reach this one as `host`."""
     if means_itself(host):
         return "lo"
     addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
@@ -94,8 +94,8 @@ def _interface(host: str) -> str:
     return ""
 
 
-def _serve_places(port: int) -> None:
-    """Has the chief keep what the processes tell each other while they connect, on its own port of the job."""
+def _serve(port: int) -> None:
+    """Starts Horovod's rendezvous server in the chief, on the chief's port of the job."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
     from horovod.runner.util.threads import in_thread
 

@@ -1,6 +1,6 @@
-"""Horovod's operations, over MPI or over Gloo; works with Horovod 0.28.1 as scripts/install_horovod.sh builds it.
+"""Horovod's operations, over MPI or Gloo; works with Horovod 0.28.1 as scripts/install_horovod.sh builds it.
 
-Horovod pairs tensors by the names of their operations, whatever their order. Source: horovod/tensorflow/mpi_ops.py.
+Horovod matches tensors by the names of their operations, in any order. Source: horovod/tensorflow/mpi_ops.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load() -> Any:
         return importlib.import_module("horovod.tensorflow")
     except ModuleNotFoundError as error:
         raise UsageError("Horovod is not installed", INSTALL) from error
-    except Exception as error:  # whatever the loader of its library raises
+    except Exception as error:  # loading its library raises errors of many types
         raise UsageError(
             f"Horovod's library cannot be loaded with TensorFlow {importlib.metadata.version('tensorflow')}: "
             f"{str(error).partition(chr(10))[0]}",
@@ -39,7 +39,7 @@ def load() -> Any:
 
 
 class HorovodCommunicator(Communicator):
-    """The processes that Horovod's environment variables describe.
+    """Connects the processes that Horovod's environment variables describe.
 
     Raises:
         UsageError: as `load`.

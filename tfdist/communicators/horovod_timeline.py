@@ -1,9 +1,9 @@
-"""Horovod's timelines, of which each rank writes one, as one file that Chrome and Perfetto show side by side.
+"""Merges the timelines of Horovod's ranks into one file, which Chrome and Perfetto show side by side.
 
-    t.rank-0.json, t.rank-1.json, ...    each rank's own: a process for each tensor
-    t.json                               rank 0 joins them: a process for each rank, a thread for each tensor
+    t.rank-0.json, t.rank-1.json, ...    written by each rank: one process per tensor
+    t.json                               merged by rank 0: one process per rank, one thread per tensor
 
-A rank's file has its name when it is complete, at the end of the program.
+Each rank's file gets this name when it is complete, at the end of the program.
 
 Sources: horovod/common/timeline.cc of Horovod 0.28.1; Trace Event Format, the Chromium project.
 
@@ -24,19 +24,19 @@ from typing import Any
 from tfdist import files
 from tfdist.errors import UsageError
 
-# Rank 0 waits so long for files that others on its file system have begun.
+# How long rank 0 waits for files that other ranks on its file system have begun.
 SECONDS_FOR_OTHERS = 20.0
 
 Event = dict[str, Any]
 
 
 def of_rank(path: Path, rank: int) -> Path:
-    """Where a rank's own timeline is, once it is complete."""
+    """The path of a rank's timeline, once it is complete."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
 def begin(path: Path, rank: int) -> Path:
-    """The file into which Horovod shall write this rank's timeline.
+    """The file into which Horovod is to write the timeline of this rank.
 
     Raises:
         UsageError: it cannot be written there.
@@ -44,7 +44,7 @@ def begin(path: Path, rank: int) -> Path:
     own = of_rank(path, rank)
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
-        own.unlink(missing_ok=True)  # of a run before
+        own.unlink(missing_ok=True)  # left by an earlier run
         _unfinished(own).touch()
     except OSError as error:
         raise UsageError(
@@ -54,7 +54,7 @@ def begin(path: Path, rank: int) -> Path:
 
 
 def end(path: Path, rank: int, world_size: int) -> None:
-    """Called by each rank when Horovod has closed its file; rank 0 joins those that are on its file system."""
+    """Each rank calls this when Horovod has closed its file; rank 0 merges the files that are on its file system."""
     own = of_rank(path, rank)
     if _unfinished(own).stat().st_size:
         _unfinished(own).replace(own)
@@ -62,16 +62,16 @@ def end(path: Path, rank: int, world_size: int) -> None:
         _unfinished(own).unlink()
     if rank != 0:
         return
-    everyones = [of_rank(path, other) for other in range(world_size)]
+    of_all = [of_rank(path, other) for other in range(world_size)]
     until = time.monotonic() + SECONDS_FOR_OTHERS
-    while any(_unfinished(file).exists() for file in everyones) and time.monotonic() < until:
+    while any(_unfinished(file).exists() for file in of_all) and time.monotonic() < until:
         time.sleep(0.05)
-    traces = {other: json.loads(file.read_text()) for other, file in enumerate(everyones) if file.exists()}
+    traces = {other: json.loads(file.read_text()) for other, file in enumerate(of_all) if file.exists()}
     files.write_text(path, json.dumps(list(joined(traces)), separators=(",", ":")))
 
 
 def joined(traces: Mapping[int, list[Event]]) -> Iterator[Event]:
-    """The events of all ranks, in microseconds from the start of the first; hosts are taken to have the same time."""
+    """The events of all ranks, in microseconds since the first rank's start; assumes that hosts' clocks agree."""
     starts = {rank: trace[0]["args"]["start_time_since_epoch_in_micros"] for rank, trace in traces.items()}
     for rank, trace in traces.items():
         yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}

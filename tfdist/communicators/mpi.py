@@ -1,4 +1,4 @@
-"""MPI by mpi4py: buffers are sent as they lie in memory, without pickling."""
+"""MPI through mpi4py: buffers are sent from memory as they are, without pickling."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HEADER, VALUES = range(2)  # MPI's tags of the parts of a message, whose own tag
 
 
 def yield_when_idle() -> None:
-    """Lets a process that waits in Open MPI give its core to a thread that computes; MPI must not have begun yet.
+    """Lets a process that waits in Open MPI yield its core to threads that compute; call it before MPI starts.
 
-    Otherwise it polls without a pause, and where a process has one core, or a few, what exchanges gradients takes the
-    time from what computes the next ones. Who has said something about it in the environment is obeyed.
+    Otherwise MPI polls without a pause: in a process with few cores, the thread that exchanges gradients takes time
+    from the threads that compute the next ones. A setting in the environment takes precedence.
     Source: Open MPI's FAQ on running jobs, "Can I oversubscribe nodes (run more processes than processors)?"
     """
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -59,7 +59,7 @@ class MpiCommunicator(ArrayCommunicator):
         self._mpi = load()
         self._world = self._mpi.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
-        self._messages = self._world.Dup()  # apart from those of the user's own code
+        self._messages = self._world.Dup()  # keeps them apart from those of the user's code
 
     @property
     def library(self) -> str:
@@ -78,7 +78,7 @@ class MpiCommunicator(ArrayCommunicator):
             return self._world.reduce(value, op=self._mpi.SUM, root=root)
 
     def broadcast_in_place(self, buffer: np.ndarray, root: int = 0) -> None:
-        """Fills a contiguous array with that of process `root`."""
+        """Fills a contiguous array with the values of process `root`."""
         with self.counted():
             for piece in _pieces(buffer):
                 self._world.Bcast(piece, root=root)
@@ -158,7 +158,7 @@ class MpiCommunicator(ArrayCommunicator):
 
     def _broadcast(self, tensor: tf.Tensor, name: str, root: int) -> tf.Tensor:
         def fill(values: np.ndarray) -> np.ndarray:
-            values = np.array(values, order="C")  # of its own, to be written to
+            values = np.array(values, order="C")  # a copy, since it is written to
             self.broadcast_in_place(_bytes(values), root)
             return values
 
@@ -166,12 +166,12 @@ class MpiCommunicator(ArrayCommunicator):
 
 
 def _pieces(buffer: np.ndarray) -> Iterator[np.ndarray]:
-    """A contiguous array in pieces that MPI, which counts with 32 bits, can count."""
+    """A contiguous array in pieces short enough for MPI, which counts elements with 32 bits."""
     flat = buffer.reshape(-1)
     for begin in range(0, max(flat.size, 1), MOST_ELEMENTS):
         yield flat[begin : begin + MOST_ELEMENTS]
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:
-    """The memory of an array as bytes `[n]`."""
+    """The memory of an array, as an array `[n]` of bytes."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

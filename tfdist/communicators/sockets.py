@@ -1,10 +1,10 @@
-"""Sockets: each process is connected with the next one, and arrays are added up around the ring that this makes.
+"""Sockets: the processes are connected in a ring, around which arrays are added up, and pairwise for messages.
 
-TensorFlow's own collective operations on CPUs send tensors as gRPC messages, which copies them several times; here they
-go from the memory of one process to a socket, and from a socket to the memory of another one, and are added as they
-come. An array of n bytes is cut into a part for each of N processes: after N - 1 rounds each process has the sum of its
-part (reduce-scatter), after N - 1 more all have all (all-reduce). Each process sends n * (N - 1) / N bytes, or twice
-that, however many there are.
+TensorFlow's collective operations on CPUs send tensors as gRPC messages, which copies them several times. Here they go
+from the memory of one process through a socket to the memory of the next, and are added while they arrive. An array of
+n bytes is cut into one part per process: after N - 1 rounds each of N processes has the sum of its own part
+(reduce-scatter), and after N - 1 more rounds the sums of all parts (all-reduce). Each process sends n * (N - 1) / N
+bytes for the first, and twice that for the second.
 
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
 Distributed Computing 69, 2009.
@@ -33,31 +33,31 @@ from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.communicators.connections import Exchange, connect
 from tfdist.errors import ClusterError, DisagreementError
 
-# Before each exchange: which one it is, of which kind, of how many bytes.
+# Sent before each exchange: its number, its kind, and its size in bytes.
 HEADER = struct.Struct("<QQQ")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = range(3)
-PIECE_BYTES = 1 << 20  # what was received is added while it is in the processor's cache
-# The same sums as those of numpy's bfloat16 itself, of which each takes up to twice as long.
+PIECE_BYTES = 1 << 20  # small enough that what was received is still in the processor's cache when it is added
+# The results are those of NumPy's bfloat16 additions, which take up to twice as long.
 IN_FLOAT32 = {"dtype": np.float32, "casting": "unsafe"}
 
 
 class SocketCommunicator(ArrayCommunicator):
-    """The processes of a job, connected in a ring.
+    """The processes of a job, connected by sockets.
 
-    Everything travels as it lies in memory: the machines must be of one byte order.
+    Values are sent as they are in memory: all machines must have the same byte order.
 
     Args:
-        world: the job and this process' place in it, with the addresses of all.
-        exchange: what each process says, by rank, by some other way; sockets are found with it, once.
-        connect_timeout_seconds: how long the connecting may take.
+        world: the job with the addresses of all processes, and which of them this one is.
+        exchange: returns the message of each process, by rank; used once, to connect the sockets.
+        connect_timeout_seconds: how long connecting may take.
         timeout_seconds: how long a process may be silent afterwards.
 
     Attributes:
-        failure: why the processes are no longer connected, if they are not.
-        excused: asked whether to wait on, and for as long again, once others have been silent for too long.
+        failure: why the processes are no longer connected; `None` while they are.
+        excused: called when others have been silent for too long; returns whether to wait for as long again.
 
     Raises:
-        ClusterError: the processes cannot be connected, in all of them.
+        ClusterError: the processes cannot be connected; raised in all of them.
     """
 
     added = (*ArrayCommunicator.added, tf.bfloat16)
@@ -75,14 +75,14 @@ class SocketCommunicator(ArrayCommunicator):
         self._next, self._previous = self._connections.following, self._connections.previous
         self._pairs = self._connections.pairs
         self._arriving = {rank: messages.Arriving() for rank in self._pairs}
-        self._gone: dict[int, str] = {}  # why, by rank: of those that send no more messages
+        self._gone: dict[int, str] = {}  # the reason, by rank, for processes whose connection has ended
 
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
 
     def give_up(self, error: ClusterError) -> None:
-        """Has the exchange that is under way, or the next one, raise `error`; called from another thread."""
+        """Makes the current exchange, or the next one, raise `error`; called from another thread."""
         self.failure = self.failure or error
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it is closed already
@@ -112,16 +112,16 @@ class SocketCommunicator(ArrayCommunicator):
     def sum_part(self, values: np.ndarray) -> np.ndarray:
         """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
 
-        Rows beyond the last multiple of `size` belong to no part.
+        If the number of rows is not a multiple of `size`, the last ones belong to no part.
         """
         shape = (len(values) // self.size, *values.shape[1:])
         total, parts = self._sum_parts(REDUCE_SCATTER, values, [math.prod(shape) * i for i in range(self.size + 1)])
         return total[parts[self.rank]].reshape(shape)
 
     def _sum_parts(self, kind: int, values: np.ndarray, cuts: list[int]) -> tuple[np.ndarray, list[slice]]:
-        """A flat array of which part `rank` is the sum over the processes and the others are to be filled; the parts.
+        """The reduce-scatter: a flat array in which part `rank` is the sum over the processes; and all its parts.
 
-        Part `index` is what lies between `cuts[index]` and `cuts[index + 1]`.
+        Part `index` is between `cuts[index]` and `cuts[index + 1]`. The values of the other parts mean nothing.
         """
         flat = np.asarray(values, order="C").reshape(-1)
         total = np.empty(cuts[-1], values.dtype)
@@ -141,7 +141,7 @@ class SocketCommunicator(ArrayCommunicator):
         return total, parts
 
     def join(self, values: np.ndarray) -> np.ndarray:
-        """The arrays `[n_rank, ...]` of all processes along the first axis, by rank."""
+        """The arrays `[n_rank, ...]` of all processes, concatenated by rank."""
         values = np.asarray(values, order="C")
         parts = [np.empty(0)] * self.size
         parts[self.rank] = values
@@ -156,7 +156,7 @@ class SocketCommunicator(ArrayCommunicator):
         return np.concatenate(parts)
 
     def _begin(self, kind: int, size_bytes: int) -> None:
-        """Sees that the process before this one has come to the same exchange."""
+        """Checks that the previous process of the ring has begun the same exchange."""
         self._exchanges += 1
         mine = HEADER.pack(self._exchanges, kind, size_bytes)
         other = np.empty(HEADER.size, np.uint8)
@@ -167,16 +167,16 @@ class SocketCommunicator(ArrayCommunicator):
             self._fail(
                 DisagreementError(
                     "The processes of the job disagree on the model, or on the data: in exchange "
-                    f"{self._exchanges} {here} has {_told(kind, size_bytes)}, and in exchange {number} {there} "
-                    f"has {_told(kind_there, bytes_there)}",
+                    f"{self._exchanges} {here} has {_described(kind, size_bytes)}, and in exchange {number} {there} "
+                    f"has {_described(kind_there, bytes_there)}",
                     "build the same model, on the same data, and give the same callbacks, in all processes",
                 )
             )
 
     def _swap(self, out: np.ndarray, into: np.ndarray, received: Callable[[int, int], None] | None = None) -> None:
-        """Sends `out` to the next process while `into` is filled by the one before.
+        """Sends `out` to the next process, and fills `into` with what the previous one sends.
 
-        `received(begin, end)` is called when the elements from `begin` to `end` are there.
+        `received(begin, end)` is called when the elements from `begin` to `end` have arrived.
         """
         outgoing, incoming = messages.memory(out), messages.memory(into)
         patience = watchdog.Patience(self._timeout_seconds)
@@ -210,7 +210,7 @@ class SocketCommunicator(ArrayCommunicator):
         return 0
 
     def _look(self, sending: bool, receiving: bool, patience: watchdog.Patience) -> bool:
-        """Whether anything can be sent or received before the next look."""
+        """Waits until something can be sent or received, or until it is time for the next look; whether it can."""
         readers, writers = [self._previous] if receiving else [], [self._next] if sending else []
         return any(select.select(readers, writers, [], patience.between_looks_seconds))
 
@@ -218,7 +218,7 @@ class SocketCommunicator(ArrayCommunicator):
         return [(self.rank + 1) % self.size] * following + [(self.rank - 1) % self.size] * previous
 
     def _post(self, values: np.ndarray, to: int, tag: int) -> None:
-        self._take_in()  # which shows whether the other has gone
+        self._take_in()  # finds out whether the receiver has gone
         patience = watchdog.Patience(self._timeout_seconds)
         for part in (messages.header(values, tag), values):
             data = messages.memory(part)
@@ -249,15 +249,15 @@ class SocketCommunicator(ArrayCommunicator):
             self._fail(self._lost([to], _reason(error)))
 
     def _look_for(self, rank: int, event: int, seconds: float) -> bool:
-        """Whether a process can be sent to, or has sent something, within `seconds`; reads meanwhile what all send."""
-        until = time.monotonic() + seconds
-        while not self._read_ready(max(until - time.monotonic(), 0.0), rank).get(rank, 0) & event:
+        """Waits up to `seconds` for `event` on the connection with `rank`, reading from all; whether it came."""
+        until, sending_to = time.monotonic() + seconds, rank if event == selectors.EVENT_WRITE else None
+        while not self._read_ready(max(until - time.monotonic(), 0.0), sending_to).get(rank, 0) & event:
             if time.monotonic() >= until:
                 return False
         return True
 
     def _read_ready(self, seconds: float, sending_to: int | None = None) -> dict[int, int]:
-        """Reads what others have sent once there is something, or can be sent; the events that ended the waiting."""
+        """Waits for messages, or until `sending_to` can be sent to; reads, and returns the events by rank."""
         if self.failure is not None:
             raise self.failure
         with selectors.PollSelector() as selector:
@@ -292,7 +292,7 @@ class SocketCommunicator(ArrayCommunicator):
             self._fail(self._lost([rank], self._gone[rank]))
 
     def _waited(self, patience: watchdog.Patience, moved: bool, ranks: Iterable[int]) -> watchdog.Patience:
-        """The patience that is left after a look more at what `ranks` do."""
+        """The patience that is left after another look at `ranks`."""
         if not patience.ends(moved):
             return patience
         if not self.excused():
@@ -304,8 +304,8 @@ class SocketCommunicator(ArrayCommunicator):
         return ClusterError.lost(f"Gone, or silent for {self._timeout_seconds:g} s: {names}{reason}")
 
     def _fail(self, error: ClusterError) -> NoReturn:
-        self.failure = self.failure or error  # what came later follows from it
-        self.close()  # the neighbours see it at once
+        self.failure = self.failure or error  # later errors are consequences of the first
+        self.close()  # so that the neighbours notice at once
         raise self.failure
 
 
@@ -313,6 +313,6 @@ def _reason(error: OSError) -> str:
     return f" ({error.strerror or error})"
 
 
-def _told(kind: int, size_bytes: int) -> str:
+def _described(kind: int, size_bytes: int) -> str:
     what = {ALL_REDUCE: "a tensor", ALL_GATHER: "rows", REDUCE_SCATTER: "a tensor to be scattered"}
     return f"{what[kind]} of {size_bytes} bytes"

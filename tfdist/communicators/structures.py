@@ -1,7 +1,7 @@
-"""How the outputs of a model are gathered from all replicas, whatever they are made of, by an exchange of numbers.
+"""Gathers the outputs of a model, of any structure, from all replicas through an all-gather of numeric tensors.
 
-    dense       as it is                       ragged    its values, and the lengths of its rows
-    strings     their letters and lengths      sparse    its values, and where they are
+    dense       as it is                          ragged    the values, and the lengths of the rows
+    strings     the characters and the lengths    sparse    the values, and their indices
 
 Synopsis:
 
@@ -23,7 +23,7 @@ Gather = Callable[[tf.Tensor], tf.Tensor]
 
 
 def gathered(structure: Any, gather: Gather, index: int) -> Any:
-    """The examples of `structure` of all replicas, of which this one has number `index`, in their order."""
+    """The examples of `structure` of all replicas, in the order of the replicas; `index` is that of this replica."""
 
     def one(value: Any) -> Any:
         if isinstance(value, tf.RaggedTensor):
@@ -32,7 +32,7 @@ def gathered(structure: Any, gather: Gather, index: int) -> Any:
         if isinstance(value, tf.SparseTensor):
             return _gathered_sparse(value, one, index)
         value = tf.convert_to_tensor(value)
-        if value.shape.rank == 0:  # one for each replica, as Keras has one for each batch
+        if value.shape.rank == 0:  # one per replica, as Keras has one per batch
             value = value[tf.newaxis]
         return _gathered_strings(value, gather) if value.dtype == tf.string else gather(value)
 
@@ -47,7 +47,7 @@ def _gathered_sparse(sparse: tf.SparseTensor, gather: Gather, index: int) -> tf.
 
 
 def _gathered_strings(strings: tf.Tensor, gather: Gather) -> tf.Tensor:
-    # In letters that are numbers below 128, so that they are the same as characters and as bytes.
+    # Base64 has characters below 128 alone, each of which is one byte in UTF-8.
     letters = tf.io.encode_base64(tf.reshape(strings, [-1]))
     lengths = gather(tf.strings.length(letters))
     numbers = gather(tf.io.decode_raw(tf.strings.reduce_join(letters), tf.uint8))
