@@ -137,6 +137,40 @@ def run_script(script, *arguments, cwd, options=()):
     return done.stdout
 
 
+class Several:
+    """Scripts that the processes of one job run one after the other: starting it takes longer than most of them.
+
+    Args:
+        folder: for the scripts, and what they print.
+        scripts: by name, (text, arguments).
+        workers: how many processes.
+        options: of the launcher.
+    """
+
+    def __init__(self, folder, scripts, workers=2, options=()):
+        self._folder, self._workers = folder, workers
+        for name, (text, _) in scripts.items():
+            (folder / f"{name}.py").write_text(text)
+        what = json.dumps([[name, arguments] for name, (_, arguments) in scripts.items()])
+        launch = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), *options]
+        self._done = subprocess.run(
+            [*launch, "-m", "tests.processes.several", str(folder), what],
+            cwd=folder,
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
+
+    def printed(self, name):
+        """What each process has printed in this script, by rank."""
+        errors = [path.read_text() for path in self._folder.glob("*.error")]
+        ended = [self._folder / f"{name}.{rank}.txt" for rank in range(self._workers)]
+        assert all(path.exists() for path in ended), "\n".join([*errors, self._done.stderr])[-4000:]
+        return [path.read_text() for path in ended]
+
+
 def train(*options, run_dir, strategy="multiworker", **more):
     """`python -m tfdist.train` on the digits in two workers."""
     arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", run_dir, *options]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.processes.jobs import run_script
-from tests.processes.test_contract import run_together
+from tests.processes.jobs import Several, run_script
 
 OUTPUTS = """
 import sys
@@ -148,46 +147,39 @@ for rows in (7, 19):
 np.testing.assert_allclose(model.predict_on_batch(x), plain.predict_on_batch(x), rtol=5e-5, atol=5e-5)
 print("ALL RIGHT")
 """
-HOROVOD = [pytest.param("horovod", options, id=f"horovod{''.join(options)}") for options in ((), ("--mpi",))]
-STRATEGIES = pytest.mark.parametrize(("strategy", "options"), [("multiworker", ()), *HOROVOD])
 
 
+# Over sockets and Gloo `test_shared_jobs.py` runs the scripts of predictions and of single batches.
 @pytest.mark.parametrize(
     ("strategy", "settings", "options"),
     [
-        ("multiworker", {"communication": "sockets"}, ()),
-        ("multiworker", {"communication": "ring"}, ()),
-        ("horovod", {}, ()),
-        ("horovod", {}, ("--mpi",)),
+        pytest.param("multiworker", {"communication": "ring"}, (), id="ring"),
+        pytest.param("horovod", {}, ("--mpi",), id="MPI", marks=pytest.mark.thorough),
     ],
-    ids=["sockets", "ring", "Gloo", "MPI"],
 )
 def test_predictions_of_any_type_are_those_of_one_device(tmp_path, strategy, settings, options):
     assert run_script(OUTPUTS, strategy, str(settings), cwd=tmp_path, options=options).count("ALL RIGHT") == 2
 
 
-@STRATEGIES
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        pytest.param("multiworker", (), id="sockets"),
+        pytest.param("horovod", (), id="Gloo", marks=pytest.mark.thorough),
+        pytest.param("horovod", ("--mpi",), id="MPI", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_backup_that_the_chief_alone_can_read_restores_all_processes(tmp_path, strategy, options):
     run_script(ADVERSARIES, strategy, str(tmp_path / "backup"), "first", cwd=tmp_path, options=options)
-    resumed = run_script(ADVERSARIES, strategy, str(tmp_path / "backup"), "resumed", cwd=tmp_path, options=options)
-    whole = run_script(ADVERSARIES, strategy, str(tmp_path / "other"), "whole", cwd=tmp_path, options=options)
-    result = _result(whole)
+    arguments = {"resumed": [strategy, str(tmp_path / "backup"), "resumed"]}
+    arguments["whole"] = [strategy, str(tmp_path / "other"), "whole"]
+    scripts = {name: (ADVERSARIES, these) for name, these in arguments.items()}
+    job = Several(tmp_path, scripts, options=options)
+    (result,) = set(job.printed("whole"))
     assert result.startswith("ITERATIONS 16 ")
-    assert _result(resumed) == result
+    assert set(job.printed("resumed")) == {result}
 
 
-def _result(printed):
-    (result,) = {line[line.index("ITERATIONS") :] for line in printed.splitlines() if "ITERATIONS" in line}
-    return result
-
-
-@STRATEGIES
-def test_single_batches_are_those_of_one_device(tmp_path, strategy, options):
-    assert run_script(ON_BATCH, strategy, cwd=tmp_path, options=options).count("ALL RIGHT") == 2
-
-
-def test_two_workers_build_and_follow_as_one_device(tmp_path):
-    building, between = (f"tests/contract/test_{name}.py" for name in ("building", "between_steps"))
-    assert "passed" in run_together("multiworker", 2, building, cwd=tmp_path)
-    few = "super or on_epoch_begin or on_train_begin or on_test_end or count"
-    assert "passed" in run_together("multiworker", 2, between, "-k", few, cwd=tmp_path)
+@pytest.mark.thorough
+def test_single_batches_over_mpi_are_those_of_one_device(tmp_path):
+    assert run_script(ON_BATCH, "horovod", cwd=tmp_path, options=("--mpi",)).count("ALL RIGHT") == 2

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.processes.jobs import ROOT, RunningJob, require_horovod
+from tests.processes.jobs import ROOT, RunningJob, Several, require_horovod
 from tests.processes.test_horovod import run
 
 require_horovod()
@@ -24,13 +24,13 @@ engine = sys.argv[1]
 if engine == "mpi4py":
     found = MpiCommunicator()
 elif engine == "sockets":
-    found = strategy("multiworker", communication="sockets").communicator
+    found = strategy("multiworker").communicator
 elif engine == "MPI":
     found = HorovodCommunicator()
 else:
     found = strategy("horovod").communicator
 rank, size = found.rank, found.size
-assert found.engine in engine + " MPI"
+assert found.engine == {"mpi4py": "MPI"}.get(engine, engine)
 mine = tf.range(4 * size, dtype=tf.float32) * (rank + 1.0)
 ranks_sum = sum(range(1, size + 1))
 everything = np.arange(4 * size, dtype=np.float32) * ranks_sum
@@ -113,14 +113,21 @@ print("ALL RIGHT")
 """
 
 
+def check_operations(folder, engines, workers, options=()):
+    job = Several(folder, {f"over {engine}": (SCRIPT, [engine]) for engine in engines}, workers, options)
+    for engine in engines:
+        assert job.printed(f"over {engine}") == ["ALL RIGHT\n"] * workers
+
+
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("engine", ["Gloo", "MPI", "mpi4py", "sockets"])
-def test_all_operations_give_every_process_what_they_promise(tmp_path, engine, workers):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    options = ("--verbose", "--workers", str(workers), *(("--mpi",) if engine in ("MPI", "mpi4py") else ()))
-    done = run(sys.executable, "-m", "tfdist.launch", *options, "script.py", engine, cwd=tmp_path)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert done.stdout.count("ALL RIGHT") == workers
+def test_all_operations_over_mpi_give_every_process_what_they_promise(tmp_path, workers):
+    check_operations(tmp_path, ["MPI", "mpi4py"], workers, ("--mpi",))
+
+
+@pytest.mark.thorough  # with two processes `test_shared_jobs.py` runs them
+@pytest.mark.parametrize("engine", ["Gloo", "sockets"])
+def test_all_operations_give_three_processes_what_they_promise(tmp_path, engine):
+    check_operations(tmp_path, [engine], 3)
 
 
 LOST = """
@@ -143,8 +150,10 @@ with strategy.guard():
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("strategy", "options", "launch"),
-    [("multiworker", {"communication": "sockets"}, ()), ("mpi_split", {}, ("--mpi",))],
-    ids=["sockets", "mpi4py"],
+    [
+        pytest.param("multiworker", {"communication": "sockets"}, (), id="sockets"),
+        pytest.param("mpi_split", {}, ("--mpi",), id="mpi4py", marks=pytest.mark.thorough),
+    ],
 )
 def test_one_that_is_killed_or_stopped_while_another_receives_is_named(tmp_path, number, strategy, options, launch):
     (tmp_path / "script.py").write_text(LOST)
