@@ -12,7 +12,6 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from rich.panel import Panel
@@ -20,9 +19,10 @@ from rich.text import Text
 
 from tfdist.cluster import elastic, job_environment, ports
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
-from tfdist.launcher import messages, network_namespace, supervisor
+from tfdist.launcher import network_namespace, supervisor
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
+from tfdist.launcher.process import Process, copy, port_in, rest_of
 
 # After a signal from the user, before the processes are ended.
 SECONDS_AFTER_SIGNAL = 4.0
@@ -30,63 +30,9 @@ SECONDS_AFTER_SIGNAL = 4.0
 SECONDS_FOR_THE_CAUSE = 5.0
 # With parameter servers a job goes on without a worker, which comes back so often.
 STARTS_OF_A_WORKER = 4
-LAST_BYTES = 1 << 16
 SECONDS_BETWEEN_LOOKS = 1.0
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass
-class Process:
-    """One process of the job, and the supervisor that has it."""
-
-    role: str
-    index: int
-    host: str | None
-    log: Output
-    supervisor: asyncio.subprocess.Process
-    terminal: int | None  # what the supervisor has as its terminal, seen from here
-    port: int = 0
-    starts: int = 1
-    last: bytes = b""  # of what it has said
-
-    @property
-    def name(self) -> str:
-        """Such as `worker 1`."""
-        return f"{self.role} {self.index}"
-
-    @property
-    def address(self) -> str:
-        """Where the others of the job reach it."""
-        return f"{self.host or 'localhost'}:{self.port}"
-
-    def tell(self, line: str) -> None:
-        """Says something to the supervisor, if it is still there."""
-        assert self.supervisor.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            self.supervisor.stdin.write(f"{line}\n".encode())
-
-    def end(self) -> None:
-        """Has the supervisor end its process."""
-        assert self.supervisor.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            self.supervisor.stdin.close()
-
-    async def keep(self, said: bytes) -> None:
-        """Keeps what the process says, in its log too."""
-        self.last = (self.last + said)[-LAST_BYTES:]
-        await self.log.write(said)
-
-    def last_lines(self) -> str:
-        """The end of what the process has said."""
-        return messages.failure(self.last.decode(errors="replace").splitlines()) or "(it said nothing)"
-
-    def how_it_ended(self) -> str:
-        """How the process ended, as the end of a sentence."""
-        code = self.supervisor.returncode or 0
-        if code > 128 and code - 128 in set(signal.Signals):
-            return f"was ended by {signal.Signals(code - 128).name}"
-        return f"ended with exit code {code}"
 
 
 def run(wanted: Job) -> int:
@@ -240,13 +186,13 @@ class OneStart:
             async with asyncio.timeout_at(deadline):
                 # Over ssh the host may say something of its own first.
                 while not process.port and (line := await reader.readline()):
-                    process.port = _port_in(line)
+                    process.port = port_in(line)
                     said += b"" if process.port else line
                 in_time = True
         await process.keep(said)
         if not process.port:
             self.culprits = [self.processes.index(process)]
-            raise self._did_not_start(process, said + await _rest(process.supervisor.stderr), in_time)
+            raise self._did_not_start(process, said + await rest_of(process.supervisor.stderr), in_time)
         is_first = process is self.processes[0]
         self._pump(reader, self.screen.out if is_first else None, process)
         if process.supervisor.stderr is not None:
@@ -268,7 +214,7 @@ class OneStart:
         out = shown or (self.screen.out if self.job.verbose else None)
         # What several say is not to be mixed within a line; a progress bar is shown as it moves.
         by_line = self.job.verbose and process.terminal is None
-        self._pumps.append(asyncio.create_task(_copy(reader, process, out, prefix, by_line, self.job.verbose)))
+        self._pumps.append(asyncio.create_task(copy(reader, process, out, prefix, by_line, self.job.verbose)))
 
     def _order(self, process: Process) -> dict[str, Any]:
         cluster = self.job.cluster([other.address for other in self.processes])
@@ -384,49 +330,3 @@ class OneStart:
             await asyncio.wait(self._pumps, timeout=1.0)
         for log in self._logs:
             log.end()
-
-
-def _port_in(line: bytes) -> int:
-    """The port that a supervisor says it holds; 0 if the line is none of its own."""
-    try:
-        return int(json.loads(line)["port"])
-    except (ValueError, KeyError, TypeError):
-        return 0
-
-
-async def _rest(errors: asyncio.StreamReader | None) -> bytes:
-    """What is still to read of a process' errors, where they have a stream of their own."""
-    said = b""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.5):
-            while errors is not None and (part := await errors.read(1 << 16)):
-                said += part
-    return said
-
-
-async def _copy(
-    reader: asyncio.StreamReader, process: Process, out: Output | None, prefix: bytes, by_line: bool, all_of_it: bool
-) -> None:
-    """Keeps what is read, and shows it on `out`, if there is one: as it comes, or by prefixed lines."""
-    begun = b""
-    noise = None if all_of_it else messages.WithoutNoise()
-    while part := await _read_some(reader):
-        await process.keep(part)
-        if noise is not None:
-            part = noise.rest_of(part)
-        if by_line:
-            *lines, begun = (begun + part).split(b"\n")
-            part = b"".join(prefix + line + b"\n" for line in lines)
-        if out is not None:
-            await out.write(part)
-    if noise is not None and out is not None:
-        await out.write(noise.end())
-    if begun and out is not None:
-        await out.write(prefix + begun + b"\n")
-
-
-async def _read_some(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.read(1 << 16)
-    except OSError:  # a terminal whose last user has gone
-        return b""
