@@ -11,10 +11,12 @@ Synopsis:
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,22 @@ _NAMES = (
     "checkpoints",
     "model.keras",
 )
+
+
+@contextlib.contextmanager
+def writing(folder: RunFolder) -> Iterator[None]:
+    """In this context an error of the file system is reported as one of the run folder.
+
+    Raises:
+        RunFolderError: a file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"The run folder `{folder.path}` cannot be written: {error.strerror}",
+            "make room, or choose another `--run-dir`",
+        ) from error
 
 
 def load_record(path: str | os.PathLike[str]) -> RunRecord:

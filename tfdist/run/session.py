@@ -5,15 +5,13 @@ Importing this module imports TensorFlow.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
@@ -21,12 +19,12 @@ from tfdist.callbacks import memory
 from tfdist.cluster import consensus
 from tfdist.cluster.world import World
 from tfdist.data.formats import text
-from tfdist.errors import RunFolderError, UsageError
-from tfdist.internals import keras as keras_internals
+from tfdist.errors import UsageError
 from tfdist.profiling import trace
-from tfdist.run import advice, flops, optimizers, schema, usage
+from tfdist.run import advice, flops, optimizers, resume, schema, usage, vocabularies
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
-from tfdist.run.folder import RunFolder, load_record
+from tfdist.run.folder import RunFolder, load_record, writing
+from tfdist.run.recorder import Recorder, begin_record
 from tfdist.run.schema import RunRecord
 
 
@@ -54,9 +52,9 @@ class Session:
         self.config = config
         self.folder = folder
         self.record: RunRecord | None = None
-        self._command = command
-        self._typed = typed
-        self._started = started
+        self.command = command
+        self.typed = typed
+        self.started = started
         self._show = show
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
@@ -77,8 +75,8 @@ class Session:
         config = self.config
         earlier = load_record(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
-            _refuse_other_run(config, earlier)
-        if _asks_chief_for_words(config):
+            resume.refuse_other_run(config, earlier)
+        if vocabularies.asks_chief(config):
             strategy = self._strategy(None)
             source = self._load_with_words_of_chief(strategy)
         else:
@@ -94,14 +92,14 @@ class Session:
 
         train = feed("train", augment=config.augment)
         with strategy.scope():
-            model = models.build(config.model, source.spec, **_model_options(config))
+            model = models.build(config.model, source.spec, **self.model_options)
             if not model.compiled:
                 tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
         if ":" in config.model or ":" in config.dataset:
             self._advise(model, source)
-        self.record = self._begin_record(strategy, model, source, earlier)
+        self.record = begin_record(self, strategy, model, source, earlier)
         self.folder.write(self.record)
-        self._keep_vocabularies(strategy, source)
+        vocabularies.keep(self.folder, strategy, source)
         if source.skipped:
             count = len(source.skipped)
             are, them = ("is", "it") if count == 1 else ("are", "them")
@@ -119,7 +117,7 @@ class Session:
         if source.spec.examples["test"]:
             self.record.test_metrics = strategy.evaluate(model, feed("test"), return_dict=True, verbose=0)
         if strategy.world.is_chief:
-            with _whole_run_folder(self.folder):
+            with writing(self.folder):
                 files.write_whole(self.folder.model, model.save)
             self.usage = usage.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
@@ -148,6 +146,12 @@ class Session:
         if self.record.world.rank == 0:
             self.folder.draw_curves(self.record)
 
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What the model is told; one that keeps the state of streams has a stream per example of a global batch."""
+        of_batch = {"streams": self.config.batch_size} if _keeps_streams(self.config) else {}
+        return of_batch | dict(self.config.model_options)
+
     def _load(self, **options: Any) -> data.Source:
         config = self.config
         source = data.load(config.dataset, config.data_dir, **config.load_options, **options)
@@ -158,11 +162,11 @@ class Session:
     def _load_with_words_of_chief(self, strategy: Any) -> data.Source:
         """The chief makes the vocabulary; the others are told it, keep it beside their run, and number words by it."""
         source = self._load() if strategy.world.is_chief else None
-        of_chief = consensus.broadcast_from_chief(strategy, {} if source is None else _vocabularies(source))
+        of_chief = consensus.broadcast_from_chief(strategy, {} if source is None else vocabularies.of_source(source))
         if source is not None:
             return source
         paths = {name: getattr(self.folder, name) for name in of_chief if data.knows(self.config.dataset, name)}
-        with _whole_run_folder(self.folder):
+        with writing(self.folder):
             for name, path in paths.items():
                 text.write_vocabulary(path, of_chief[name])
         return self._load(**{name: str(path) for name, path in paths.items()})
@@ -175,7 +179,7 @@ class Session:
             source is not None
             and config.strategy in ("single", "custom")
             and config.devices in (None, 1)
-            and flops.step_is_small(config.model, source.spec, config.batch_size, _model_options(config))
+            and flops.step_is_small(config.model, source.spec, config.batch_size, self.model_options)
         ):
             options["threads"] = 1
         if config.traits.processes:
@@ -189,69 +193,6 @@ class Session:
             other = " per process" if config.traits.processes else "; `--devices N` sets another number"
             self._show(f"No GPU found: `{config.strategy}` uses {what}{other}.")
         return strategy
-
-    def _begin_record(self, strategy: Any, model: Any, source: Any, earlier: RunRecord | None) -> RunRecord:
-        config = self.config
-        world = strategy.world
-        return RunRecord(
-            command=self._command if earlier is None else _continued(earlier.command, self._command),
-            typed=[*([] if earlier is None else earlier.typed), self._typed],
-            started=self._started if earlier is None else earlier.started,
-            machine=schema.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
-            threads=schema.Threads(
-                intra_op=tf.config.threading.get_intra_op_parallelism_threads(),
-                inter_op=tf.config.threading.get_inter_op_parallelism_threads(),
-            ),
-            strategy=schema.StrategyRecord(
-                name=config.strategy,
-                options=strategy.options(),
-                # The workers of a parameter server compute at the same time, each of them a step of its own.
-                replicas=getattr(strategy, "num_workers", strategy.num_replicas),
-            ),
-            world=schema.WorldRecord(
-                rank=world.rank,
-                world_size=world.world_size,
-                local_rank=world.local_rank,
-                local_world_size=world.local_world_size,
-                source=world.source,
-            ),
-            model=schema.ModelRecord(
-                name=config.model,
-                parameters=model.count_params(),
-                options={name: str(value) for name, value in _model_options(config).items()},
-            ),
-            dataset=schema.DatasetRecord(
-                name=config.dataset,
-                examples=dict(source.spec.examples),
-                options={name: str(value) for name, value in config.load_options.items()},
-                augment=config.augment,
-                skipped=len(source.skipped),
-                class_names=list(source.spec.class_names),
-            ),
-            global_batch_size=config.batch_size,
-            per_replica_batch_size=-(-config.batch_size // strategy.num_replicas),
-            seed=config.seed,
-            optimizer=model.optimizer.name,
-            learning_rate=_learning_rate(model.optimizer),
-            dtype_policy=config.dtype_policy,
-            epochs=[] if earlier is None else list(earlier.epochs),
-            startup_seconds=None if earlier is None else earlier.startup_seconds,
-        )
-
-    def _keep_vocabularies(self, strategy: Any, source: data.Source) -> None:
-        """The words by number are beside the run; all processes, and a run that goes on, have the same."""
-        found = _vocabularies(source)
-        if not found:
-            return
-        if strategy.world.world_size > 1:
-            facts = {name: consensus.fingerprint(tokens) for name, tokens in found.items()}
-            splits = [split for split in data.SPLITS if source.spec.examples[split]]
-            facts |= {f"the words of `{split}`": _fingerprint_of_numbers(source, split) for split in splits}
-            consensus.require_equal(strategy, facts)
-        if strategy.world.is_chief:
-            with _whole_run_folder(self.folder):
-                for name, tokens in found.items():
-                    text.keep_vocabulary(getattr(self.folder, name), tokens)
 
     def _advise(self, model: Any, source: data.Source) -> None:
         """Tells what is probably not meant in a model or a dataset of the user's own."""
@@ -272,7 +213,7 @@ class Session:
         if config.profile is not None:
             self._profile = callbacks.Profile(*config.profile, self._profile_folder(strategy.world))
             found.append(self._profile)
-        return [*found, _Recorder(self, throughput, timer)]
+        return [*found, Recorder(self, throughput, timer)]
 
     def _profile_folder(self, world: World) -> Path:
         """All ranks' traces are looked at together, in the chief's folder."""
@@ -298,7 +239,7 @@ class Session:
         """Leaves what the task shows in the run's folder; a model that was compiled already has another task."""
         assert self.record is not None
         run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
-        with _whole_run_folder(self.folder):
+        with writing(self.folder):
             tasks.show(run)
         self._shown = run.files
         if run.scores:
@@ -306,87 +247,13 @@ class Session:
 
     def _keep_profile(self) -> None:
         text = trace.as_text(trace.summarize(self.folder.tensorboard))
-        with _whole_run_folder(self.folder):
+        with writing(self.folder):
             files.write_text(self.folder.profile, text + "\n")
         self._show(text)
 
 
-class _Recorder(keras.callbacks.Callback):
-    """Brings the record up to date after each epoch."""
-
-    def __init__(self, session: Session, throughput: Any, timer: Any):
-        super().__init__()
-        self._session = session
-        self._throughput = throughput
-        self._timer = timer
-
-    def batches_until_hook(self, batch: int) -> int | None:
-        return None
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        found = self._session.record
-        assert found is not None
-        found.epochs = [earlier for earlier in found.epochs if earlier.epoch <= epoch]
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._session.raise_if_interrupted()
-        found = self._session.record
-        if found is not None and found.startup_seconds is None:
-            found.startup_seconds = (datetime.now(UTC) - found.started).total_seconds()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        found = self._session.record
-        assert found is not None
-        found.epochs.append(
-            schema.EpochRecord.from_logs(
-                epoch + 1, logs or {}, self._throughput.train_seconds, self._throughput.evaluation_seconds
-            )
-        )
-        found.peak_memory_bytes = memory.peak_resident_bytes()
-        if self._timer is not None:
-            found.time_to_target = schema.TargetRecord(
-                monitor=self._timer.monitor,
-                target=self._timer.target,
-                seconds=self._timer.seconds,
-                epoch=self._timer.epoch,
-            )
-        self._session.folder.write(found)
-        self._session.folder.write_history(found)
-
-
-def _asks_chief_for_words(config: TrainConfig) -> bool:
-    """Whether the dataset makes a vocabulary, and other processes shall have the same."""
-    return (
-        config.traits.processes and data.knows(config.dataset, "vocabulary") and "vocabulary" not in config.load_options
-    )
-
-
-def _vocabularies(source: data.Source) -> dict[str, list[str]]:
-    """The words by number of those vocabularies that the dataset has."""
-    found = {name: list(getattr(source.spec, name)) for name in ("vocabulary", "target_vocabulary")}
-    return {name: tokens for name, tokens in found.items() if tokens}
-
-
-def _fingerprint_of_numbers(source: data.Source, split: str) -> str:
-    x, y = source.arrays(split)
-    return consensus.fingerprint_of_arrays([*(x.values() if isinstance(x, dict) else [x]), y])
-
-
 def _keeps_streams(config: TrainConfig) -> bool:
     return models.knows(config.model, "streams")
-
-
-def _model_options(config: TrainConfig) -> dict[str, Any]:
-    """What the model is told: a model that keeps the state of streams has one for each example of a global batch."""
-    of_batch = {"streams": config.batch_size} if _keeps_streams(config) else {}
-    return of_batch | dict(config.model_options)
-
-
-def _learning_rate(optimizer: Any) -> float | None:
-    """The learning rate of the whole run; none where it follows a schedule."""
-    if isinstance(keras_internals.learning_rate(optimizer), keras.optimizers.schedules.LearningRateSchedule):
-        return None
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def _job_settings(config: TrainConfig) -> dict[str, str]:
@@ -413,46 +280,3 @@ def _job_settings(config: TrainConfig) -> dict[str, str]:
         "seed",
     )
     return {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in alike}
-
-
-def _continued(before: list[str], now: list[str]) -> list[str]:
-    """The command of a run that is resumed: `now`, after `before` where it takes its options from there."""
-    complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in now)
-    return now if complete else [*before, *now[2:]]
-
-
-def _refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
-    """A run is the same run only on the same examples in the same order."""
-    now_options = {name: str(value) for name, value in config.load_options.items()}
-    before_options = earlier.dataset.options
-    names = sorted(before_options | now_options)
-    settings = [
-        ("--dataset", earlier.dataset.name, config.dataset),
-        *(("--data-option", _setting(name, before_options), _setting(name, now_options)) for name in names),
-        ("--augment", earlier.dataset.augment, config.augment),
-        ("--model", earlier.model.name, config.model),
-        ("--batch-size", earlier.global_batch_size, config.batch_size),
-        ("--seed", earlier.seed, config.seed),
-    ]
-    for option, before, now in settings:
-        if before != now:
-            raise UsageError(
-                f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
-                f"`{option} {now}`",
-                f"use `{option} {before}`, or begin another run in another `--run-dir`",
-            )
-
-
-def _setting(name: str, options: Mapping[str, str]) -> str:
-    return f"{name}={options[name]}" if name in options else f"{name} unset"
-
-
-@contextlib.contextmanager
-def _whole_run_folder(folder: RunFolder) -> Any:
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderError(
-            f"The run folder `{folder.path}` cannot be written: {error.strerror}",
-            "make room, or choose another `--run-dir`",
-        ) from error

@@ -1,0 +1,120 @@
+"""How the record of a run is filled: once when it begins, and after each epoch."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import data
+from tfdist.callbacks import memory
+from tfdist.internals import keras as keras_internals
+from tfdist.run import resume, schema
+from tfdist.run.schema import RunRecord
+
+if TYPE_CHECKING:
+    from tfdist.run.session import Session
+
+
+def begin_record(
+    session: Session, strategy: Any, model: Any, source: data.Source, earlier: RunRecord | None
+) -> RunRecord:
+    """The record of a run that begins, or goes on from where `earlier` was written."""
+    config = session.config
+    world = strategy.world
+    return RunRecord(
+        command=session.command if earlier is None else resume.continued(earlier.command, session.command),
+        typed=[*([] if earlier is None else earlier.typed), session.typed],
+        started=session.started if earlier is None else earlier.started,
+        machine=schema.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),
+        threads=schema.Threads(
+            intra_op=tf.config.threading.get_intra_op_parallelism_threads(),
+            inter_op=tf.config.threading.get_inter_op_parallelism_threads(),
+        ),
+        strategy=schema.StrategyRecord(
+            name=config.strategy,
+            options=strategy.options(),
+            # The workers of a parameter server compute at the same time, each of them a step of its own.
+            replicas=getattr(strategy, "num_workers", strategy.num_replicas),
+        ),
+        world=schema.WorldRecord(
+            rank=world.rank,
+            world_size=world.world_size,
+            local_rank=world.local_rank,
+            local_world_size=world.local_world_size,
+            source=world.source,
+        ),
+        model=schema.ModelRecord(
+            name=config.model,
+            parameters=model.count_params(),
+            options={name: str(value) for name, value in session.model_options.items()},
+        ),
+        dataset=schema.DatasetRecord(
+            name=config.dataset,
+            examples=dict(source.spec.examples),
+            options={name: str(value) for name, value in config.load_options.items()},
+            augment=config.augment,
+            skipped=len(source.skipped),
+            class_names=list(source.spec.class_names),
+        ),
+        global_batch_size=config.batch_size,
+        per_replica_batch_size=-(-config.batch_size // strategy.num_replicas),
+        seed=config.seed,
+        optimizer=model.optimizer.name,
+        learning_rate=_learning_rate(model.optimizer),
+        dtype_policy=config.dtype_policy,
+        epochs=[] if earlier is None else list(earlier.epochs),
+        startup_seconds=None if earlier is None else earlier.startup_seconds,
+    )
+
+
+class Recorder(keras.callbacks.Callback):
+    """Brings the record up to date after each epoch."""
+
+    def __init__(self, session: Session, throughput: Any, timer: Any):
+        super().__init__()
+        self._session = session
+        self._throughput = throughput
+        self._timer = timer
+
+    def batches_until_hook(self, batch: int) -> int | None:
+        return None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        found = self._session.record
+        assert found is not None
+        found.epochs = [earlier for earlier in found.epochs if earlier.epoch <= epoch]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._session.raise_if_interrupted()
+        found = self._session.record
+        if found is not None and found.startup_seconds is None:
+            found.startup_seconds = (datetime.now(UTC) - found.started).total_seconds()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        found = self._session.record
+        assert found is not None
+        found.epochs.append(
+            schema.EpochRecord.from_logs(
+                epoch + 1, logs or {}, self._throughput.train_seconds, self._throughput.evaluation_seconds
+            )
+        )
+        found.peak_memory_bytes = memory.peak_resident_bytes()
+        if self._timer is not None:
+            found.time_to_target = schema.TargetRecord(
+                monitor=self._timer.monitor,
+                target=self._timer.target,
+                seconds=self._timer.seconds,
+                epoch=self._timer.epoch,
+            )
+        self._session.folder.write(found)
+        self._session.folder.write_history(found)
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """The learning rate of the whole run; none where it follows a schedule."""
+    if isinstance(keras_internals.learning_rate(optimizer), keras.optimizers.schedules.LearningRateSchedule):
+        return None
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

@@ -1,0 +1,41 @@
+"""Whether a run that is resumed is the same run, and what its command is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tfdist.errors import UsageError
+from tfdist.run.config import TrainConfig
+from tfdist.run.schema import RunRecord
+
+
+def continued(before: list[str], now: list[str]) -> list[str]:
+    """The command of a run that is resumed: `now`, after `before` where it takes its options from there."""
+    complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in now)
+    return now if complete else [*before, *now[2:]]
+
+
+def refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
+    """A run is the same run only on the same examples in the same order."""
+    now_options = {name: str(value) for name, value in config.load_options.items()}
+    before_options = earlier.dataset.options
+    names = sorted(before_options | now_options)
+    settings = [
+        ("--dataset", earlier.dataset.name, config.dataset),
+        *(("--data-option", _setting(name, before_options), _setting(name, now_options)) for name in names),
+        ("--augment", earlier.dataset.augment, config.augment),
+        ("--model", earlier.model.name, config.model),
+        ("--batch-size", earlier.global_batch_size, config.batch_size),
+        ("--seed", earlier.seed, config.seed),
+    ]
+    for option, before, now in settings:
+        if before != now:
+            raise UsageError(
+                f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
+                f"`{option} {now}`",
+                f"use `{option} {before}`, or begin another run in another `--run-dir`",
+            )
+
+
+def _setting(name: str, options: Mapping[str, str]) -> str:
+    return f"{name}={options[name]}" if name in options else f"{name} unset"
