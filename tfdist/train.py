@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import shlex
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,11 +26,11 @@ from tfdist import data, models, registry, startup, strategies, terminal
 from tfdist.cluster import job_environment, process_exit
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation
-from tfdist.errors import EXIT_INTERRUPTED, TfdistError, UsageError
+from tfdist.errors import EXIT_INTERRUPTED, TfdistError
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticWishes, elastic_options
 from tfdist.run import config as configs
-from tfdist.run import recipes
+from tfdist.run import processes, recipes, summary
 
 if TYPE_CHECKING:
     from tfdist.run.config import TrainConfig
@@ -230,15 +228,12 @@ def command(
         strategy_options=registry.parse_options(strategy_option, "--strategy-option"),
     )
     world = World.detect()
-    counts = {"worker": workers, "ps": ps}
-    _check_processes(config, world, counts)
     wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
-    _check_elastic(config, counts, wishes)
-    if hostfile and not elastic:
-        raise UsageError("`--hostfile` is set, and the job is not elastic", "start it by `python -m tfdist.launch`")
-    several = elastic or any(count is not None for count in counts.values())
-    starts = world.world_size == 1 and several and job_environment.JOB not in os.environ
-    return _launch(config, counts, restarts, expose, wishes, hostfile) if starts else run(config, world)
+    wanted = processes.Processes(workers, ps, restarts, expose, wishes, hostfile)
+    processes.check(config, world, wanted)
+    if world.world_size == 1 and wanted.several and job_environment.JOB not in os.environ:
+        return processes.launch(config, wanted, _arguments())
+    return run(config, world)
 
 
 def run(config: TrainConfig, world: World) -> int:
@@ -249,7 +244,9 @@ def run(config: TrainConfig, world: World) -> int:
     """
     from tfdist.run.folder import RunFolder
 
-    run_dir = config.run_dir or _new_run_dir(config, os.environ.get(job_environment.JOB) or job.new_name(world))
+    run_dir = config.run_dir or processes.new_run_dir(
+        config, os.environ.get(job_environment.JOB) or job.new_name(world)
+    )
     if os.environ.get(job_environment.RESTART, "0") != "0" and run_dir.exists():
         config = dataclasses.replace(config, run_dir=run_dir, resume=True)
     if not world.is_chief:
@@ -261,84 +258,6 @@ def run(config: TrainConfig, world: World) -> int:
     with terminal.any_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         show = (lambda *lines: None) if config.quiet else click.echo
         return _reported(config, folder, show, stderr)
-
-
-def _check_processes(config: TrainConfig, world: World, counts: dict[str, int | None]) -> None:
-    for role, trait in (("worker", "processes"), ("ps", "servers")):
-        count, option = counts[role], "--workers" if role == "worker" else f"--{role}"
-        if count is not None and not getattr(config.traits, trait):
-            raise UsageError(
-                f"`{option}` is {count}, and `{config.strategy}` has no use for it",
-                "use `--devices`, or one of the strategies " + _names(strategies.having(trait)),
-            )
-        there = len(world.tasks_of(role)) if world.tasks else world.world_size
-        if count is not None and world.world_size > 1 and count != there:
-            raise UsageError(
-                f"`{option}` is {count}, and {world.source} has {there}",
-                f"leave `{option}` out where the job is described already",
-            )
-    if world.world_size > 1 and not config.traits.processes:
-        raise UsageError(
-            f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
-            "unset it, or use one of the strategies " + _names(strategies.having("processes")),
-        )
-
-
-def _check_elastic(config: TrainConfig, counts: dict[str, int | None], wishes: ElasticWishes) -> None:
-    if wishes.elastic and not config.traits.elastic:
-        raise UsageError(
-            f"`--elastic` is set, and the workers of `{config.strategy}` cannot come and go",
-            "use one of the strategies " + _names(strategies.having("elastic")),
-        )
-    if wishes.elastic and any(count is not None for count in counts.values()):
-        raise UsageError("`--workers` is set beside `--elastic`", "say `--min-workers` and `--max-workers`")
-
-
-def _launch(
-    config: TrainConfig,
-    counts: dict[str, int | None],
-    restarts: int,
-    expose: bool,
-    wishes: ElasticWishes,
-    hostfile: Path | None,
-) -> int:
-    """Starts this same command in several processes."""
-    from tfdist.launcher import elastic
-    from tfdist.launcher import run as launcher
-
-    _require_package(config)
-    members = wishes.members(hostfile) if wishes.elastic else None
-
-    name = job.new_name()
-    run_dir = config.run_dir or _new_run_dir(config, name)
-    wanted = job.Job(
-        command=("-m", "tfdist.train", *_arguments(), *(() if config.run_dir else ("--run-dir", str(run_dir)))),
-        workers=2 if counts["worker"] is None else counts["worker"],
-        ps=int(config.traits.servers) if counts["ps"] is None else counts["ps"],
-        mpi=config.traits.mpi,
-        restarts=restarts,
-        expose=expose,
-        log_dir=run_dir / "output",
-        verbose=config.verbose,
-        name=name,
-    )
-    # The job may get a network in which nothing can be fetched.
-    options = [f"{name}={value!r}" for name, value in config.load_options.items()]
-    fetching = [sys.executable, "-m", "tfdist.data.tools.fetch", config.dataset, str(config.data_dir or ""), *options]
-    fetched = subprocess.run(fetching, check=False, stderr=None)
-    if fetched.returncode:
-        return fetched.returncode
-    return launcher.run(wanted) if members is None else elastic.run(wanted, members)
-
-
-def _require_package(config: TrainConfig) -> None:
-    """Says that a package is missing before processes are started that would each say so."""
-    package = config.traits.package
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise UsageError(
-            f"The strategy `{config.strategy}` needs the package `{package}`, which is not installed",
-            "run `make horovod`, which installs MPI, mpi4py and Horovod",
-        )
 
 
 def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:
@@ -365,7 +284,7 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
         return EXIT_UNEXPECTED
     if not config.quiet:
-        _print_table([*_summary(record, folder), *session.usage])
+        summary.print_table([*summary.rows(record, folder), *session.usage])
     return 0
 
 
@@ -387,37 +306,6 @@ def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) ->
         with contextlib.suppress(OSError):
             again = f"python -m tfdist.train --resume --run-dir {session.folder.path}"
             click.echo(f"Interrupted; continue with `{again}`", file=stderr)
-
-
-def _print_table(rows: Sequence[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        click.echo(f"{name:<{width}}  {value}")
-
-
-def _summary(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
-    test = record.test_metrics or {}
-    rows = [(f"test {name}", f"{value:.4f}") for name, value in sorted(test.items()) if value is not None]
-    # The first epoch includes the building of the graph; it counts only where there is no other.
-    epochs = record.epochs[1:] or record.epochs
-    seconds = sum(epoch.train_seconds or 0 for epoch in epochs)
-    examples = sum((epoch.examples_per_second or 0) * (epoch.train_seconds or 0) for epoch in epochs)
-    if seconds and examples:
-        rows.append(("examples/s", f"{examples / seconds:,.0f}"))
-    total = sum(epoch.train_seconds or 0 for epoch in record.epochs)
-    rows.append(("training time", f"{total:.1f} s in {terminal.counted(len(record.epochs), 'epoch')}"))
-    if record.time_to_target is not None:
-        reached = record.time_to_target.seconds
-        goal = f"{record.time_to_target.monitor} {record.time_to_target.target:g}"
-        rows.append((f"time to {goal}", "not reached" if reached is None else f"{reached:.1f} s"))
-    if record.peak_memory_bytes:
-        rows.append(("peak memory", f"{record.peak_memory_bytes / 2**20:,.0f} MiB"))
-    return [*rows, ("files", str(folder.path))]
-
-
-def _new_run_dir(config: TrainConfig, job_name: str) -> Path:
-    names = [name.replace(":", ".") for name in (config.model, config.dataset, config.strategy)]
-    return Path("runs") / "-".join([*names, job_name])
 
 
 def _arguments() -> list[str]:

@@ -17,14 +17,13 @@ second, so that progress shows and Ctrl-C is heard.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from tfdist.cluster import consensus
-from tfdist.core import building, metrics, programs, verification
+from tfdist.core import beginning, building, metrics, programs, verification
 from tfdist.core.epoch import EpochRunner
 from tfdist.core.metrics import Logs
 from tfdist.core.verification_report import Report
@@ -48,10 +47,6 @@ WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
-
-
-# A model remembers here which pass over the data is its next.
-_NEXT_PASS = "_tfdist_next_pass"
 
 
 def fit(
@@ -84,7 +79,7 @@ def fit(
         DataError: there are no batches.
     """
     _check(strategy, model, "fit")
-    _take_seed_of_resumed_run(strategy, callbacks)
+    beginning.take_seed_of_resumed_run(strategy, callbacks)
     epochs = min(epochs, keras_internals.max_epochs() or epochs)
     steps = _limited(steps_per_epoch)
     request = adapters.request(
@@ -103,8 +98,7 @@ def fit(
     with Passes(feed, steps) as passes:
         if keras_internals.take_to_verify(model):
             verification.verify(strategy, model, feed.first(verification.STEPS))
-        if strategy.world.world_size > 1:
-            consensus.require_equal(strategy, _facts(model, passes, epochs, initial_epoch))
+        beginning.require_alike(strategy, model, passes, range(initial_epoch, epochs))
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
 
         def validate(epoch: int) -> Logs:
@@ -128,7 +122,7 @@ def _run_epochs(
     runner = EpochRunner(strategy, model, "train", passes, callbacks)
     model.stop_training = False
     callbacks.on_train_begin()
-    initial_epoch, resume_batch, next_pass = _begin_alike(strategy, model, callbacks, epochs.start)
+    initial_epoch, resume_batch, next_pass = beginning.begin_alike(strategy, model, callbacks, epochs.start)
     passes.begin_at(initial_epoch, resume_batch, next_pass)
     epoch_logs: Logs | None = None
     for epoch in range(initial_epoch, epochs.stop):
@@ -136,8 +130,7 @@ def _run_epochs(
             metrics.reset(strategy, model)
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(runner.run(resume_batch or 0))
-        # Past Keras' attribute tracking, so that it is not saved with the model.
-        object.__setattr__(model, _NEXT_PASS, passes.next)
+        beginning.note_next_pass(model, passes.next)
         resume_batch = None
         epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
         callbacks.on_epoch_end(epoch, epoch_logs)
@@ -291,18 +284,6 @@ def _feed(strategy: Strategy, request: adapters.Request, *, for_prediction: bool
     return together.shared(feed, strategy)
 
 
-def _take_seed_of_resumed_run(strategy: Strategy, callbacks: Any) -> None:
-    """Where the user has given no seed, a run that is resumed goes on with the order of examples that it began with."""
-    seed = None
-    if strategy.world.is_chief and not strategy.seed_is_given:
-        given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
-        resuming = [c for c in keras_patches.with_wrapped(given) if hasattr(c, "seed_to_resume_with")]
-        seed = next((found for c in resuming if (found := c.seed_to_resume_with()) is not None), None)
-    seed = consensus.broadcast_from_chief(strategy, seed)
-    if seed is not None:
-        strategy.seed = seed
-
-
 def _check(strategy: Strategy, model: Any, method: str) -> None:
     if not model.compiled:
         raise UsageError(
@@ -358,47 +339,3 @@ def _callback_list(
         if hasattr(callback, "set_training"):
             callback.set_training(strategy, passes)
     return callback_list
-
-
-def _facts(model: Any, passes: Passes, epochs: int, initial_epoch: int) -> dict[str, Any]:
-    """What must be the same in every process before the first step."""
-    optimizers = keras_internals.optimizers(model)
-    return {
-        "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
-        "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
-        "the layers": consensus.fingerprint(keras_internals.layers(model)),
-        "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
-        "its settings": consensus.fingerprint([_config(optimizer) for optimizer in optimizers]),
-        "the loss": tree.map_structure(_named, getattr(model, "loss", None)),
-        "the examples in an epoch": passes.examples,
-        "the batches in an epoch": passes.num_batches,
-        "the batch size": passes.feed.batch_size,
-        "the epochs": f"{initial_epoch} to {epochs}",
-    }
-
-
-def _named(thing: Any) -> Any:
-    return thing if isinstance(thing, str | None) else getattr(thing, "name", None) or type(thing).__name__
-
-
-def _config(optimizer: Any) -> Any:
-    """An optimizer's settings but for names, which count what the process has made before."""
-    return {name: value for name, value in optimizer.get_config().items() if name != "name"}
-
-
-def _begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
-    """The epoch, batch and pass to begin at, and the chief's variables in every process: only it reads files."""
-    begin = (
-        keras_internals.initial_epoch(model) or initial_epoch,
-        _resume_batch(callbacks),
-        getattr(model, _NEXT_PASS, 0),
-    )
-    begin = tuple(consensus.broadcast_from_chief(strategy, begin))
-    building.share(strategy, model)
-    return begin
-
-
-def _resume_batch(callbacks: Any) -> int | None:
-    """The batch of the first epoch at which a callback resumes a run, `None` when none does."""
-    found = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
-    return max((batch for batch in found if batch is not None), default=None)

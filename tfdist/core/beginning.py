@@ -1,0 +1,90 @@
+"""What the processes of a job settle before the first step of a training: the same model, data, seed and beginning."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from tfdist.cluster import consensus
+from tfdist.core import building
+from tfdist.data.pipeline.passes import Passes
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_patches
+from tfdist.internals.keras import tree
+
+if TYPE_CHECKING:
+    from tfdist.strategies.base import Strategy
+
+# A model remembers here which pass over the data is its next.
+_NEXT_PASS = "_tfdist_next_pass"
+
+
+def take_seed_of_resumed_run(strategy: Strategy, callbacks: Any) -> None:
+    """Where the user has given no seed, a run that is resumed goes on with the order of examples that it began with."""
+    seed = None
+    if strategy.world.is_chief and not strategy.seed_is_given:
+        given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
+        resuming = [c for c in keras_patches.with_wrapped(given) if hasattr(c, "seed_to_resume_with")]
+        seed = next((found for c in resuming if (found := c.seed_to_resume_with()) is not None), None)
+    seed = consensus.broadcast_from_chief(strategy, seed)
+    if seed is not None:
+        strategy.seed = seed
+
+
+def require_alike(strategy: Strategy, model: Any, passes: Passes, epochs: range) -> None:
+    """Compares what must be the same in every process.
+
+    Raises:
+        DisagreementError: it differs.
+    """
+    if strategy.world.world_size > 1:
+        consensus.require_equal(strategy, _facts(model, passes, epochs))
+
+
+def _facts(model: Any, passes: Passes, epochs: range) -> dict[str, Any]:
+    optimizers = keras_internals.optimizers(model)
+    return {
+        "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
+        "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
+        "the layers": consensus.fingerprint(keras_internals.layers(model)),
+        "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
+        "its settings": consensus.fingerprint([_config(optimizer) for optimizer in optimizers]),
+        "the loss": tree.map_structure(_named, getattr(model, "loss", None)),
+        "the examples in an epoch": passes.examples,
+        "the batches in an epoch": passes.num_batches,
+        "the batch size": passes.feed.batch_size,
+        "the epochs": f"{epochs.start} to {epochs.stop}",
+    }
+
+
+def _named(thing: Any) -> Any:
+    return thing if isinstance(thing, str | None) else getattr(thing, "name", None) or type(thing).__name__
+
+
+def _config(optimizer: Any) -> Any:
+    """An optimizer's settings but for names, which count what the process has made before."""
+    return {name: value for name, value in optimizer.get_config().items() if name != "name"}
+
+
+def begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
+    """The epoch, batch and pass to begin at, and the chief's variables in every process: only it reads files."""
+    begin = (
+        keras_internals.initial_epoch(model) or initial_epoch,
+        _resume_batch(callbacks),
+        getattr(model, _NEXT_PASS, 0),
+    )
+    begin = tuple(consensus.broadcast_from_chief(strategy, begin))
+    building.share(strategy, model)
+    return begin
+
+
+def _resume_batch(callbacks: Any) -> int | None:
+    """The batch of the first epoch at which a callback resumes a run, `None` when none does."""
+    found = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
+    return max((batch for batch in found if batch is not None), default=None)
+
+
+def note_next_pass(model: Any, number: int) -> None:
+    """The next training of `model` begins with pass `number` over its data."""
+    # Past Keras' attribute tracking, so that it is not saved with the model.
+    object.__setattr__(model, _NEXT_PASS, number)

@@ -1,0 +1,125 @@
+"""The job of a `train` command that starts several processes: what fits its strategy, and the start."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist import strategies
+from tfdist.cluster.world import World
+from tfdist.errors import UsageError
+from tfdist.launcher import job
+from tfdist.launcher.elastic_options import ElasticWishes
+from tfdist.run.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that the options of the command ask for.
+
+    Attributes:
+        workers: their number; `None` where it is not set.
+        ps: the number of parameter servers; `None` where it is not set.
+        restarts: restarts of the job after a failure.
+        expose: the job stays in this machine's network.
+        wishes: of an elastic job.
+        hostfile: the hosts of an elastic job.
+    """
+
+    workers: int | None
+    ps: int | None
+    restarts: int
+    expose: bool
+    wishes: ElasticWishes
+    hostfile: Path | None
+
+    @property
+    def several(self) -> bool:
+        """Whether the command starts processes."""
+        return self.wishes.elastic or self.workers is not None or self.ps is not None
+
+
+def check(config: TrainConfig, world: World, wanted: Processes) -> None:
+    """Raises `UsageError` where the strategy, or the job that `world` describes, does not fit the wanted processes."""
+    for option, role, trait, count in (
+        ("--workers", "worker", "processes", wanted.workers),
+        ("--ps", "ps", "servers", wanted.ps),
+    ):
+        if count is not None and not getattr(config.traits, trait):
+            raise UsageError(
+                f"`{option}` is {count}, and `{config.strategy}` has no use for it",
+                "use `--devices`, or one of the strategies " + ", ".join(strategies.having(trait)),
+            )
+        there = len(world.tasks_of(role)) if world.tasks else world.world_size
+        if count is not None and world.world_size > 1 and count != there:
+            raise UsageError(
+                f"`{option}` is {count}, and {world.source} has {there}",
+                f"leave `{option}` out where the job is described already",
+            )
+    if world.world_size > 1 and not config.traits.processes:
+        raise UsageError(
+            f"{world.source} describes {world.world_size} processes, and `{config.strategy}` trains in one",
+            "unset it, or use one of the strategies " + ", ".join(strategies.having("processes")),
+        )
+    _check_elastic(config, wanted)
+
+
+def _check_elastic(config: TrainConfig, wanted: Processes) -> None:
+    if wanted.wishes.elastic and not config.traits.elastic:
+        raise UsageError(
+            f"`--elastic` is set, and the workers of `{config.strategy}` cannot come and go",
+            "use one of the strategies " + ", ".join(strategies.having("elastic")),
+        )
+    if wanted.wishes.elastic and (wanted.workers is not None or wanted.ps is not None):
+        raise UsageError("`--workers` is set beside `--elastic`", "say `--min-workers` and `--max-workers`")
+    if wanted.hostfile and not wanted.wishes.elastic:
+        raise UsageError("`--hostfile` is set, and the job is not elastic", "start it by `python -m tfdist.launch`")
+
+
+def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> int:
+    """Starts the command with the same `arguments` in several processes; returns the exit code."""
+    from tfdist.launcher import elastic
+    from tfdist.launcher import run as launcher
+
+    _require_package(config)
+    members = wanted.wishes.members(wanted.hostfile) if wanted.wishes.elastic else None
+    name = job.new_name()
+    run_dir = config.run_dir or new_run_dir(config, name)
+    started = job.Job(
+        command=("-m", "tfdist.train", *arguments, *(() if config.run_dir else ("--run-dir", str(run_dir)))),
+        workers=2 if wanted.workers is None else wanted.workers,
+        ps=int(config.traits.servers) if wanted.ps is None else wanted.ps,
+        mpi=config.traits.mpi,
+        restarts=wanted.restarts,
+        expose=wanted.expose,
+        log_dir=run_dir / "output",
+        verbose=config.verbose,
+        name=name,
+    )
+    # The job may get a network in which nothing can be fetched.
+    options = [f"{name}={value!r}" for name, value in config.load_options.items()]
+    fetching = [sys.executable, "-m", "tfdist.data.tools.fetch", config.dataset, str(config.data_dir or ""), *options]
+    fetched = subprocess.run(fetching, check=False, stderr=None)
+    if fetched.returncode:
+        return fetched.returncode
+    return launcher.run(started) if members is None else elastic.run(started, members)
+
+
+def _require_package(config: TrainConfig) -> None:
+    """Says that a package is missing before processes are started that would each say so."""
+    package = config.traits.package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UsageError(
+            f"The strategy `{config.strategy}` needs the package `{package}`, which is not installed",
+            "run `make horovod`, which installs MPI, mpi4py and Horovod",
+        )
+
+
+def new_run_dir(config: TrainConfig, job_name: str) -> Path:
+    """The folder of a run for which the user has named none."""
+    names = [name.replace(":", ".") for name in (config.model, config.dataset, config.strategy)]
+    return Path("runs") / "-".join([*names, job_name])
