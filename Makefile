@@ -9,7 +9,7 @@ TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env horovod train test test-all lint bench clean
+.PHONY: env horovod train test test-all lint docs bench clean
 
 env: $(VENV)/.installed
 
@@ -37,6 +37,10 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Opens without a network: build/site/index.html. The notice that is left out is about later versions of mkdocs.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: env
 	scripts/run_benchmarks.sh $(BIN)/python $(ARGS)
