@@ -69,7 +69,7 @@ def test_a_script_is_asked_as_horovod_asks_it(tmp_path):
 
 def test_too_few_hosts_are_waited_for():
     listed = ["a"]
-    with pytest.raises(ClusterError, match="places for 1 workers, and the job needs 2: waited 0 s"):
+    with pytest.raises(ClusterError, match="slots for 1 workers, and the job needs 2: waited 0 s"):
         members(listed, least=2).wait(0)
     listed.append("b")
     assert members(listed, least=2).wait(0) == ("a", "b")
@@ -86,8 +86,8 @@ def test_numbers_that_cannot_be_are_refused(least, most, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--min-workers", "2"], "`--min-workers` is set, and the job is not elastic"),
-        (["--hostfile", "hosts"], "`--hostfile` is set, and the job is not elastic"),
+        (["--min-workers", "2"], "`--min-workers` is set, but the job is not elastic"),
+        (["--hostfile", "hosts"], "`--hostfile` is set, but the job is not elastic"),
         (["--elastic", "--workers", "2"], "`--workers` is set beside `--elastic`"),
         (["--elastic", "--hostfile", "a", "--host-discovery-script", "b"], "are both set"),
         (["--elastic", "--hostfile", "nowhere"], "The host file `nowhere` cannot be read"),

@@ -163,7 +163,7 @@ def test_a_job_that_slurm_has_restarted_too_often_ends(tmp_path):
     # Slurm counts the restarts after a node has failed too.
     done, calls = run_slurm(emit.slurm(Job(WORLD, restarts=2)), tmp_path, 2, SLURM_RESTART_COUNT="3")
     assert (done.returncode, calls) == (1, [])
-    assert "started this job again 3 times, and it may 2 times" in done.stderr
+    assert "restarted this job 3 times; at most 2 restarts" in done.stderr
 
 
 def test_a_job_without_restarts_fails_with_its_program(tmp_path):
@@ -324,7 +324,7 @@ def test_hosts_are_the_schedulers_choice(target):
 
 @pytest.mark.parametrize("name", ["My_job", "a.b", "a-", "a" * 60, "", "a\n"])
 def test_a_name_that_kubernetes_does_not_take_is_refused(name):
-    with pytest.raises(UsageError, match=r"which Kubernetes does not take(?s:.*)at most 54 small letters"):
+    with pytest.raises(UsageError, match=r"which Kubernetes does not allow(?s:.*)at most 54 lowercase letters"):
         emit.kubernetes(Job(WORLD, name=name))
 
 

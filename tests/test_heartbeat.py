@@ -85,7 +85,7 @@ def test_the_name_of_a_machine_need_not_be_known_elsewhere(monkeypatch, start):
 
 def test_one_that_cannot_be_connected_with_is_told_with_the_reason_and_is_not_given_up(monkeypatch, start):
     monkeypatch.setattr(heartbeat, "_hosts", lambda world: ["nowhere.invalid"])
-    told = r"rank 0 cannot connect with the heartbeat of rank 1 \(nowhere.invalid: .*\). The job goes on"
+    told = r"rank 0 cannot connect to the heartbeat of rank 1 \(nowhere.invalid: .*\). The job continues"
     with pytest.warns(RuntimeWarning, match=told):
         job = start(WAITS, WAITS)
     assert [list(one.unreachable) for one in job.both] == [[1], [0]]
@@ -104,9 +104,11 @@ def test_another_machine_with_the_address_is_not_taken_for_the_process(monkeypat
                         connection.sendall(json.dumps(["another", False, 0.0]).encode())
 
         threading.Thread(target=answer, daemon=True).start()
-        place = heartbeat._place
+        endpoint = heartbeat._endpoint
         monkeypatch.setattr(heartbeat, "_hosts", lambda world: ["127.0.0.1"])
-        monkeypatch.setattr(heartbeat, "_place", lambda name, host, port: place(name, host, other.getsockname()[1]))
+        monkeypatch.setattr(
+            heartbeat, "_endpoint", lambda name, host, port: endpoint(name, host, other.getsockname()[1])
+        )
         with pytest.warns(RuntimeWarning, match="127.0.0.1: another process answers"):
             start(BUSY, BUSY)
 
@@ -140,7 +142,7 @@ def test_one_that_is_busy_is_waited_for_and_that_is_said_once(start, said):
     job.work(8 * SECONDS)
     assert job.errors == [None, None]
     assert len(said) == 1
-    assert said[0].startswith("Waiting for rank 1: alive, and busy for 0 s so far, as in a callback")
+    assert said[0].startswith("Waiting for rank 1: alive, and busy for 0 s so far, for example in a callback")
     assert [one.others_are_busy() for one in job.both] == [True, False]
 
 

@@ -78,5 +78,5 @@ def test_without_ssh_other_hosts_are_refused(monkeypatch, mpi):
 
 
 def test_mpi_has_no_parameter_servers():
-    with pytest.raises(UsageError, match="MPI knows no parameter servers"):
+    with pytest.raises(UsageError, match="MPI has no parameter servers"):
         Job(("script.py",), ps=1, mpi=True)

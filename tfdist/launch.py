@@ -13,7 +13,7 @@ import click
 from tfdist import terminal
 from tfdist.errors import UsageError
 from tfdist.launcher import job
-from tfdist.launcher.elastic_options import ElasticWishes, elastic_options
+from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
 
 _processes = terminal.options_of("Processes")
 _hosts = terminal.options_of("Hosts")
@@ -89,10 +89,10 @@ def command(
         name=name,
         **options,  # type: ignore[arg-type]
     )
-    wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
+    elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
     if emit:
         return _emit(wanted, emit)
-    return _run_elastic(wanted, wishes, hostfile) if elastic else _run(wanted)
+    return _run_elastic(wanted, elastic_job, hostfile) if elastic else _run(wanted)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -110,13 +110,13 @@ def _run(wanted: job.Job) -> int:
     return run.run(wanted)
 
 
-def _run_elastic(wanted: job.Job, wishes: ElasticWishes, hostfile: Path | None) -> int:
+def _run_elastic(wanted: job.Job, elastic_job: ElasticOptions, hostfile: Path | None) -> int:
     from tfdist.launcher import elastic
 
     if wanted.ps or wanted.mpi:
         option = "--ps" if wanted.ps else "--mpi"
         raise UsageError(f"`{option}` is set beside `--elastic`", "leave out the one or the other")
-    return elastic.run(wanted, wishes.members(hostfile, wanted.hosts, wanted.workers))
+    return elastic.run(wanted, elastic_job.members(hostfile, wanted.hosts, wanted.workers))
 
 
 def _emit(wanted: job.Job, kind: str) -> int:

@@ -28,7 +28,7 @@ from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation
 from tfdist.errors import EXIT_INTERRUPTED, TfdistError
 from tfdist.launcher import job
-from tfdist.launcher.elastic_options import ElasticWishes, elastic_options
+from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
 from tfdist.run import config as configs
 from tfdist.run import processes, recipes, summary
 
@@ -228,8 +228,8 @@ def command(
         strategy_options=registry.parse_options(strategy_option, "--strategy-option"),
     )
     world = World.detect()
-    wishes = ElasticWishes(elastic, min_workers, max_workers, host_discovery_script)
-    wanted = processes.Processes(workers, ps, restarts, expose, wishes, hostfile)
+    elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
+    wanted = processes.Processes(workers, ps, restarts, expose, elastic_job, hostfile)
     processes.check(config, world, wanted)
     if world.world_size == 1 and wanted.several and job_environment.JOB not in os.environ:
         return processes.launch(config, wanted, _arguments())

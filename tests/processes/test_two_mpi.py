@@ -68,4 +68,4 @@ def test_the_launcher_refuses_another_librarys_mpirun(mpich, tmp_path):
     environment = mpich | {"PATH": f"{tmp_path}:{mpich['PATH']}"}
     done = run((sys.executable, "-m", "tfdist.launch", "--mpi", "script.py"), environment, tmp_path)
     assert done.returncode == 2
-    assert f"`{tmp_path}/mpirun` says that it is `HYDRA build details:`, and not Open MPI's" in done.stderr
+    assert f"`{tmp_path}/mpirun` is `HYDRA build details:`, not Open MPI's" in done.stderr

@@ -1,1 +1,1 @@
-"""Who takes part in a job, and whether each of them is still there; imports no TensorFlow."""
+"""The processes of a job: detection, rendezvous and heartbeat; imports no TensorFlow."""

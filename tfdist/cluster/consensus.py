@@ -1,6 +1,6 @@
-"""What the processes of a job must agree on while they train, each of which runs the same loop.
+"""What the processes of a job must agree on while each of them runs the same loop.
 
-Every function here is called by all processes at the same moment, and answers the same in each of them.
+All processes must call each function here together; it returns the same in each of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 GIVE_ALIKE = (
-    "seed what shuffles or makes them, so that every process has the same; or, where each process shall bring its own "
-    "part, pass `tfdist.data.per_process(data)`"
+    "seed what shuffles or generates the data, so that all processes have the same; or, if each process has its own "
+    "part of the data, pass `tfdist.data.per_process(data)`"
 )
 DO_ALIKE = (
     "call `fit`, `evaluate` and `predict` in every process, in callbacks too; only the results may be used in one alone"
@@ -34,7 +34,7 @@ class ProcessGroup(Protocol):
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """The addresses, by name, of processes that compute for this one and run no loop of their own."""
+        """The addresses, by name, of processes that compute for this one and do not run the loop themselves."""
         ...
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -133,12 +133,12 @@ def _require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprints: li
 
 
 def fingerprint(description: Any) -> str:
-    """A hash of 12 digits that stands for a description too long to show."""
+    """A hash of 12 digits, in place of a description that is too long to show."""
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def fingerprint_of_arrays(arrays: Iterable[np.ndarray]) -> str:
-    """A hash of 12 digits of the numbers in C-contiguous arrays."""
+    """A hash of 12 digits of the contents of C-contiguous arrays."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype}{array.shape}".encode())

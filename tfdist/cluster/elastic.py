@@ -1,12 +1,12 @@
-"""How the processes of an elastic job make way for other workers: all of them leave at a checkpoint.
+"""How the workers of an elastic job change: all processes leave at a checkpoint, and the launcher starts new ones.
 
-    launcher    the hosts have changed: SIGURG to the chief, until the job has ended
-    chief       notes it                                            all   train on
-    all         save a checkpoint, ask whether one was told to      leave with exit code 75
-    launcher    starts the job on the hosts that there are now; it resumes from that checkpoint
+    launcher    when the hosts have changed: sends SIGURG to the chief, until the job has ended
+    chief       notes the signal; all processes continue to train
+    all         save a checkpoint, compare whether any was asked to leave, and leave with exit code 75
+    launcher    starts the job on the current hosts; it resumes from that checkpoint
 
-Whoever does not listen is not harmed by that signal, as one that is only starting. A process that is killed costs the
-steps since the last checkpoint: the launcher ends the others, and starts the job without it.
+The signal does not harm a process that does not listen yet because it is still starting. If a process is killed, the
+steps since the last checkpoint are lost: the launcher ends the others, and starts the job without it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _told = False
 
 
 def listen() -> None:
-    """From now on this process notes that it was told to leave."""
+    """Makes this process note when the launcher asks it to leave."""
     global _listening
     _listening = True
     signal.signal(SIGNAL, _note)
 
 
 def leave_if_told(peers: consensus.ProcessGroup) -> None:
-    """Ends every process of the job where one of them was told to leave; all call it, behind a checkpoint."""
+    """Ends every process of the job if any was asked to leave; all processes call it after a checkpoint."""
     if _listening and consensus.any_of(peers, _told):
         raise SystemExit(EXIT_RESHAPED)
 

@@ -1,19 +1,19 @@
-"""Which processes of a job are alive, and what they do: engines wait for others, and do not know which, or why.
+"""Which processes of a job are alive, and what they do: TensorFlow, Horovod and MPI wait without knowing for whom.
 
-Every process has a thread that answers the others, whatever its other threads do, and one that asks them:
+In every process, one thread answers the other processes, whatever its other threads do, and another one polls them:
 
-    stopped, ended     says nothing, or refuses         → silent; the job is given up
-    waits              in an exchange with the others   → fine, unless all do, and nothing moves
-    busy               computes, saves, is in a callback → waited for, which is told
+    stopped or ended   does not answer, or refuses           → silent: the job is given up
+    waiting            is in an exchange with the others     → normal, unless all wait and nothing moves
+    busy               computes, saves, or is in a callback  → waited for, with a message
 
-Those that cannot be connected with at the start, as behind a firewall, are told and not asked again: nothing can be
-said of them, and the job has no more than what its engine finds out.
+Processes that cannot be reached at the start, for example behind a firewall, are reported and not polled again. Whether
+they are alive is then known only if TensorFlow, Horovod or MPI detects it.
 
 Synopsis:
 
     heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, Limits(seconds=20.0), give_up=print)
     with heartbeat.work():
-        ...                # what all processes do together
+        ...                # work that all processes do together
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ SECONDS_TO_ANSWER = 2.0
 SECONDS_TO_CONNECT = 3.0  # at the start
 SECONDS_AFTER_ERROR = 0.05
 LONGEST_SECONDS_BETWEEN_SAMPLES = 1.0
-ASKED = 4  # so often, at least, before a process counts as silent
-# Where all wait, nothing moves, and none computes, they wait for different things; a large tensor on a slow network may
-# look so for a while.
+ASKED = 4  # polls without an answer, at least, before a process counts as silent
+# If all processes wait, nothing moves, and none computes, they wait for different operations. A large tensor on a slow
+# network may look like that for a while.
 ALL_WAIT = 5
 MOST_CONNECTIONS = 16  # at a time
 LONGEST_ANSWER_BYTES = 256
@@ -58,8 +58,8 @@ class Limits:
     """How long processes are waited for.
 
     Attributes:
-        seconds: how long one may be silent.
-        busy_seconds: how long one may be busy while others wait for it; `None` is without end.
+        seconds: how long a process may be silent.
+        busy_seconds: how long a process may be busy while others wait for it; `None` sets no limit.
     """
 
     seconds: float
@@ -67,25 +67,25 @@ class Limits:
 
 
 class State(NamedTuple):
-    """What a process does, and for how many seconds it has."""
+    """What a process does, and for how many seconds it has done so."""
 
     waits: bool
     seconds: float
 
 
 class Heartbeat:
-    """Answers the other processes, and asks them.
+    """Answers the other processes, and polls them.
 
     Args:
-        world: this process among the others.
-        exchange: what each process says, by rank; every process calls it.
-        counts: how many exchanges this process has begun, and how many have ended.
-        limits: how long others are waited for.
-        give_up: called once, in a thread, with what ends the job.
+        world: the rank of this process, and the addresses of the others.
+        exchange: returns the messages of all processes, by rank; every process calls it with its own.
+        counts: returns how many exchanges this process has begun, and how many have ended.
+        limits: how long other processes are waited for.
+        give_up: called once, in a thread, with the error that ends the job.
 
     Attributes:
-        error: what `give_up` was called with.
-        unreachable: the ranks that could not be connected with at the start, and why not.
+        error: the error that `give_up` was called with.
+        unreachable: the ranks that could not be reached at the start, with the reasons.
     """
 
     def __init__(
@@ -105,20 +105,20 @@ class Heartbeat:
         self._told: set[int] = set()
         self._name = secrets.token_hex(8)
         here = world.local_world_size == world.world_size
-        # What it says is no secret, and it reads nothing: it can be open to whoever reaches the job's network.
+        # The answers are not secret, and nothing is read: the port can be open to everyone in the job's network.
         self._listener = socket.create_server(("localhost", 0)) if here else ports.listen_anywhere()
-        self._start(self._answer)  # before others learn where
+        self._start(self._answer)  # before the others learn the address
         hosts = ["localhost"] if here else _hosts(world)
         said = exchange(json.dumps([self._name, hosts, self._listener.getsockname()[1]]).encode())
-        self._places: dict[int, _Place] = {}
-        self.unreachable = self._connect({rank: json.loads(place) for rank, place in enumerate(said)})
+        self._endpoints: dict[int, _Endpoint] = {}
+        self.unreachable = self._connect({rank: json.loads(endpoint) for rank, endpoint in enumerate(said)})
         self._say_who_is_unreachable()
         self._start(self._look)
         atexit.register(self._state.close)
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
-        """The context of what all processes do together."""
+        """The context of work that all processes do together."""
         self._depth += 1
         try:
             yield
@@ -126,24 +126,24 @@ class Heartbeat:
             self._depth -= 1
 
     def silent(self) -> list[int]:
-        """The ranks that do not answer now."""
+        """The ranks that currently do not answer."""
         return [rank for rank, state in self._ask().items() if state is None]
 
     def others_are_busy(self) -> bool:
-        """Whether a process that answers now is not waiting, so that it may be worth to wait for it."""
+        """Whether a process that answers is busy, so that it may be worth waiting for it."""
         return any(state is not None and not state.waits for state in self._ask().values())
 
     def _start(self, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name="tfdist-heartbeat", daemon=True).start()
 
     def _connect(self, said: Mapping[int, tuple[str, list[str], int]]) -> dict[int, str]:
-        """Finds an address of each other process; returns why it could not, by rank."""
+        """Finds an address of each other process; returns the reasons for failures, by rank."""
 
         def find(rank: int) -> str | None:
             reasons = []
             for host in said[rank][1]:
                 try:
-                    self._places[rank] = _place(said[rank][0], host, said[rank][2])
+                    self._endpoints[rank] = _endpoint(said[rank][0], host, said[rank][2])
                     return None
                 except OSError as error:
                     reasons.append(f"{host}: {error.strerror or error}")
@@ -157,32 +157,32 @@ class Heartbeat:
         for rank, reason in self.unreachable.items():
             here = self._world.named(self._world.rank)
             warnings.warn(
-                f"{here} cannot connect with the heartbeat of {self._world.named(rank)} ({reason}). The job goes on; "
-                f"whether {self._world.named(rank)} has fallen silent, or is merely busy, is known no better than by "
-                "what carries the tensors. Let the machines of the job reach all ports of each other",
+                f"{here} cannot connect to the heartbeat of {self._world.named(rank)} ({reason}). The job "
+                f"continues, but may not notice whether {self._world.named(rank)} is silent or only busy. Let the "
+                "machines of the job reach all ports of each other",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _ask(self) -> dict[int, State | None]:
-        """What the others say that they do, by rank; `None` of those that say nothing."""
-        return _asked(self._places, SECONDS_TO_ANSWER)
+        """The states of the other processes, by rank; `None` for those that do not answer."""
+        return _asked(self._endpoints, SECONDS_TO_ANSWER)
 
     def _answer(self) -> None:
-        # A process whose program has ended, and that others wait for in vain, is as good as gone.
+        # A process whose program has ended while others wait for it counts as gone.
         while threading.main_thread().is_alive():
             try:
                 connection, _ = self._listener.accept()
                 with connection:
                     if threading.main_thread().is_alive():
                         connection.sendall(json.dumps([self._name, *self._state.now()]).encode())
-            except OSError:  # it has gone already, or this process has no more descriptors
+            except OSError:  # it has ended already, or this process has no more file descriptors
                 time.sleep(SECONDS_AFTER_ERROR)
         self._listener.close()
 
     def _look(self) -> None:
         between = self._limits.seconds / ASKED
-        missed = dict.fromkeys(self._places, 0)
+        missed = dict.fromkeys(self._endpoints, 0)
         while self._state.sample_for(between):
             states = self._ask()
             own = self._state.now()
@@ -194,16 +194,16 @@ class Heartbeat:
                 return
 
     def _verdict(self, states: Mapping[int, State | None], own: State, lost: list[int]) -> ClusterError | None:
-        """Why the job is to be given up, if it is; tells who is waited for."""
+        """The error if the job must be given up; reports which processes the job waits for."""
         if lost:
             return gone(self._world, lost, self._limits.seconds)
         known = {rank: state for rank, state in states.items() if state is not None} | {self._world.rank: own}
         waiting = [state.seconds for state in known.values() if state.waits]
         if len(waiting) == self._world.world_size and min(waiting) >= ALL_WAIT * self._limits.seconds:
             return ClusterError(
-                f"All processes of the job have waited for each other for {min(waiting):.0f} s: not all have come to "
-                "the same exchange",
-                "have all processes call the same, in the same order, on the same model and data",
+                f"All processes of the job have waited for each other for {min(waiting):.0f} s: not all are in the "
+                "same exchange",
+                "make all processes call the same methods, in the same order, on the same model and data",
             )
         busy = {rank: state.seconds for rank, state in known.items() if not state.waits}
         self._tell_of(busy if max(waiting, default=0.0) >= self._limits.seconds else {})
@@ -215,14 +215,14 @@ class Heartbeat:
         return None
 
     def _tell_of(self, busy: Mapping[int, float]) -> None:
-        """Says once for whom the job waits."""
+        """Reports once which processes the job waits for."""
         late = {rank: seconds for rank, seconds in busy.items() if seconds >= self._limits.seconds}
-        if late.keys() - self._told and self._world.is_chief:  # one of all, whose output may be one
+        if late.keys() - self._told and self._world.is_chief:  # only one process, since all may have the same output
             bound = self._limits.busy_seconds
-            end = "`callback_timeout_seconds` would bound it" if bound is None else f"it is given up after {bound:g} s"
+            end = "`callback_timeout_seconds` would limit it" if bound is None else f"it is given up after {bound:g} s"
             terminal.say(
-                f"Waiting for {self._named(late)}: alive, and busy for {max(late.values()):.0f} s so far, as in a "
-                f"callback, an evaluation or a save; {end}."
+                f"Waiting for {self._named(late)}: alive, and busy for {max(late.values()):.0f} s so far, for "
+                f"example in a callback, an evaluation or a save; {end}."
             )
         self._told = set(late)
 
@@ -231,12 +231,12 @@ class Heartbeat:
 
 
 def gone(world: World, ranks: Collection[int], seconds: float) -> ClusterError:
-    """The error for processes that are ended or silent."""
+    """The error for processes that have ended or do not answer."""
     return ClusterError.lost(f"Gone, or silent for {seconds:g} s: {', '.join(map(world.named, ranks))}")
 
 
 class _Own:
-    """What this process does, as seen now and then."""
+    """What this process does, sampled at intervals."""
 
     def __init__(self, counts: Callable[[], tuple[int, int]]):
         self._counts = counts
@@ -246,61 +246,61 @@ class _Own:
         self._lock = threading.Lock()
 
     def now(self) -> State:
-        """What it did when it was last seen."""
+        """The state at the last sample."""
         begun, ended = self._seen
         return State(ended < begun, time.monotonic() - self._since)
 
     def sample_for(self, seconds: float) -> bool:
-        """Looks now and then for so long; whether to go on."""
+        """Samples the state for this time; returns whether to continue."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._closed.wait(min(left, seconds / ASKED, LONGEST_SECONDS_BETWEEN_SAMPLES)):
                 return False
-            with self._lock:  # TensorFlow's variables must not be read while it is taken down
+            with self._lock:  # TensorFlow's variables must not be read while TensorFlow shuts down
                 seen = self._seen if self._closed.is_set() else self._counts()
             if seen != self._seen:
                 self._seen, self._since = seen, time.monotonic()
         return True
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stops sampling."""
         with self._lock:
             self._closed.set()
 
 
-class _Place(NamedTuple):
-    """Where a process answers, and what it calls itself: the same address may be another machine's elsewhere."""
+class _Endpoint(NamedTuple):
+    """Where a process answers, and its name: on another network the same address may be another machine."""
 
     name: str
     family: int
     address: Any
 
 
-def _place(name: str, host: str, port: int) -> _Place:
-    """The place of a process that answers by that name.
+def _endpoint(name: str, host: str, port: int) -> _Endpoint:
+    """The endpoint of a process, if the process there answers with that name.
 
     Raises:
-        OSError: it cannot be connected with, or does not answer.
+        OSError: the process cannot be reached, or does not answer.
     """
     with socket.create_connection((host, port), timeout=SECONDS_TO_CONNECT) as connection:
         _read(connection, name)
-        return _Place(name, connection.family, connection.getpeername())
+        return _Endpoint(name, connection.family, connection.getpeername())
 
 
-def _asked(places: Mapping[int, _Place], seconds: float) -> dict[int, State | None]:
-    """What the processes at `places` say within `seconds` that they do."""
-    found: dict[int, State | None] = dict.fromkeys(places)
+def _asked(endpoints: Mapping[int, _Endpoint], seconds: float) -> dict[int, State | None]:
+    """The states that the processes at `endpoints` report within `seconds`."""
+    found: dict[int, State | None] = dict.fromkeys(endpoints)
     until = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
-        for rank, place in places.items():
-            connection = connections.enter_context(socket.socket(place.family))
+        for rank, endpoint in endpoints.items():
+            connection = connections.enter_context(socket.socket(endpoint.family))
             connection.setblocking(False)
-            connection.connect_ex(place.address)
+            connection.connect_ex(endpoint.address)
             selector.register(connection, selectors.EVENT_READ, rank)
         while selector.get_map() and (left := until - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 with contextlib.suppress(OSError):
-                    found[key.data] = _read(cast(socket.socket, key.fileobj), places[key.data].name)
+                    found[key.data] = _read(cast(socket.socket, key.fileobj), endpoints[key.data].name)
                 selector.unregister(key.fileobj)
     return found
 
@@ -316,7 +316,7 @@ def _read(connection: socket.socket, name: str) -> State:
 
 
 def _hosts(world: World) -> list[str]:
-    """By what others may reach this machine: its name in the job, and the addresses of its network interfaces."""
+    """The names by which others may reach this machine: its host in the job, and the addresses of its interfaces."""
     named = world.tasks[world.rank].host if world.tasks else socket.gethostname()
     families = (socket.AF_INET, socket.AF_INET6)
     found = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]

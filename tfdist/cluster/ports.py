@@ -8,13 +8,13 @@ import os
 import socket
 import stat
 
-# TensorFlow's servers, told so by this variable, take a port although another process of the same user holds it, if
-# that one does not listen. So a port can be held for a process until it ends.
+# With this variable, TensorFlow's servers use a port although another process of the same user has bound it, if that
+# process does not listen. A port can so be reserved for a process until the process ends.
 SHARE = "TF_GRPC_REUSE_PORT"
 
 
 def hold(port: int = 0) -> socket.socket:
-    """A port that was free, or `port`, that nobody else gets while this socket is open."""
+    """A socket that reserves a free port, or `port`, for as long as it is open."""
     held = _on_every_interface()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind(("", port))
@@ -41,7 +41,7 @@ def listen(port: int) -> socket.socket:
 
 
 def listen_anywhere() -> socket.socket:
-    """A socket that listens on a port that was free, on every interface, by IPv6 too where there is any."""
+    """A socket that listens on a free port of every interface, over IPv6 too if there is IPv6."""
     listener = _on_every_interface()
     listener.bind(("", 0))
     listener.listen(128)
@@ -49,7 +49,7 @@ def listen_anywhere() -> socket.socket:
 
 
 def hang_up(host: str, port: int) -> int:
-    """Ends the connections of this process to a port, whoever in it opened them; returns how many there were."""
+    """Ends all connections of this process to a port; returns how many there were."""
     places = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     ended = 0
     for name in os.listdir("/proc/self/fd"):
@@ -65,12 +65,12 @@ def hang_up(host: str, port: int) -> int:
 
 
 def shared() -> bool:
-    """Whether the ports of this process are held for it by another one."""
+    """Whether another process reserves the ports of this one."""
     return os.environ.get(SHARE, "0").lower() in ("1", "true")
 
 
 def _on_every_interface() -> socket.socket:
-    """A socket for IPv6 and IPv4 both, where there is IPv6."""
+    """A socket for both IPv6 and IPv4 if there is IPv6."""
     if not _has_ipv6():
         return socket.socket(socket.AF_INET)
     both = socket.socket(socket.AF_INET6)
@@ -80,7 +80,7 @@ def _on_every_interface() -> socket.socket:
 
 @functools.cache
 def _has_ipv6() -> bool:
-    """Whether IPv6 is known here, and switched on."""
+    """Whether this machine supports IPv6, and it is enabled."""
     if not socket.has_dualstack_ipv6():
         return False
     with socket.socket(socket.AF_INET6) as trial:

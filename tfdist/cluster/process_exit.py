@@ -1,6 +1,6 @@
-"""What must happen when this process ends with an error, so that others of its job do not wait for it for ever.
+"""What must happen when this process ends with an error, so that other processes of its job do not wait forever.
 
-A command that ends with an error calls `fail`; an exception that nobody catches does so by itself.
+A command that ends with an error calls `fail`; for an uncaught exception, `fail` is called automatically.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tfdist import terminal
 from tfdist.errors import TfdistError
 
 _hooks: list[Callable[[int], None]] = []
-# What closes the run, with how and why it ended, were this process to end from within.
+# Closes the run, with its status and the reason, if this process ends itself.
 _closers: list[Callable[[str, str], None]] = []
 SECONDS_TO_CLOSE = 3.0
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def at_failure(hook: Callable[[int], None]) -> None:
-    """Has `hook(exit_code)` called when this process ends with an error."""
+    """Registers `hook(exit_code)` to be called when this process ends with an error."""
     if not _hooks:
         before = sys.excepthook
 
@@ -45,13 +45,13 @@ def fail(exit_code: int) -> None:
 
 @contextlib.contextmanager
 def closed_by(close: Callable[[str, str], None]) -> Iterator[None]:
-    """Has `close(status, reason)` called before the process ends by `end_process`, or by SIGTERM or SIGHUP.
+    """Calls `close(status, reason)` before the process ends by `end_process`, SIGTERM or SIGHUP.
 
-    Python's own handlers run when native code returns, which may be too late: whoever sends SIGTERM sends SIGKILL
-    after a few seconds. So the signals are read by a thread.
+    Python's own signal handlers run only when native code returns. That may be too late, since SIGTERM is usually
+    followed by SIGKILL after a few seconds. A thread therefore receives the signals.
     """
     _closers.append(close)
-    # Not one that is ignored, as SIGHUP under nohup.
+    # Leave out signals that are ignored, such as SIGHUP under nohup.
     numbers = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -78,10 +78,10 @@ def _read_signals(reader: int, numbers: Sequence[int]) -> None:
 
 
 def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
-    """Shows `error` and ends this process at once, from any thread, where native code cannot be made to return.
+    """Prints `error` and ends this process at once, from any thread, even if native code does not return.
 
-    The run is closed, if that takes no longer than a few seconds, and no handler runs. `before` is called with the exit
-    code at the end.
+    The run is closed if that takes at most a few seconds. No exit handlers run. At the end, `before` is called with the
+    exit code.
     """
     terminal.say(f"error: {error}")
     _close("failed", error.sentence)

@@ -1,8 +1,9 @@
 """Ends the collective operations of this process when one of them has waited too long for other processes.
 
-TensorFlow's own timeout of a collective keeps a thread for all of its length, however soon the collective has ended
-(`timeout_seconds` in the documentation of `tf.distribute.experimental.CommunicationOptions`). A thousand collectives a
-second that may wait a minute need 60,000 threads, more than a process can have. Here one thread looks on at all.
+TensorFlow's own timeout of a collective blocks a thread for the whole timeout, even if the collective ends sooner
+(`timeout_seconds` in the documentation of `tf.distribute.experimental.CommunicationOptions`). A thousand collectives
+per second with a timeout of one minute need 60,000 threads, more than a process can have. Here one thread watches all
+of them.
 
 Synopsis:
 
@@ -17,15 +18,15 @@ import atexit
 import threading
 from collections.abc import Callable
 
-LOOKS = 20  # at least, before something has waited too long
+LOOKS = 20  # the smallest number of looks before something has waited too long
 LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Patience:
-    """Counts looks in vain, and not the time: a process that was stopped itself has not waited meanwhile.
+    """Counts looks without progress instead of time: a process that was itself paused has not waited meanwhile.
 
     Args:
-        seconds: how long nothing may move.
+        seconds: how long there may be no progress.
 
     Attributes:
         between_looks_seconds: how long to wait for the next look.
@@ -37,21 +38,21 @@ class Patience:
         self._looks = 0
 
     def ends(self, moved: bool) -> bool:
-        """Whether nothing has moved for too long, after one look more."""
+        """Whether there was no progress for too long, counting this look."""
         self._looks = 0 if moved else self._looks + 1
         return self._looks * self.between_looks_seconds >= self._seconds
 
 
 class Watch:
-    """Calls `abort` once collectives are under way and nothing moves.
+    """Calls `abort` when collectives are running and there is no progress.
 
     Args:
-        seconds: how long collectives may be under way while none begins or ends.
-        counts: gives how many collectives have begun, and how many have ended.
-        abort: what ends them, given a reason.
+        seconds: how long collectives may run while none begins or ends.
+        counts: returns how many collectives have begun, and how many have ended.
+        abort: ends the collectives; called with the reason.
 
     Attributes:
-        excused: asked then whether to wait on, and for as long again.
+        excused: called before `abort`; if it returns true, the watch waits for the same time again.
     """
 
     def __init__(self, seconds: float, counts: Callable[[], tuple[int, int]], abort: Callable[[str], None]):
@@ -62,11 +63,11 @@ class Watch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="tfdist-waiting", daemon=True)
         self._thread.start()
-        # A thread must not read TensorFlow's variables while TensorFlow is taken down.
+        # A thread must not read TensorFlow's variables while TensorFlow shuts down.
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stops watching."""
         self._closed.set()
         self._thread.join()
 

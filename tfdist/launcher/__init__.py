@@ -1,7 +1,7 @@
-"""Starts the processes of a job, shows what they say, and leaves none of them behind.
+"""Starts the processes of a job, shows their output, and leaves none of them behind.
 
-    launch ──► job ──► run ──► supervisor (one a process, on its host) ──► the user's program
+    launch ──► job ──► run ──► supervisor (one per process, on its host) ──► the user's program
 
-A supervisor holds its process' port, starts it when the addresses of all are known, passes signals on, and ends it,
-with whatever it started, when the launcher says so or is no more.
+A supervisor reserves a port for its process, starts the process when all addresses are known, and passes signals on. It
+ends the process, and everything that the process started, when the launcher asks for it or no longer runs.
 """

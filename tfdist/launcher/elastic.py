@@ -1,4 +1,4 @@
-"""Runs a job whose workers come and go: started again, from its last checkpoint, on whatever hosts there are."""
+"""Runs an elastic job: when its hosts change or a worker is lost, it starts again from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Hosts = tuple[str, ...]  # one for each worker
 
 
 class Members:
-    """The hosts of an elastic job, as a list that changes says, less those whose worker was lost.
+    """The hosts of an elastic job: those of a list that may change, without the slots of lost workers.
 
-    A lost worker's place is left out until its host's entry changes: a host that fails is not tried again and again.
+    The slot of a lost worker stays empty until its host's entry changes, so that a broken host is not tried repeatedly.
 
     Args:
         listed: reads the list.
-        least: the job needs so many workers.
-        most: and takes no more; `None` is as many as there are.
+        least: the smallest number of workers.
+        most: the largest number of workers; `None` sets no limit.
 
     Raises:
-        UsageError: numbers that cannot be; the list cannot be read when the job starts.
+        UsageError: `least` or `most` is out of range, or the list cannot be read when the job starts.
     """
 
     def __init__(self, listed: Callable[[], Hosts], least: int = 1, most: int | None = None):
@@ -53,10 +53,10 @@ class Members:
         self._order: dict[str, int] = {}
 
     def now(self) -> Hosts:
-        """Where the job would run if it started now; hosts that have been there for longer go first."""
+        """The hosts on which the job would start now; hosts that have been in the list for longer come first."""
         try:
             listed = Counter(self._listed())
-        except UsageError:  # it may just be written, or its server be away
+        except UsageError:  # the file may be half written, or its server unavailable
             listed = self._seen
         for host in {*listed, *self._seen}:
             if listed[host] != self._seen[host]:
@@ -72,36 +72,36 @@ class Members:
         self._lost[host] += 1
 
     def wait(self, seconds: float) -> Hosts:
-        """The hosts as soon as they are enough.
+        """The hosts, as soon as there are enough.
 
         Raises:
-            ClusterError: they are not, for so long.
+            ClusterError: there are not enough after `seconds`.
         """
         until = time.monotonic() + seconds
         while len(hosts := self.now()) < self.least:
             if time.monotonic() > until:
                 raise ClusterError(
-                    f"There are places for {len(hosts)} workers, and the job needs {self.least}: waited {seconds:g} s",
-                    "add hosts to the list, or lower `--min-workers`; what was lost stays out until its entry changes",
+                    f"There are slots for {len(hosts)} workers, and the job needs {self.least}: waited {seconds:g} s",
+                    "add hosts to the list, or lower `--min-workers`; a lost slot stays empty until its host changes",
                 )
             time.sleep(launcher.SECONDS_BETWEEN_LOOKS)
         return hosts
 
 
 def in_file(path: Path) -> Callable[[], Hosts]:
-    """Reads a host file anew each time."""
+    """A function that reads a host file each time it is called."""
     return lambda: job.read_hostfile(path)
 
 
 def by_script(path: Path) -> Callable[[], Hosts]:
-    """Asks a program that prints a line `host` or `host:2` for each host, as Horovod's discovery scripts do."""
+    """A function that runs a program, which prints one line `host` or `host:2` per host, as for Horovod."""
 
     def ask() -> Hosts:
         try:
             asked = subprocess.run([path.absolute()], capture_output=True, text=True, check=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
             raise UsageError(
-                f"The host discovery script `{path}` failed: {error}", "see that it can be run, and ends with 0"
+                f"The host discovery script `{path}` failed: {error}", "check that it can be run and exits with 0"
             ) from error
         return job.parse_hosts(",".join(asked.stdout.split()))
 
@@ -115,7 +115,7 @@ def run(wanted: Job, members: Members) -> int:
         ClusterError: there are too few hosts.
         UsageError: the logs cannot be written.
     """
-    # Its hosts may be elsewhere tomorrow, and its list too, so that it gets no network of its own.
+    # Later hosts, and the list, may be on other machines, so the job cannot be isolated in a network namespace.
     wanted = replace(wanted, expose=True)
     with Screen(wanted.log_dir) as screen:
         return _run(wanted, members, screen)
@@ -126,7 +126,7 @@ def _run(wanted: Job, members: Members, screen: Screen) -> int:
     for start in itertools.count():
         hosts = members.wait(wanted.start_seconds)
         counted = ", ".join(f"{host}:{count}" for host, count in Counter(hosts).items())
-        console.print(f"Starting with {len(hosts)} of the workers: {counted}", highlight=False)
+        console.print(f"Starting with {len(hosts)} workers: {counted}", highlight=False)
         here = all(_is_here(host) for host in hosts)
         shaped = replace(wanted, workers=len(hosts), hosts=() if here else hosts)
 
@@ -143,11 +143,11 @@ def _run(wanted: Job, members: Members, screen: Screen) -> int:
         if code in ENDS:
             return code
         if code == EXIT_RESHAPED:
-            console.print("The hosts have changed; the job goes on from the checkpoint that it has just written.")
+            console.print("The hosts have changed; the job continues from the checkpoint that it has just written.")
             continue
         for rank in part.culprits:
             members.lose(hosts[rank])
-            console.print(f"Going on without the worker {rank} on {hosts[rank]}, from the last checkpoint.")
+            console.print(f"Continuing from the last checkpoint, without worker {rank} on {hosts[rank]}.")
     raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""The options of a job whose workers come and go, for `tfdist.train` and `tfdist.launch`."""
+"""The options of an elastic job, for `tfdist.train` and `tfdist.launch`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def elastic_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class ElasticWishes:
-    """What the options say.
+class ElasticOptions:
+    """The values of the options.
 
     Raises:
-        UsageError: they do not go together.
+        UsageError: they cannot be combined.
     """
 
     elastic: bool = False
@@ -53,18 +53,18 @@ class ElasticWishes:
         for name in ("min_workers", "max_workers", "host_discovery_script"):
             if getattr(self, name) is not None and not self.elastic:
                 option = "--" + name.replace("_", "-")
-                raise UsageError(f"`{option}` is set, and the job is not elastic", "add `--elastic`, or leave it out")
+                raise UsageError(f"`{option}` is set, but the job is not elastic", "add `--elastic`, or leave it out")
 
-    def members(self, hostfile: Path | None, hosts: tuple[str, ...] = (), places: int = 2) -> Members:
-        """The hosts of the job: those of the script, or of the file, as it changes; else `hosts`, or this machine.
+    def members(self, hostfile: Path | None, hosts: tuple[str, ...] = (), workers_here: int = 2) -> Members:
+        """The hosts of the job: those of the discovery script or the host file; else `hosts`, or this machine.
 
         Args:
             hostfile: see `tfdist.launcher.job.read_hostfile`.
-            hosts: one for each worker.
-            places: for so many workers on this machine, where `--max-workers` says nothing.
+            hosts: one per worker.
+            workers_here: the number of workers on this machine, unless `--max-workers` is given.
 
         Raises:
-            UsageError: both are given, a list cannot be read, or numbers that cannot be.
+            UsageError: both are given, a list cannot be read, or a number is out of range.
         """
         from tfdist.launcher import elastic
 
@@ -75,5 +75,5 @@ class ElasticWishes:
         if hostfile or script:
             listed = elastic.in_file(hostfile) if hostfile else elastic.by_script(script)  # type: ignore[arg-type]
             return elastic.Members(listed, least, self.max_workers)
-        fixed = hosts or ("localhost",) * max(places if self.max_workers is None else self.max_workers, least)
+        fixed = hosts or ("localhost",) * max(workers_here if self.max_workers is None else self.max_workers, least)
         return elastic.Members(lambda: fixed, least, self.max_workers)

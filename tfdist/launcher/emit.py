@@ -1,7 +1,7 @@
 """A job as text for a scheduler that starts the processes itself: a script for Slurm, manifests for Kubernetes.
 
-Both run `python COMMAND` once a process. World learns the rest: under Slurm from Slurm's own variables, in a pod from
-the TF_CONFIG that the pod's shell makes of its number.
+Both run `python COMMAND` once per process. `World` detects the rest: under Slurm from Slurm's own variables, in a pod
+from the TF_CONFIG that the pod's shell makes from the index of the pod.
 
 Synopsis:
 
@@ -26,10 +26,10 @@ from tfdist.launcher.job import Job
 
 IMAGE = "registry.example.com/tfdist:edit-me"
 
-# Every pod has an address of its own, so that all can listen on the same port.
+# Every pod has its own address, so that all can listen on the same port.
 POD_PORT = 2222
 
-# What Kubernetes takes as the name of a service, and of a pod's host, which ends in a dash and the pod's number.
+# The names that Kubernetes allows for a service, and for a pod's host, which ends with a dash and the pod's index.
 LONGEST_LABEL = 63
 KUBERNETES_PREFIX = "tfdist-"
 
@@ -47,7 +47,7 @@ def slurm(job: Job) -> str:
     variables = [f'export {JOB}="slurm-$SLURM_JOB_ID"', f"export {START_SECONDS}={job.start_seconds:g}"]
     if job.ps:
         variables += [
-            "# So many processes, the last, are parameter servers; the first is the chief, those between are workers.",
+            "# The last processes, this many, are parameter servers; the first is the chief, the others are workers.",
             f"export {PARAMETER_SERVERS}={job.ps}",
         ]
     return "\n".join(
@@ -73,27 +73,27 @@ _SLURM_HEAD = """\
 #SBATCH --job-name=tfdist
 #SBATCH --output=%x-%j.out
 #SBATCH --ntasks={size}
-# edit: one process a node. With fewer nodes some processes share one; `--ntasks-per-node` says how many at most.
+# edit: one process per node. With fewer nodes, some processes use the same node; `--ntasks-per-node` limits them.
 #SBATCH --nodes={size}
-# edit: what a process gets. Take one `#` away, and write what your nodes have.
+# edit: resources per process. Remove one `#`, and write what your nodes have.
 ##SBATCH --cpus-per-task=8
 ##SBATCH --gpus-per-task=1
-# edit: where, and how long.
+# edit: partition and time limit.
 ##SBATCH --partition=NAME
 ##SBATCH --time=04:00:00
 {requeue}
 
-# edit: make `python` the one that has tfdist, for example by `source /shared/venv/bin/activate`. It stands before
-# `set -u`, which not every such script survives.
+# edit: make `python` the one that has tfdist, for example by `source /shared/venv/bin/activate`. This comes before
+# `set -u`, with which some of these scripts fail.
 
 set -euo pipefail
 
-# A step does not take this from its job, since Slurm 22.05.
+# Since Slurm 22.05, a step does not inherit this from its job.
 if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 """
 
 _NO_REQUEUE = """\
-# A failure ends the job, a node's too.
+# A failure ends the job, also the failure of a node.
 #SBATCH --no-requeue"""
 
 _REQUEUE = """\
@@ -101,21 +101,21 @@ _REQUEUE = """\
 #SBATCH --requeue
 #SBATCH --open-mode=append"""
 
-# `scancel` and the time limit end this script with its processes: it does not come to the requeueing.
+# `scancel` and the time limit end this script together with its processes, before it can requeue the job.
 _SLURM_RESTARTS = """\
 
-# How often Slurm has started this job again; with more than 0, tfdist.train goes on from its last checkpoint.
+# The number of restarts of this job by Slurm; above 0, tfdist.train continues from its last checkpoint.
 export {variable}=${{SLURM_RESTART_COUNT:-0}}
 restarts={restarts}
 if [ "${variable}" -gt "$restarts" ]; then
-  echo "error: Slurm has started this job again ${variable} times, and it may $restarts times" >&2
+  echo "error: Slurm has restarted this job ${variable} times; at most $restarts restarts are allowed" >&2
   exit 1
 fi
 
-# One process that fails ends them all; then all start again.
+# If one process fails, all are ended, and all start again.
 status=0
 {step} || status=$?
-# With {usage}, which `srun` returns if no process has a higher one, the program says that its input needs a change.
+# Exit code {usage}, which `srun` returns if no process has a higher one, means that the program's input needs a change.
 if [ "$status" -ne 0 ] && [ "$status" -ne {usage} ] && [ "${variable}" -lt "$restarts" ]; then
   echo "The job failed with exit code $status; putting it back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
@@ -124,14 +124,14 @@ exit "$status\""""
 
 
 def kubernetes(job: Job, image: str = IMAGE) -> str:
-    """The job as manifests for `kubectl apply`: a network policy, a service that names the pods, and the pods.
+    """The job as manifests for `kubectl apply`: a network policy, a service that names the pods, and the job itself.
 
     Args:
         job: what to run.
-        image: the container image; it has `sh`, and a `python` that has tfdist and the program.
+        image: the container image, with `sh`, and with a `python` that has tfdist and the program.
 
     Raises:
-        UsageError: the job names hosts, which Kubernetes chooses, or has a name that Kubernetes does not take.
+        UsageError: the job names hosts, which Kubernetes chooses, or has a name that Kubernetes does not allow.
     """
     _refuse_hosts(job, "kubernetes", "Kubernetes chooses the nodes; `nodeSelector` in the manifest narrows them")
     size = len(job.roles)
@@ -156,7 +156,7 @@ def kubernetes(job: Job, image: str = IMAGE) -> str:
     )
 
 
-# Kubernetes leaves what it cannot read as a variable as it is, such as `$rank` and `$((rank - 1))`.
+# Kubernetes replaces only `$(NAME)`; it leaves `$rank` and `$((rank - 1))` unchanged.
 _RANK_TO_ROLE = """\
 rank=$JOB_COMPLETION_INDEX
 {role}
@@ -166,7 +166,7 @@ exec python "$@"
 
 
 def _role_of_rank(job: Job) -> str:
-    """Shell that makes `role` and `index` of `rank`, in the order of `job.roles`."""
+    """Shell code that computes `role` and `index` from `rank`, in the order of `job.roles`."""
     if not job.ps:
         return "role=worker index=$rank"
     return (
@@ -179,9 +179,9 @@ def _role_of_rank(job: Job) -> str:
 _MANIFESTS = """\
 # Runs one program in {size} pods: `kubectl apply -f FILE`. Look through the lines under `edit`. Needs Kubernetes 1.29.
 
-# TensorFlow's servers ask nobody who they are: who reaches one runs code in its pod. So only the job's own pods may.
-# This holds where the cluster's network plugin enforces policies; not every one does. No ports are listed, since NCCL
-# takes others beside {port}.
+# TensorFlow's servers have no authentication: anyone who can reach one can run code in its pod. Therefore only the
+# job's own pods may connect. The cluster's network plugin must enforce policies; not every plugin does. No ports are
+# listed, since NCCL uses others besides {port}.
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
@@ -226,19 +226,19 @@ spec:
   completionMode: Indexed
   completions: {size}
   parallelism: {size}
-  # Kubernetes restarts single pods. With tfdist every process ends when one does, so that one failure of the job is one
-  # failure of each pod, and all come back. So many failures each pod may have; the first pod with one more ends the
-  # job. (`backoffLimit` would count the failures of all pods together: restarts x pods of them, and the wait before
-  # a restart would double with each pod, not with each restart: 10 s, 20 s, ... up to 10 minutes.) An eviction is a
-  # failure like any other.
+  # Kubernetes restarts single pods. With tfdist every process ends when one fails, so that one failure of the job is
+  # one failure of each pod, and all pods are restarted. This is the number of failures allowed per pod; the first pod
+  # that exceeds it ends the job. (`backoffLimit` would count the failures of all pods together, restarts x pods, and
+  # the wait before a restart would double with each pod, not with each restart: 10 s, 20 s, ... up to 10 minutes.) An
+  # eviction counts as a failure.
   backoffLimitPerIndex: {restarts}
   maxFailedIndexes: 0
   # Never two pods of one rank at a time.
   podReplacementPolicy: Failed
   podFailurePolicy:
     rules:
-      # Trying again does not help: the program says that its input needs a change ({usage}), or the image has no
-      # `python`, or none that runs (127, 126).
+      # A restart does not help: the program's input needs a change ({usage}), or the image has no `python` that runs
+      # (127, 126).
       - action: FailJob
         onExitCodes:
           containerName: tfdist
@@ -256,7 +256,7 @@ spec:
       restartPolicy: Never
       automountServiceAccountToken: false
       securityContext:
-        # edit: where the image names no user, or not by number, add `runAsUser: 1000`; where a volume is root's,
+        # edit: if the image sets no user, or not by number, add `runAsUser: 1000`; if a volume belongs to root, add
         # `fsGroup: 1000`.
         runAsNonRoot: true
         seccompProfile:
@@ -279,10 +279,10 @@ spec:
                 {cluster}
             - name: {job_variable}
               value: {job_name}
-            # edit: how long the first pod waits for the last. It spans finding nodes and pulling images.
+            # edit: how long the first pod waits for the last. This includes scheduling and pulling images.
             - name: {start_variable}
               value: {start_seconds}
-            # How often this pod was started again; with more than 0, tfdist.train goes on from its last checkpoint.
+            # The number of restarts of this pod; above 0, tfdist.train continues from its last checkpoint.
             - name: {restart_variable}
               valueFrom:
                 fieldRef:
@@ -294,14 +294,14 @@ spec:
             capabilities:
               drop:
                 - ALL
-          # edit: what a pod needs of its node.
+          # edit: the resources of a pod.
           # resources:
           #   limits:
           #     cpu: 4
           #     memory: 8Gi
           #     nvidia.com/gpu: 1
-          # edit: a pod's own files go with it. Run folders, where a restarted job finds its checkpoints, belong on a
-          # volume that all pods can write (`ReadWriteMany`).
+          # edit: a pod's own files are deleted with it. Run folders, where a restarted job finds its checkpoints,
+          # belong on a volume that all pods can write to (`ReadWriteMany`).
           # volumeMounts:
           #   - name: runs
           #     mountPath: /runs
@@ -318,18 +318,18 @@ def _refuse_hosts(job: Job, target: str, hint: str) -> None:
 
 
 def _kubernetes_name(job_name: str, size: int) -> str:
-    """What the job's parts are called in Kubernetes."""
+    """The name of the job's objects in Kubernetes."""
     name = KUBERNETES_PREFIX + job_name
     longest = LONGEST_LABEL - len(f"-{size - 1}")
     if not re.fullmatch("[a-z0-9-]*[a-z0-9]", name) or len(name) > longest:
         raise UsageError(
-            f"The job's name is `{job_name}`, which Kubernetes does not take",
-            f"use at most {longest - len(KUBERNETES_PREFIX)} small letters, digits and dashes, and no dash at the end",
+            f"The job's name is `{job_name}`, which Kubernetes does not allow",
+            f"use at most {longest - len(KUBERNETES_PREFIX)} lowercase letters, digits and dashes; no dash at the end",
         )
     return name
 
 
 def _quoted(text: str) -> str:
-    """A text as YAML's double-quoted style has it: as JSON does, and what cannot be printed by its number."""
+    """A text in YAML's double-quoted style: as in JSON, with characters that cannot be printed as escapes."""
     characters = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in characters)

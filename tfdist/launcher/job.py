@@ -1,4 +1,4 @@
-"""What to start: the same command in so many processes."""
+"""What to start: one command in a number of processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.options import checked_seconds
 
-# What `mpirun` takes along to other hosts.
+# The environment variables that `mpirun` passes to other hosts.
 TAKEN_ALONG = (
     job_environment.JOB,
     job_environment.SHARE_CORES,
@@ -30,11 +30,13 @@ TAKEN_ALONG = (
     job_environment.START_SECONDS,
     "PYTHONUNBUFFERED",
 )
-# An ssh connection whose host has not answered for so long, so often, is given up.
+# An ssh connection is given up when its host has not answered this many probes, each after this many seconds.
 SECONDS_BETWEEN_ANSWERS, ANSWERS_MISSED = 5, 4
-# A name or an IPv4 address; an IPv6 address in brackets. It goes on command lines, where no option may be taken for it.
+# A name or an IPv4 address, or an IPv6 address in brackets. It is put on command lines, so it must not look like an
+# option.
 HOST = r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]"
-# What `mpirun` and `horovodrun` set alike in the processes of one job, and otherwise in those of another.
+# Variables that `mpirun` and `horovodrun` set to the same value in all processes of a job, and differently for each
+# job.
 ALIKE_IN_A_JOB = ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
@@ -42,10 +44,10 @@ def new_name(
     world: World = World(),  # noqa: B008 - frozen
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """A name for a job that starts now, which no other job has that starts in the same second.
+    """A name for a job that starts now; another job that starts in the same second gets another name.
 
     Args:
-        world: of a process that `mpirun` or the like has started: those of one job get one name in the same second.
+        world: of this process; processes of one job that `mpirun` or a similar program has started get the same name.
         environment: of this process.
     """
     shared = [str(world.cluster()), *(environment.get(name, "") for name in ALIKE_IN_A_JOB)]
@@ -58,21 +60,21 @@ class Job:
     """A command and the processes that run it.
 
     Attributes:
-        command: what every process runs after `python`: `("-m", "module", ...)` or `("script.py", ...)`.
-        workers: the processes that train.
-        ps: the parameter servers; with any, there is a coordinating process, the chief, as well.
-        hosts: where to start them, in turn, over ssh; empty is this machine.
-        ssh_options: what `ssh` is given besides the host.
-        mpi: have `mpirun` start them, which the launcher keeps in their place.
+        command: the arguments of `python` in every process: `("-m", "module", ...)` or `("script.py", ...)`.
+        workers: the number of processes that train.
+        ps: the number of parameter servers; if there are any, there is also a coordinating process, the chief.
+        hosts: the host of each process, started over ssh in this order; if empty, all start on this machine.
+        ssh_options: options of `ssh` besides the host.
+        mpi: start the processes with `mpirun`, which the launcher then supervises.
         restarts: how often the job is started again after a process failed.
-        expose: leave the job in this machine's network, open to others.
+        expose: do not isolate the job's network.
         start_seconds: how long the processes wait for each other at the start.
-        log_dir: where each process' output goes.
-        verbose: show the output of all processes, not the chief's alone.
-        name: the same in all processes, and after a restart.
+        log_dir: the folder for the output of each process.
+        verbose: show the output of all processes, not only of the chief.
+        name: the name of the job, the same in all processes and after a restart.
 
     Raises:
-        UsageError: a number that cannot be.
+        UsageError: a number is out of range.
     """
 
     command: tuple[str, ...]
@@ -98,48 +100,48 @@ class Job:
                 raise UsageError(f"`{option}` is {value}", f"use {least} or more")
         checked_seconds("--start-seconds", self.start_seconds)
         if self.mpi and self.ps:
-            raise UsageError(f"`--ps` is {self.ps}, and MPI knows no parameter servers", "leave `--ps` or `--mpi` out")
+            raise UsageError(f"`--ps` is {self.ps}, but MPI has no parameter servers", "leave `--ps` or `--mpi` out")
         if not self.command:
             raise UsageError("There is no program to start", "name a script, or a module after `-m`")
 
     @property
     def roles(self) -> list[tuple[str, int]]:
-        """The role of each process that the launcher starts and its number in that role, by rank."""
+        """The role and the index in that role of each process that the launcher starts, by rank."""
         if self.mpi:
             return [("mpirun", 0)]
         chief = [("chief", 0)] if self.ps else []
         return [*chief, *(("worker", i) for i in range(self.workers)), *(("ps", i) for i in range(self.ps))]
 
     def cluster(self, addresses: Sequence[str]) -> dict[str, list[str]]:
-        """The addresses of all ranks by role, as TF_CONFIG has them."""
+        """The addresses of all ranks by role, as in TF_CONFIG."""
         found: dict[str, list[str]] = {}
         for (role, _), address in zip(self.roles, addresses, strict=True):
             found.setdefault(role, []).append(address)
         return found
 
     def host(self, rank: int) -> str | None:
-        """Where a rank runs; `None` is this machine."""
+        """The host of a rank; `None` is this machine."""
         return self.hosts[rank % len(self.hosts)] if self.hosts and not self.mpi else None
 
     def ssh_arguments(self) -> list[str]:
-        """What `ssh` is given before the host: the user's own keys and agent, no question, no waiting for ever."""
+        """The arguments of `ssh` before the host: the user's keys and agent, no questions, and limited waits."""
         limits = {
             "ConnectTimeout": int(self.start_seconds) or 1,
             "ServerAliveInterval": SECONDS_BETWEEN_ANSWERS,
             "ServerAliveCountMax": ANSWERS_MISSED,
         }
-        # Of an option that is given twice, ssh takes the first.
+        # If an option is given twice, ssh uses the first.
         options = [part for name, value in limits.items() for part in ("-o", f"{name}={value}")]
         return ["-o", "BatchMode=yes", *self.ssh_options, *options]
 
     def argv(self) -> list[str]:
-        """What the launcher starts for each role.
+        """The command that the launcher starts for each rank.
 
         Raises:
-            UsageError: `ssh` or Open MPI's `mpirun` is needed, and not installed.
+            UsageError: `ssh` or Open MPI's `mpirun` is needed but not installed.
         """
         if self.hosts:
-            _require("ssh", "install it as your system does it: on Debian and Ubuntu `apt-get install openssh-client`")
+            _require("ssh", "install it; on Debian and Ubuntu with `apt-get install openssh-client`")
         program = [sys.executable, "-m", "tfdist.launcher.script", *self.command]
         if not self.mpi:
             return program
@@ -150,7 +152,7 @@ class Job:
         if self.hosts:
             slots = [f"{host}:{count}" for host, count in Counter(self.hosts).items()]
             options += ["--host", ",".join(slots), "--mca", "plm_rsh_args", shlex.join(self.ssh_arguments())]
-            # A variable that is not set would keep the others here.
+            # If a variable were not set, the other processes would stay on this machine.
             names = [*TAKEN_ALONG, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
             options += [part for name in names for part in ("-x", name)]
         else:
@@ -164,26 +166,26 @@ def _require(program: str, hint: str) -> None:
 
 
 def _require_open_mpi() -> None:
-    _require("mpirun", "install MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`")
+    _require("mpirun", "install MPI; on Debian and Ubuntu with `apt-get install openmpi-bin`")
     said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
     if "Open MPI" not in said:
         raise UsageError(
-            f"`{shutil.which('mpirun')}` says that it is `{said.strip().partition(chr(10))[0]}`, and not Open MPI's",
-            "put Open MPI's first on the path; on Debian and Ubuntu `update-alternatives --config mpirun` chooses",
+            f"`{shutil.which('mpirun')}` is `{said.strip().partition(chr(10))[0]}`, not Open MPI's",
+            "put Open MPI's first on the path; on Debian and Ubuntu use `update-alternatives --config mpirun`",
         )
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of `a:2,b,[fd00::1]:2`, each as often as it gets a process: a, a, b, [fd00::1], [fd00::1].
+    """The hosts of `a:2,b,[fd00::1]:2`, once per process: a, a, b, [fd00::1], [fd00::1].
 
     Raises:
-        UsageError: what no host can be called, or a count that is no number from 1.
+        UsageError: a name that is not valid for a host, or a count that is not a number from 1.
     """
     return tuple(host for item in text.split(",") if item.strip() for host in _counted(item.strip(), ":"))
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """The same of a file with a line `a slots=2` for each host, as `mpirun` reads it; `#` begins a comment.
+    """The same for a file with one line `a slots=2` per host, as `mpirun` reads it; `#` begins a comment.
 
     Raises:
         UsageError: the file cannot be read, or a line cannot be understood.
@@ -201,7 +203,7 @@ def _counted(text: str, separator: str) -> list[str]:
         raise UsageError(
             f"`{text}` is not a host with its number of processes",
             f"write it as `name{separator}2`, or `name` for one, and an IPv6 address as `[fd00::1]{separator}2`; "
-            "who logs in there is for `--ssh-options`",
+            "to set the user, use `--ssh-options`",
         )
     return [found[1]] * int(found[2] or 1)
 

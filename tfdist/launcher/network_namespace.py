@@ -1,4 +1,4 @@
-"""A network of its own for a job: TensorFlow's servers listen on every interface and let in whoever comes.
+"""Isolates a job's network: TensorFlow's servers listen on every interface, without authentication.
 
 A network namespace has a loopback interface and nothing else, so that only processes in it can connect.
 Source: network_namespaces(7), user_namespaces(7).
@@ -19,16 +19,16 @@ _IFF_UP = 1
 
 
 def close() -> bool:
-    """Moves this process, and those that it will start, into a network namespace of its own.
+    """Moves this process, and the processes that it starts later, into a new network namespace.
 
     Returns:
-        Whether the system allowed it; if not, nothing has changed.
+        Whether the system allowed it. If it did not, nothing has changed.
     """
     user, group = os.geteuid(), os.getegid()
     if not _unshare(_CLONE_NEWNET):
         if not _unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
             return False
-        # The user stays who they are.
+        # The user and the group stay the same in the namespace.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")

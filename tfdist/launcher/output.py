@@ -1,7 +1,8 @@
-"""Where the launcher writes: a full disk, a closed pipe or a stopped terminal never keeps the processes of a job.
+"""The outputs of the launcher: a full disk, a closed pipe or a stopped terminal never blocks the processes of a job.
 
-Each output has a thread that writes to it. What processes say is read in any case: while an output is slow its writers
-wait for room, and once it has taken nothing for some seconds, what has no room is left out, which is said once.
+One thread writes to each output. The output of the processes is always read. While an output is slow, its writers wait
+for space in its buffer. When nothing could be written for some seconds, text without space is dropped, which is
+reported once.
 
 Synopsis:
 
@@ -31,11 +32,11 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 
 class Output:
-    """A file descriptor that is written to by a thread of its own.
+    """A file descriptor with a thread that writes to it.
 
     Args:
-        descriptor: where to write; `None` is nowhere.
-        lost: called once, in any thread, with the reason why something was left out.
+        descriptor: where to write; `None` discards everything.
+        lost: called once, in any thread, with the reason why text was dropped.
         close: close the descriptor at the end.
     """
 
@@ -48,28 +49,28 @@ class Output:
         self._moved = time.monotonic()
         self._changed = threading.Condition()
         self._ended = False
-        # A thread that is never let go by what it writes to must not keep the launcher from ending.
+        # A thread whose write never returns must not prevent the launcher from ending.
         threading.Thread(target=self._write_all, name="tfdist-output", daemon=True).start()
 
     @classmethod
     def to_file(cls, path: Path, mode: str, lost: Callable[[str], None]) -> Output:
-        """An output to a file, opened anew (`wb`) or to go on with (`ab`).
+        """An output to a file, which is replaced (`wb`) or appended to (`ab`).
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if "a" in mode else os.O_TRUNC)
         return cls(os.open(path, flags, 0o666), lost, close=True)
 
     @classmethod
     def to_stream(cls, stream: TextIO | None, lost: Callable[[str], None]) -> Output:
-        """An output to one of Python's own streams, which is `None` where it was closed when the process began."""
+        """An output to one of Python's own streams, which is `None` if it was closed when the process began."""
         if stream is not None:
             stream.flush()
         return cls(None if stream is None else stream.fileno(), lost)
 
     def put(self, part: bytes) -> None:
-        """Writes `part` behind what waits already; never waits itself."""
+        """Appends `part` to the buffer, without waiting."""
         with self._changed:
             if not self._waiting:
                 self._moved = time.monotonic()
@@ -78,7 +79,7 @@ class Output:
             self._changed.notify_all()
 
     async def write(self, part: bytes) -> None:
-        """The same as soon as there is room; leaves `part` out where nothing has moved for too long."""
+        """Appends `part` as soon as there is space; drops it if nothing could be written for too long."""
         while self._is_full() and not self._is_stuck():
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
         if self._is_full():
@@ -87,13 +88,13 @@ class Output:
             self.put(part)
 
     def drain(self) -> None:
-        """Waits until all is written, or nothing moves any more."""
+        """Waits until the buffer is written, or nothing can be written any more."""
         with self._changed:
             while self._waiting and not self._is_stuck():
                 self._changed.wait(SECONDS_BETWEEN_LOOKS)
 
     def end(self) -> None:
-        """The same, and lets the thread go."""
+        """Waits as `drain` does, and ends the thread."""
         self.drain()
         with self._changed:
             self._ended = True
@@ -135,26 +136,26 @@ class Output:
             while part:
                 try:
                     part = part[os.write(self._descriptor, part) :]
-                except BlockingIOError:  # whoever else has the terminal made it so
+                except BlockingIOError:  # another program with the same terminal has made it non-blocking
                     select.select([], [self._descriptor], [])
-        except OSError as error:  # a disk may have room again later
+        except OSError as error:  # the disk may have space again later
             self._lose(error.strerror or str(error))
 
 
 class Screen:
-    """What the launcher shows: what the processes say, and what it says about them itself.
+    """The output of the launcher: that of the processes, and its own messages about them.
 
     Args:
-        kept_in: the folder where all of it is kept besides.
+        kept_in: the folder where all output is kept as well.
 
     Attributes:
-        out: for what processes write to their standard output.
-        err: for what they write to their standard error, and for what is said about them.
+        out: the standard output of the processes.
+        err: the standard error of the processes, and the launcher's messages about them.
         console: prints to `err`.
     """
 
     def __init__(self, kept_in: Path):
-        self.err = Output.to_stream(sys.stderr, lost=lambda reason: None)  # there is nobody left to tell
+        self.err = Output.to_stream(sys.stderr, lost=lambda reason: None)  # there is no other place to report it
         self.console = Console(file=cast(TextIO, _Text(self.err, sys.stderr)), soft_wrap=True)
         self.out = Output.to_stream(
             sys.stdout,
@@ -172,7 +173,7 @@ class Screen:
 
 
 class _Text(io.TextIOBase):
-    """An output as what `rich` prints to, in the place of `stream`."""
+    """An output as a text file that `rich` can print to, in place of `stream`."""
 
     encoding = "utf-8"
 

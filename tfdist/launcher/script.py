@@ -1,4 +1,4 @@
-"""Runs the user's program as `python` does, and tells an error of tfdist in one sentence, with its exit code.
+"""Runs the user's program as `python` does; prints an error of tfdist as one sentence, and exits with its code.
 
 `python -m tfdist.launcher.script script.py ARGS`, or `... -m module ARGS`.
 """
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     """Runs `arguments` as `python` would."""
     if job_environment.SHARE_CORES in os.environ:
         world = World.detect(os.environ)
-        mine = supervisor.share(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
+        mine = supervisor.part_for(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
     if job_environment.ELASTIC in os.environ:
         elastic.listen()

@@ -1,12 +1,12 @@
 """Supervises one process of a job on its host: `python -m tfdist.launcher.supervisor`, started by the launcher or ssh.
 
-    supervisor →  {"port": 34567}                                  a port that it holds for the process
-    launcher   →  {"argv": [...], "environment": {...}, ...}       what to start, when all addresses are known
+    supervisor →  {"port": 34567}                                  a port that it reserves for the process
+    launcher   →  {"argv": [...], "environment": {...}, ...}       what to start, once all addresses are known
     launcher   →  15                                               a signal to pass on
     launcher   →  end of input                                     end the process: SIGTERM, then SIGKILL
 
-The end of input also comes when the launcher, or the connection to it, is no more, so that nothing is left behind.
-What the process writes goes where the supervisor's own output goes, and its exit code is the supervisor's.
+The input also ends when the launcher dies or the connection to it breaks, so that no process is left behind. The
+process writes to the supervisor's own output, and the supervisor exits with the exit code of the process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Part = TypeVar("Part")
 
 
 def main(port: str = "0") -> int:
-    """Keeps one process, and returns its exit code: 128 and the signal's number if a signal ended it.
+    """Supervises one process, and returns its exit code: 128 plus the number of the signal if a signal ended it.
 
-    `port` is that of the process before, whose place this one takes.
+    `port` is the port of the earlier process that this one replaces.
     """
-    # What the process starts and leaves becomes a child of the supervisor, and is ended with it.
+    # Orphaned descendants of the process become children of the supervisor, and are ended with it.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with ports.hold(int(port)) as held:
         print(json.dumps({"port": held.getsockname()[1]}), flush=True)
@@ -57,14 +57,14 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
     cores = None
     if order["share"] is not None:
         index, count = order["share"]
-        cores = share(sorted(os.sched_getaffinity(0)), index, count)
-        gpus = share(_gpus(), index, count)
+        cores = part_for(sorted(os.sched_getaffinity(0)), index, count)
+        gpus = part_for(_gpus(), index, count)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     def before_exec() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # TensorFlow, oneDNN and tf.data make as many threads as there are cores that they may use.
+        # TensorFlow, oneDNN and tf.data create one thread per core that they may use.
         if cores:
             os.sched_setaffinity(0, cores)
 
@@ -78,8 +78,8 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
-def share(parts: Sequence[Part], index: int, count: int) -> Sequence[Part]:
-    """What the process `index` of `count` gets of `parts`; nothing of its own where there are fewer than processes."""
+def part_for(parts: Sequence[Part], index: int, count: int) -> Sequence[Part]:
+    """The part of `parts` (cores or GPUs) for process `index` of `count`; empty if there are too few to divide."""
     each = len(parts) // count
     return parts[index * each : (index + 1) * each]
 

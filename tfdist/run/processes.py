@@ -13,7 +13,7 @@ from tfdist import strategies
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.launcher import job
-from tfdist.launcher.elastic_options import ElasticWishes
+from tfdist.launcher.elastic_options import ElasticOptions
 from tfdist.run.config import TrainConfig
 
 
@@ -26,7 +26,7 @@ class Processes:
         ps: the number of parameter servers; `None` where it is not set.
         restarts: restarts of the job after a failure.
         expose: the job stays in this machine's network.
-        wishes: of an elastic job.
+        elastic_job: the options of an elastic job.
         hostfile: the hosts of an elastic job.
     """
 
@@ -34,13 +34,13 @@ class Processes:
     ps: int | None
     restarts: int
     expose: bool
-    wishes: ElasticWishes
+    elastic_job: ElasticOptions
     hostfile: Path | None
 
     @property
     def several(self) -> bool:
         """Whether the command starts processes."""
-        return self.wishes.elastic or self.workers is not None or self.ps is not None
+        return self.elastic_job.elastic or self.workers is not None or self.ps is not None
 
 
 def check(config: TrainConfig, world: World, wanted: Processes) -> None:
@@ -69,15 +69,15 @@ def check(config: TrainConfig, world: World, wanted: Processes) -> None:
 
 
 def _check_elastic(config: TrainConfig, wanted: Processes) -> None:
-    if wanted.wishes.elastic and not config.traits.elastic:
+    if wanted.elastic_job.elastic and not config.traits.elastic:
         raise UsageError(
             f"`--elastic` is set, and the workers of `{config.strategy}` cannot come and go",
             "use one of the strategies " + ", ".join(strategies.having("elastic")),
         )
-    if wanted.wishes.elastic and (wanted.workers is not None or wanted.ps is not None):
+    if wanted.elastic_job.elastic and (wanted.workers is not None or wanted.ps is not None):
         raise UsageError("`--workers` is set beside `--elastic`", "say `--min-workers` and `--max-workers`")
-    if wanted.hostfile and not wanted.wishes.elastic:
-        raise UsageError("`--hostfile` is set, and the job is not elastic", "start it by `python -m tfdist.launch`")
+    if wanted.hostfile and not wanted.elastic_job.elastic:
+        raise UsageError("`--hostfile` is set, but the job is not elastic", "start it by `python -m tfdist.launch`")
 
 
 def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> int:
@@ -86,7 +86,7 @@ def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> 
     from tfdist.launcher import run as launcher
 
     _require_package(config)
-    members = wanted.wishes.members(wanted.hostfile) if wanted.wishes.elastic else None
+    members = wanted.elastic_job.members(wanted.hostfile) if wanted.elastic_job.elastic else None
     name = job.new_name()
     run_dir = config.run_dir or new_run_dir(config, name)
     started = job.Job(
