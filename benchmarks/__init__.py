@@ -1,1 +1,1 @@
-"""Programs that race tfdist and its peers in one run; see README.md here, and `python -m benchmarks.NAME --help`."""
+"""Programs that compare tfdist with its peers in one run; see README.md in this folder."""

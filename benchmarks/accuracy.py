@@ -17,7 +17,7 @@ TARGET = {"mlp": 0.875, "cnn": 0.905}
 
 
 def train(job: race.Job, turns: race.Turns) -> None:
-    """Trains with `custom`, every epoch in one turn, and notes the accuracy on the test set."""
+    """Trains with `custom`, all epochs in one turn, and reports the accuracy on the test set."""
     import tfdist
 
     strategy = tfdist.strategy("custom", seed=job.seed)
@@ -34,7 +34,7 @@ def train(job: race.Job, turns: race.Turns) -> None:
 
 
 def accuracies(job: race.Job, seeds: int) -> list[float]:
-    """The test accuracy of each seed, each in a process of its own."""
+    """The test accuracy of each seed, each in a separate process."""
     found = []
     for seed in range(seeds):
         worker = race.Worker(job.model, CONTESTANTS[job.model], dataclasses.replace(job, seed=seed))
@@ -53,7 +53,7 @@ def main() -> None:
     models = race.chosen(CONTESTANTS, arguments.only)
     with race.examples(arguments.data_dir) as (folder, real):
         if not real:
-            print("Accuracy means something on the real Fashion-MNIST only; pass --data-dir. Nothing was run.")
+            print("The accuracy is meaningful only with the real Fashion-MNIST; pass --data-dir. Nothing was run.")
             return
         for model in models:
             job = race.Job(model, BATCH_SIZE[model], 60_000, epochs=arguments.epochs, data=folder)

@@ -1,4 +1,4 @@
-"""Seconds an epoch in several processes, each pinned to a core of its own, against one core and against peers.
+"""Seconds per epoch in several processes, each pinned to its own core, against one core and against peers.
 
 Example: `python -m benchmarks.cluster --models cnn`
 """

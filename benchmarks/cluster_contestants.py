@@ -1,7 +1,7 @@
-"""Contestants of several processes: each pinned to a core of its own, with one thread to compute.
+"""Contestants with several processes, each pinned to its own core, with one thread that computes.
 
-The process that takes part in the race is the first of its job, and starts the others, which run the same function with
-turns that wait for nothing.
+The process that takes part in the race is the first one of its job, and starts the others, which run the same function
+with turns that do not wait.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ STEPS_OF_A_CALL = 50
 
 
 class NoTurns:
-    """The turns of a process that follows another one."""
+    """The turns of a process that follows the first one."""
 
     note = ""
 
     def begin(self, iterations: Any = 0) -> None:
-        """Waits for nothing."""
+        """Does not wait."""
 
     def end(self, loss: Any, iterations: Any) -> None:
-        """Tells nobody."""
+        """Reports nothing."""
         float(loss)
 
     callback = Turns.callback
@@ -53,7 +53,7 @@ def multiworker(job: Job, turns: Turns) -> None:
 
 
 def multiworker_bf16(job: Job, turns: Turns) -> None:
-    """The same, sending gradients as bfloat16."""
+    """tfdist `multiworker`, two processes, with gradients as bfloat16."""
     _multiworker(job, turns, multiworker_bf16, compression="bf16")
 
 
@@ -84,7 +84,7 @@ def raw_multiworker(job: Job, turns: Turns) -> None:
         for _ in tf.range(steps):
             strategy.run(model.train_step, args=(next(batches),))
 
-    run(batches, tf.constant(1))  # makes what Keras makes in its first step
+    run(batches, tf.constant(1))  # creates the variables that Keras creates in its first step
     for _ in range(job.epochs):
         turns.begin(model.optimizer.iterations.numpy())
         model.reset_metrics()
@@ -151,14 +151,14 @@ def parameter_server(job: Job, turns: Turns) -> None:
 
 
 def coordinator_by_hand(job: Job, turns: Turns) -> None:
-    """A loop over `ClusterCoordinator.schedule`, one step a closure, each worker with the dataset."""
+    """A loop over `ClusterCoordinator.schedule`, one step per closure; each worker has the whole dataset."""
     _join(coordinator_by_hand, job, {"chief": 1, "worker": 2, "ps": 1})
     _one_thread()
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type != "chief":
-        # As TensorFlow's guide says; with fewer threads than closures it hangs.
+        # As in TensorFlow's guide; with fewer threads than closures it hangs.
         config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=6)
         tf.distribute.Server(
             resolver.cluster_spec(),
@@ -187,7 +187,7 @@ def coordinator_by_hand(job: Job, turns: Turns) -> None:
         for _ in range(job.steps):
             coordinator.schedule(step, args=(batches,))
         coordinator.join()
-        done += job.steps  # by Keras' own counter fewer, since its updates are lost when workers race
+        done += job.steps  # Keras' own counter shows fewer, since its updates are lost when workers race
         with strategy.scope():
             loss = float(model.get_metrics_result()["loss"])
         turns.end(loss, done)
@@ -218,7 +218,7 @@ def _follow(function: Callable[..., None], job: Job, environment: dict[str, str]
 
 
 def _pin(rank: int) -> int:
-    # From the last core on: on many machines the first one also serves the devices.
+    # Starts with the last core, because on many machines the first one also serves devices.
     cores = os.cpu_count() or 1
     os.sched_setaffinity(0, {cores - 1 - rank % cores})
     return rank
@@ -237,7 +237,7 @@ def _one_thread() -> None:
 
 
 def _as_launched() -> None:
-    """One thread to compute, for tfdist: with what its launcher prepares."""
+    """Sets one thread that computes, for tfdist, with the environment that its launcher prepares."""
     startup.prepare_imports()
     _one_thread()
 

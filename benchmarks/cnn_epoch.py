@@ -1,4 +1,4 @@
-"""Seconds an epoch: `cnn`, Adam, batch 128, the 60,000 training examples of Fashion-MNIST as float32 in memory.
+"""Seconds per epoch: `cnn`, Adam, batch 128, the 60,000 training examples of Fashion-MNIST as float32 in memory.
 
 Example: `python -m benchmarks.cnn_epoch --only single custom fit_tuned`
 """
@@ -30,7 +30,7 @@ def main() -> None:
     with race.examples(arguments.data_dir) as (folder, _):
         job = race.Job("cnn", batch_size=128, examples=arguments.examples, epochs=0, data=folder)
         tracks = race.run(job, contestants, warmup=arguments.warmup, repeats=arguments.repeats)
-    race.report(f"cnn, batch 128, {job.examples:,} examples: seconds an epoch", tracks, GOALS)
+    race.report(f"cnn, batch 128, {job.examples:,} examples: seconds per epoch", tracks, GOALS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The contestants: each function trains a model the way people write it, one epoch a turn.
+"""The contestants: each function trains a model as people usually write it, one epoch per turn.
 
-All get the same arrays, Adam at 1e-3 and Keras' sparse cross-entropy on logits, and count loss and accuracy. What a
-contestant can choose (thread counts, steps a call) it tries before its first turn, on a model that is then thrown away.
+All get the same arrays, Adam at 1e-3 and Keras' sparse cross-entropy on logits, and compute loss and
+accuracy. A contestant tries its settings (thread counts, steps per call) before its first turn, on a model that is then
+thrown away.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def fit(job: Job, turns: Turns) -> None:
 
 
 def fit_tuned(job: Job, turns: Turns) -> None:
-    """Stock fit at its best: tf.data, no XLA, the best of several `steps_per_execution`."""
+    """Tuned stock fit: tf.data, no XLA, the best of several `steps_per_execution`."""
     dataset = _dataset(job)
 
     def prepared(steps: int) -> Any:
@@ -42,13 +43,13 @@ def fit_tuned(job: Job, turns: Turns) -> None:
 
 
 def fit_tuned_1_thread(job: Job, turns: Turns) -> None:
-    """`fit_tuned` with one thread inside an operation and two between them, which small models like."""
+    """`fit_tuned` with one thread inside an operation and two between them, which is faster for small models."""
     _threads(intra=1, inter=2)
     fit_tuned(job, turns)
 
 
 def function_loop(job: Job, turns: Turns) -> None:
-    """A `tf.function` by hand: one call an epoch, over the dataset, with Keras' own `train_step`."""
+    """A `tf.function` by hand: one call per epoch, over the dataset, with Keras' own `train_step`."""
     import tensorflow as tf
 
     dataset = _dataset(job)
@@ -88,7 +89,7 @@ def mirrored_fit(job: Job, turns: Turns) -> None:
 
 
 def mirrored_fit_tuned(job: Job, turns: Turns) -> None:
-    """The same with tf.data and no XLA; with `steps_per_execution` above 1 stock Keras fails here."""
+    """`mirrored_fit` with tf.data and no XLA; with `steps_per_execution` above 1 stock Keras fails here."""
     strategy = _mirrored(job)  # splits the CPU, which must come before TensorFlow runs anything
     dataset = _dataset(job)
     with strategy.scope():
@@ -149,7 +150,7 @@ def torch_loop(job: Job, turns: Turns) -> None:
 
 
 def torch_loop_all_threads(job: Job, turns: Turns) -> None:
-    """The same on all threads; which of the two is faster depends on what else the machine does."""
+    """`torch_loop` on all threads; which of the two is faster depends on the load of the machine."""
     import torch
 
     _torch(job, turns, threads=torch.get_num_threads())
@@ -198,7 +199,7 @@ def _torch_epoch(job: Job, x: Any, y: Any) -> Callable[[], tuple[float, int]]:
     return epoch
 
 
-# What they share
+# Shared helpers
 
 
 def _arrays(job: Job) -> data.Arrays:
@@ -206,7 +207,7 @@ def _arrays(job: Job) -> data.Arrays:
 
 
 def _dataset(job: Job) -> Any:
-    """The usual pipeline over arrays; a cache would only copy what is in memory already."""
+    """The usual pipeline over arrays; a cache would only copy data that are already in memory."""
     import tensorflow as tf
 
     dataset = tf.data.Dataset.from_tensor_slices(_arrays(job)).shuffle(job.examples, seed=job.seed)
@@ -233,7 +234,7 @@ def compile_model(model: Any, **options: Any) -> None:
 
 
 def _build(model: Any, job: Job) -> None:
-    """Makes the optimizer's and the metrics' variables, before a loop is traced."""
+    """Creates the variables of optimizer and metrics before a loop is traced."""
     x, y = _arrays(job)
     model.optimizer.build(model.trainable_variables)
     model.evaluate(x[: job.batch_size], y[: job.batch_size], verbose=0)

@@ -1,7 +1,7 @@
-"""The examples that contestants train on, written once a run as plain `.npy` files that all of them read.
+"""The examples that contestants train on, written once per run as plain `.npy` files that all of them read.
 
-A process of its own prepares them, so that a contestant holds nothing but the arrays: no dataset library, no TensorFlow
-beside PyTorch.
+A separate process prepares them, so that a contestant has only the arrays in memory: no dataset library, and no
+TensorFlow beside PyTorch.
 
 Synopsis:
 
@@ -23,7 +23,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 
 def prepare(folder: Path, data_dir: str | None) -> bool:
-    """Writes the arrays into `folder`, in a process of its own; whether they are the real Fashion-MNIST."""
+    """Writes the arrays into `folder`, in a separate process; returns whether they are the real Fashion-MNIST."""
     command = [sys.executable, "-m", "benchmarks.data", str(folder)]
     if data_dir:
         command += ["--data-dir", data_dir]
@@ -38,12 +38,12 @@ def load(folder: str, split: str = "train", examples: int | None = None) -> Arra
     x = np.load(Path(folder, f"x_{split}.npy"))
     y = np.load(Path(folder, f"y_{split}.npy"))
     if examples is None or examples == len(y):
-        return x, y  # not copied: a contestant's peak memory shall be its own
+        return x, y  # not copied, so that the peak memory is that of the contestant
     return x[:examples].copy(), y[:examples].copy()
 
 
 def _read(data_dir: str | None) -> tuple[dict[str, Arrays], str | None]:
-    """Fashion-MNIST's 60,000 + 10,000 examples, or made-up ones of the same size and the reason why."""
+    """Fashion-MNIST's 60,000 + 10,000 examples, or synthetic ones of the same size and the reason why."""
     import tfdist.data
     from tfdist.errors import TfdistError
 
@@ -62,7 +62,7 @@ def _read(data_dir: str | None) -> tuple[dict[str, Arrays], str | None]:
 
 
 def main() -> None:
-    """Writes the files and prints what they are as JSON."""
+    """Writes the files, and prints their description as JSON."""
     parser = argparse.ArgumentParser(description="Writes the arrays that the benchmarks train on.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data-dir", default=os.environ.get("TFDS_DATA_DIR"))
@@ -74,7 +74,7 @@ def main() -> None:
     count = len(arrays["train"][1])
     what = f"Fashion-MNIST, {count:,} training examples (train and validation joined)"
     if reason:
-        what = f"SYNTHETIC, {count:,} made-up examples of 28x28x1, because: {reason}"
+        what = f"SYNTHETIC, {count:,} synthetic examples of 28x28x1, because: {reason}"
     print(json.dumps({"real": reason is None, "what": what}))
 
 

@@ -1,9 +1,9 @@
-"""Pictures per second of a pipeline of one's own that decodes JPEGs, in one process and in two, a core for each.
+"""Pictures per second of a custom pipeline that decodes JPEGs, in one and in two processes with one core each.
 
     alike          every process has the whole dataset, and decodes all of it
-    per_process    `tfdist.data.shard` before the decoding, `tfdist.data.per_process` around what comes of it
+    per_process    `tfdist.data.shard` before the decoding, `tfdist.data.per_process` around the result
 
-The model is next to nothing, so that an epoch lasts as long as its input.
+The model is tiny, so that the time of an epoch is the time of its input.
 
 Example: `python -m benchmarks.decoding --pictures 2000`
 """
@@ -36,7 +36,7 @@ def make_pictures(folder: Path, count: int) -> None:
 
 
 def pictures_per_second(folder: Path, count: int, batch_size: int, workers: int, kind: str) -> float:
-    """Of a job of its own."""
+    """Pictures per second of a separate job."""
     command = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--log-dir", f"{folder}/logs"]
     command += ["-m", "benchmarks.decoding", "--job", kind, "--folder", str(folder), "--pictures", str(count)]
     command += ["--batch-size", str(batch_size)]
@@ -45,10 +45,10 @@ def pictures_per_second(folder: Path, count: int, batch_size: int, workers: int,
 
 
 def job(folder: Path, count: int, batch_size: int, kind: str) -> None:
-    """One process of a job: trains three epochs, and prints how fast the later two were."""
+    """One process of a job: trains three epochs, and prints the rate of the last two."""
     from tfdist.cluster.world import World
 
-    cores = sorted(os.sched_getaffinity(0))  # one, where the launcher has divided them
+    cores = sorted(os.sched_getaffinity(0))  # one core if the launcher has divided them
     os.sched_setaffinity(0, {cores[World.detect(os.environ).rank % len(cores)]})
 
     import keras

@@ -1,7 +1,8 @@
-"""The floor of this machine: what the parts of one `mlp` step cost alone, and where a `custom` step spends the rest.
+"""The floor of this machine: the cost of the parts of one `mlp` step alone, and the rest of a `custom` step.
 
 Each part runs many times in a `tf.while_loop` of one `tf.function`, on one thread, with the shapes of the step; the
-time of an empty loop is subtracted. The measured step is that of `benchmarks.mlp_epoch`, in turn with the parts.
+time of an empty loop is subtracted. The measured step is the one of `benchmarks.mlp_epoch`; it takes turns with the
+parts.
 Example: `python -m benchmarks.floor`
 """
 
@@ -21,12 +22,12 @@ STEPS = 1875  # of an epoch: a turn of the parts runs each of them as often as a
 STEP = "benchmarks.contestants:custom"
 FLOOR = ("matrix products", "Adam")
 
-# What a part does in one step: a function of the step's number, whose results the loop carries so that none is pruned.
+# A part of a step: a function of the step's number. The loop carries its results, so that nothing is pruned.
 Part = Callable[[Any], list[Any]]
 
 
 def parts(job: race.Job, turns: race.Turns) -> None:
-    """The worker: in each turn, the seconds a step of each part."""
+    """The worker: measures the seconds per step of each part in each turn."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -57,7 +58,7 @@ def _parts(x: Any, y: Any) -> dict[str, Part]:
     everything, labels = tf.constant(x.reshape(len(x), -1)), tf.constant(y)
     order = tf.random.shuffle(tf.range(len(x)))
 
-    # Variables are read anew in each step, so that the graph's optimizer cannot take a product out of the loop.
+    # Variables are read in each step, so that the graph optimizer cannot move a product out of the loop.
     def products(step: Any) -> list[Any]:
         return [
             tf.matmul(batch, kernels[0]),

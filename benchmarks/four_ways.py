@@ -28,19 +28,19 @@ WAYS = {
     "mirrored on 2": ["--strategy", "mirrored", "--devices", "2"],
     "custom": ["--strategy", "custom"],
 }
-# Seconds of the study, for the same words.
+# Seconds that the study reports for these ways.
 STUDY = {"single": 46.18, "mpi_split on 2": 35.49, "mirrored on 2": 29.21, "custom": 17.46}
 MODEL = "benchmarks.four_ways:build"
 
 
 def build(spec: Any) -> Any:
-    """The network, which says which initial weights it has."""
+    """The network; it prints a hash of its initial weights."""
     import tensorflow as tf
 
     from tfdist import models
 
     model = models.build("mlp", spec)
-    if not tf.executing_eagerly():  # only looked at, to see how much a step computes
+    if not tf.executing_eagerly():  # only built to count the operations of a step
         return model
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in model.get_weights())).hexdigest()[:16]
     folder = Path(os.environ["FOUR_WAYS_HASHES"])
@@ -82,7 +82,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The table in Markdown."""
     base = rows[0]["training_seconds"]
     lines = [
-        "| way | training s | first / later epochs | of `single` | the study | examples/s | test accuracy |",
+        "| way | training s | first / later epochs | relative to `single` | relative, in the study | examples/s "
+        "| test accuracy |",
         "|---|---|---|---|---|---|---|",
     ]
     for found in rows:
@@ -96,7 +97,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy against time, and time by way."""
+    """Accuracy over time, and the time of each way."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -118,8 +119,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all processes and devices together")
-    parser.add_argument("--output", type=Path, default=Path("four_ways"), help="a folder for runs, table and picture")
+    parser.add_argument("--batch-size", type=int, default=64, help="global batch size, over all processes and devices")
+    parser.add_argument("--output", type=Path, default=Path("four_ways"), help="folder for runs, table and picture")
     arguments = parser.parse_args()
     records = {way: run(way, arguments.epochs, arguments.batch_size, arguments.output) for way in WAYS}
     found = {file.read_text() for file in (arguments.output / "hashes").iterdir()}

@@ -1,6 +1,6 @@
-"""The share of a step that waits for input, as `tfdist.profiling.trace` reports it: every model, on synthetic data.
+"""The fraction of a step that waits for input, from `tfdist.profiling.trace`: every model, on synthetic data.
 
-Each model is trained by the command, small, for an epoch of 40 steps of which `--profile` traces the last 20.
+The command trains each model, at a small size, for an epoch of 40 steps, of which `--profile` traces the last 20.
 
 Example: `python -m benchmarks.input_wait --only cnn resnet20`
 """
@@ -19,13 +19,13 @@ from tfdist.profiling import trace
 
 TARGET = 0.02
 BATCH_SIZE, STEPS, TRACED = 32, 40, 20
-# Pictures that all models take; the width is such that a step takes milliseconds and not seconds.
+# Pictures that all models accept; the width makes a step take milliseconds instead of seconds.
 SHAPE = {"classification": "32,32,3", "segmentation": "64,64,3", "autoencoding": "32,32,3"}
 WIDTH = {"vgg11": 0.125, "vgg16": 0.125, "resnet18": 0.125, "resnet50": 0.125, "unet": 0.125, "segnet": 0.125}
 
 
 def traced(model: str, strategy: str, folder: Path) -> trace.Summary:
-    """Trains `model` with `--profile`; what its trace says.
+    """Trains `model` with `--profile`, and returns the summary of its trace.
 
     Raises:
         RuntimeError: the command failed.

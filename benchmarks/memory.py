@@ -20,7 +20,7 @@ TARGET = 1.1
 
 
 def measure(contestants: Mapping[str, str], job: race.Job, repeats: int) -> dict[str, list[race.Track]]:
-    """What each process reported, by contestant: one process each, which does nothing else, in turn."""
+    """The reports of each contestant, which runs in a separate process, one after the other."""
     found: dict[str, list[race.Track]] = {name: [] for name in contestants}
     for _ in range(repeats):
         for name, function in contestants.items():
@@ -29,7 +29,7 @@ def measure(contestants: Mapping[str, str], job: race.Job, repeats: int) -> dict
 
 
 def report(found: Mapping[str, list[race.Track]]) -> None:
-    """Prints the table. The peak may come before the first step; what stays after the last one is beside it."""
+    """Prints the table. The peak may occur before the first step; beside it is the memory after the last epoch."""
     print("\nmlp, batch 32: resident memory of the process, MiB\n")
     print(
         f"{'contestant':<14}{'peak':>8}{'min':>8}{'max':>8}{'at the end':>12}{'peak / ' + PEER:>12}   at most {TARGET}"

@@ -1,4 +1,4 @@
-"""Seconds an epoch on two logical CPU devices: stock fit under MirroredStrategy against tfdist.
+"""Seconds per epoch on two logical CPU devices: stock fit under MirroredStrategy against tfdist.
 
 An epoch is a part of Fashion-MNIST, since stock fit is slow here: 9,600 examples for `mlp`, 12,800 for `cnn`.
 Example: `python -m benchmarks.mirrored_two --models mlp`
@@ -35,7 +35,7 @@ def main() -> None:
                 Goal("mirrored_fit_tuned", "mirrored"),
                 Goal("mirrored_fit_tuned", "custom_devices"),
             ]
-            title = f"{model}, batch {job.batch_size}, {job.examples:,} examples, two devices: seconds an epoch"
+            title = f"{model}, batch {job.batch_size}, {job.examples:,} examples, two devices: seconds per epoch"
             race.report(title, tracks, goals)
 
 

@@ -1,4 +1,4 @@
-"""Seconds an epoch: `mlp`, Adam, batch 32, the 60,000 training examples of Fashion-MNIST as float32 in memory.
+"""Seconds per epoch: `mlp`, Adam, batch 32, the 60,000 training examples of Fashion-MNIST as float32 in memory.
 
 Example: `python -m benchmarks.mlp_epoch --repeats 7`
 """
@@ -39,7 +39,7 @@ def main() -> None:
     with race.examples(arguments.data_dir) as (folder, _):
         job = race.Job("mlp", batch_size=32, examples=arguments.examples, epochs=0, data=folder)
         tracks = race.run(job, contestants, warmup=arguments.warmup, repeats=arguments.repeats)
-    race.report(f"mlp, batch 32, {job.examples:,} examples: seconds an epoch", tracks, GOALS)
+    race.report(f"mlp, batch 32, {job.examples:,} examples: seconds per epoch", tracks, GOALS)
 
 
 if __name__ == "__main__":

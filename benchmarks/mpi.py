@@ -1,4 +1,4 @@
-"""Seconds an epoch in two processes over MPI, each pinned to a core of its own, against one core and against peers.
+"""Seconds per epoch in two processes over MPI, each pinned to its own core, against one core and against peers.
 
 Example: `python -m benchmarks.mpi --models cnn`
 """
@@ -34,7 +34,7 @@ GOALS = {
     "mlp": [Goal("single_core", "mpi_split", 1.9), Goal("single_core", "apart"), Goal("mpi_split", "apart")],
 }
 EXAMPLES = {"cnn": 12_800, WIDE: 6_400, "mlp": 48_000}
-BATCH_SIZE = {"cnn": 128, WIDE: 128, "mlp": 32}  # of all processes; of each in `mpi_split`
+BATCH_SIZE = {"cnn": 128, WIDE: 128, "mlp": 32}  # over all processes; per process in `mpi_split`
 
 
 def main() -> None:

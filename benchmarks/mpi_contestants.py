@@ -1,7 +1,7 @@
-"""Contestants of two processes that `mpirun` starts, each pinned to a core of its own, with one thread to compute.
+"""Contestants of two processes that `mpirun` starts, each pinned to its own core, with one thread that computes.
 
-The process that takes part in the race becomes `mpirun`, whose rank 0 speaks with the race in its place; the others
-follow with turns that wait for nothing.
+The process that takes part in the race becomes `mpirun`, whose rank 0 communicates with the race; the other
+ranks have turns that do not wait.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def mpi_split(job: Job, turns: Turns) -> None:
 
 
 def apart(job: Job, turns: Turns) -> None:
-    """Two trainings with tfdist `single` at once, each of half of the examples, without a word to each other.
+    """Two trainings with tfdist `single` at once, each on half of the examples, without communication.
 
-    What this machine allows: two cores share its memory and its clock.
+    This is the limit of the machine, since two cores share its memory and its clock frequency.
     """
     half = dataclasses.replace(job, examples=job.examples // PROCESSES)
 
@@ -55,7 +55,7 @@ def apart(job: Job, turns: Turns) -> None:
 
 
 def _count_steps_of_all(own: Any, wait_for_all: Callable[[], None] = lambda: None) -> None:
-    """The processes' steps together are those of one process; `wait_for_all` where nothing else makes them wait."""
+    """Counts the steps of all processes as those of one; `wait_for_all` synchronizes them if nothing else does."""
     begin, end = own.begin, own.end
 
     def begin_with_all(iterations: Any = 0) -> None:
@@ -75,7 +75,7 @@ def _tfdist(job: Job, turns: Turns | NoTurns, name: str) -> None:
 
 
 def raw_horovod(job: Job, turns: Turns) -> None:
-    """Horovod as its documentation says: a `tf.function` a step, `hvd.allreduce` of each gradient, Keras' Adam."""
+    """Horovod as documented: one `tf.function` call per step, `hvd.allreduce` of each gradient, Keras' Adam."""
     _together(raw_horovod, job, turns, lambda own: _raw_horovod(job, own))
 
 
@@ -122,7 +122,7 @@ def _together(function: Callable[..., None], job: Job, turns: Turns, train: Call
         program = ["-m", "benchmarks.race", f"{__name__}:{function.__name__}", json.dumps(dataclasses.asdict(job))]
         os.execvp("mpirun", ["mpirun", *options, sys.executable, *program])
     rank = _pin(int(os.environ[RANK]))
-    turns.polls = True  # as MPI does while it waits
+    turns.polls = True  # MPI polls while it waits
     train(turns if rank == 0 else NoTurns())
     if rank:
-        sys.exit(0)  # rank 0 alone says that the race has ended
+        sys.exit(0)  # only rank 0 reports that the race has ended

@@ -1,8 +1,8 @@
-"""Where a step of `horovod` on two processes over MPI goes, and the bound of this machine for what it sends.
+"""The parts of a `horovod` step on two processes over MPI, and the machine's limit for its communication.
 
-Each process is pinned to a core of its own, with one thread to compute. The parts of a step run alone, one after the
-other, both processes beginning each at the same time; what a whole step takes more is waiting for the other process,
-reading the data, metrics, and handing out operations. It takes less where parts of a step overlap.
+Each process is pinned to a core of its own, with one thread that computes. The parts of a step run alone, one after the
+other; both processes begin each part at the same time. A whole step takes longer because it also waits for the other
+process, reads data, computes metrics and schedules operations. It takes less time if parts of a step overlap.
 Example: `python -m benchmarks.mpi_floor`
 """
 
@@ -29,7 +29,7 @@ WAITING = "waiting, data, dispatch; less what overlaps"
 
 
 def measure(job: race.Job, repeats: int) -> None:
-    """One process' part; rank 0 prints the table."""
+    """The measurement in one process; rank 0 prints the table."""
     import numpy as np
     import tensorflow as tf
 
@@ -89,7 +89,7 @@ def measure(job: race.Job, repeats: int) -> None:
         "compute: forward and backward": seconds(compute),
         "packing": seconds(lambda: pack(gradients)),
         f"communication: all-reduce of {len(sent)} buffers": seconds(lambda: communicate(sent)),
-        "update: Adam in one kernel a variable": seconds(lambda: update(gradients)),
+        "update: Adam in one kernel per variable": seconds(lambda: update(gradients)),
     }
     bound = seconds(lambda: mpi.sum_in_place(everything))
 
@@ -104,7 +104,7 @@ def measure(job: race.Job, repeats: int) -> None:
 
 def _report(model: str, parts: dict[str, list[float]], steps: list[float], bound: list[float], size_bytes: int) -> None:
     step = statistics.median(steps)
-    print(f"\n{model}, global batch {BATCH} on two processes, a core each: milliseconds of a step\n")
+    print(f"\n{model}, global batch {BATCH} on two processes, one core each: milliseconds per step\n")
     print(f"{'part':<44}{'median':>9}{'min':>9}{'max':>9}{'of a step':>11}")
 
     def line(name: str, values: list[float]) -> None:
@@ -117,7 +117,7 @@ def _report(model: str, parts: dict[str, list[float]], steps: list[float], bound
     line("step, measured", steps)
     line("bound: MPI's all-reduce of the same, in place", bound)
     rate = size_bytes / statistics.median(bound) / 1e9
-    print(f"{size_bytes / 1e6:.1f} MB are added up at {rate:.2f} GB/s at best")
+    print(f"{size_bytes / 1e6:.1f} MB are summed at {rate:.2f} GB/s at best")
 
 
 def main() -> None:

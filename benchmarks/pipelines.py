@@ -1,15 +1,15 @@
-"""Examples a second of input pipelines alone, second epochs: tfdist's against the same one by hand.
+"""Examples per second of input pipelines alone, second epochs: tfdist's and the same pipeline by hand.
 
-| race | by hand, with what the tf.data performance guide says | as most people write it |
+| race | by hand, following the tf.data performance guide | as most people write it |
 |---|---|---|
 | Fashion-MNIST in memory | cache, shuffle, batch, vectorized map, prefetch | `tfds.load(...).map().batch()` |
 | CIFAR in memory, crops and flips | shuffle, parallel map, parallel batch, prefetch | |
 | CamVid's files, crops and flips of pictures and masks | shuffle, parallel map, parallel batch, prefetch | |
 | CamVid, decoded once | parallel map, cache, shuffle, parallel map, parallel batch, prefetch | |
 
-The epochs of the contestants take turns, since a machine's speed drifts. Races whose data are not there are left out.
+The epochs of the contestants take turns, since a machine's speed drifts. Races without data are left out.
 
-Example: `python -m benchmarks.pipelines --data-dir PREPARED --files FOLDER`, of which the second has the folders
+Example: `python -m benchmarks.pipelines --data-dir PREPARED --files FOLDER`, where `--files` has the folders
 `cifar10` and `camvid`.
 """
 
@@ -28,7 +28,7 @@ Epoch = Callable[[int], Any]
 
 
 def fashion_mnist(data_dir: str, batch_size: int) -> tuple[int, dict[str, Epoch]]:
-    """Contestants on Fashion-MNIST, whose examples TFDS keeps as PNGs."""
+    """Contestants on Fashion-MNIST, whose examples TFDS stores as PNG files."""
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
@@ -84,7 +84,7 @@ def cifar(folder: Path, batch_size: int) -> tuple[int, dict[str, Epoch]]:
 def camvid(folder: Path, batch_size: int, *, decoded_once: bool = False) -> tuple[int, dict[str, Epoch]]:
     """Contestants on CamVid's files; pictures and masks padded, cropped and flipped.
 
-    Without `decoded_once` each file is decoded every epoch; with it tfdist chooses by itself, and has the memory.
+    Without `decoded_once` each file is decoded in every epoch; with it tfdist chooses, and there is enough memory.
     """
     import tensorflow as tf
 
@@ -133,7 +133,7 @@ def seconds_an_epoch(contestants: dict[str, Epoch], repeats: int) -> dict[str, l
 
 
 def races(data_dir: str | None, files: Path | None, batch_size: int) -> Iterator[tuple[str, int, dict[str, Epoch]]]:
-    """The races whose data are there."""
+    """The races whose data exist."""
     if data_dir and Path(data_dir, "fashion_mnist").is_dir():
         yield "Fashion-MNIST in memory", *fashion_mnist(data_dir, batch_size)
     of_files = (

@@ -1,14 +1,15 @@
-"""A race: contestants train the same work, each in a process of its own, one epoch each in turn: A B C A B C …
+"""A race: contestants do the same work, each in a separate process, one epoch each in turn: A B C A B C …
 
-    parent                                   worker, one a contestant, alive for the whole race
+    parent                                   worker, one per contestant, alive for the whole race
       ├─ starts them, one after the other      contestant(job, turns): loads, builds, tunes itself
       │                            <- ready    turns.begin()  waits
       ├─ "go"  ->                              one epoch, timed by the worker; all others wait
       │            <- {"seconds", "steps", …}  turns.end(loss, iterations)
       └─ closes the pipe                       ends
 
-Processes, because thread counts, devices and XLA's settings belong to a process, and because peers must not warm each
-other's caches. In turn, because a machine's speed drifts. The parent imports neither TensorFlow nor PyTorch.
+Contestants are processes because thread counts, devices and XLA's settings belong to a process, and because peers must
+not warm each other's caches. They take turns because a machine's speed drifts. The parent imports neither TensorFlow
+nor PyTorch.
 
 A contestant is a training script as people write it, a function of a `Job`, whose epochs lie between `turns.begin()`
 and `turns.end(...)`; `Turns.callback()` does that for `model.fit`.
@@ -40,7 +41,7 @@ import psutil
 
 from benchmarks import data
 
-# Losses after the same epochs on the same examples differ by the order and the initial weights only.
+# Losses after the same epochs on the same examples differ only because of the order and the initial weights.
 LOSS_BAND = 0.2
 
 
@@ -50,12 +51,12 @@ class Job:
 
     Attributes:
         model: a model of `tfdist.models`.
-        batch_size: examples a step, over all devices.
-        examples: training examples.
-        epochs: how many turns there will be.
+        batch_size: examples per step, over all devices.
+        examples: the number of training examples.
+        epochs: the number of turns.
         data: the folder that `benchmarks.data` wrote.
-        devices: logical CPU devices, where a contestant uses several.
-        seed: of weights, dropout and order.
+        devices: the number of logical CPU devices, if a contestant uses several.
+        seed: the seed of weights, dropout and order.
     """
 
     model: str
@@ -68,7 +69,7 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in an epoch."""
+        """Optimizer steps per epoch."""
         return math.ceil(self.examples / self.batch_size)
 
 
@@ -83,7 +84,7 @@ class Goal:
 
 @dataclass
 class Track:
-    """What a contestant did: one entry a measured turn."""
+    """The results of a contestant: one entry per measured turn."""
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -97,8 +98,8 @@ class Turns:
     """The worker's side of the pipes.
 
     Attributes:
-        note: what is printed of the contestant's setting.
-        polls: its processes keep a core busy while they wait, and are to be stopped meanwhile.
+        note: the contestant's settings, which are printed.
+        polls: whether its processes keep a core busy while they wait, and must be paused in the meantime.
     """
 
     def __init__(self, job: Job, commands: IO[str], answers: IO[str]):
@@ -146,7 +147,7 @@ class Turns:
                 turns.begin(self.model.optimizer.iterations.numpy())
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-                loss = float(logs["loss"])  # before anything else is asked of the model
+                loss = float(logs["loss"])  # before the model does anything else
                 turns.end(loss, _LazyIterations(self.model))
 
         return Turn()
@@ -157,7 +158,7 @@ class Turns:
 
 
 class _LazyIterations:
-    """The optimizer's steps, read when asked for: after the clock has stopped."""
+    """The optimizer's steps, which are read only after the clock has stopped."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -167,10 +168,10 @@ class _LazyIterations:
 
 
 def memory_mib() -> tuple[float, float]:
-    """The peak resident memory of this process so far, and what is resident now, in MiB."""
+    """The peak resident memory of this process so far, and the memory that is resident now, in MiB."""
     resident = psutil.Process().memory_info().rss / 2**20
     with contextlib.suppress(OSError):
-        # Of this program alone; `ru_maxrss` of a child begins with what its parent held when it forked.
+        # Of this program only; `ru_maxrss` of a child begins with the memory of its parent at the fork.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024, resident
@@ -194,7 +195,7 @@ class Worker:
         self._rest()
 
     def turn(self) -> dict[str, Any]:
-        """Lets it run one epoch; returns its answer once it is ready for the next one, or has ended."""
+        """Makes the worker run one epoch; returns its answer once it is ready for the next one, or has ended."""
         assert self._process.stdin
         self._signal(signal.SIGCONT)
         self._process.stdin.write("go\n")
@@ -217,12 +218,12 @@ class Worker:
         self._log.close()
 
     def _rest(self) -> None:
-        """Returns when it waits for its next turn, or has ended, and leaves the cores to the others."""
+        """Waits until the worker waits for its next turn, or has ended, and does not use the cores."""
         if self._hear().get("polls"):
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the process and all that it has started."""
+        """Sends a signal to the process and everything that it has started."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self._process.pid)
             for member in [process, *process.children(recursive=True)]:
@@ -242,7 +243,7 @@ def run(job: Job, contestants: Mapping[str, str], *, warmup: int, repeats: int) 
     """Races `contestants` (name: `module:function`): `warmup` turns each, then `repeats` rounds that count.
 
     Raises:
-        RuntimeError: a contestant failed, or did not do the work of `job`.
+        RuntimeError: a contestant failed, or did other work than `job`.
     """
     job = dataclasses.replace(job, epochs=warmup + repeats)
     tracks = {name: Track() for name in contestants}
@@ -289,7 +290,7 @@ def report(title: str, tracks: Mapping[str, Track], goals: Sequence[Goal]) -> No
             f"{'!' if outside else ' '} {track.notes[-1]}"
         )
         if outside:
-            print(f"  ! the loss is more than {LOSS_BAND:.0%} away from the others': is it the same work?")
+            print(f"  ! the loss differs by more than {LOSS_BAND:.0%} from the others: is it the same work?")
     goals = [goal for goal in goals if goal.peer in tracks and goal.ours in tracks]
     if goals:
         print(f"\n{'ratio':<44}{'of medians':>11}{'by round: min':>15}{'max':>7}{'target':>8}")
@@ -311,21 +312,21 @@ def _report_goal(goal: Goal, tracks: Mapping[str, Track]) -> None:
 
 
 def verdict(reached: bool) -> str:
-    """How a target was met, in a word."""
+    """Whether a target was reached, in one word."""
     return "reached" if reached else "MISSED"
 
 
 def parser(description: str | None, *, repeats: int = 5, warmup: int = 2) -> argparse.ArgumentParser:
-    """The options that all programs share."""
+    """The options of all programs."""
     result = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     result.add_argument("--repeats", type=_at_least(1), default=repeats, help="measured turns of each contestant")
-    result.add_argument("--warmup", type=_at_least(0), default=warmup, help="turns of each that do not count")
+    result.add_argument("--warmup", type=_at_least(0), default=warmup, help="warm-up turns of each contestant")
     result.add_argument(
         "--data-dir",
         default=os.environ.get("TFDS_DATA_DIR"),
         help="prepared TensorFlow Datasets (default: $TFDS_DATA_DIR); synthetic data without them",
     )
-    result.add_argument("--only", nargs="+", metavar="NAME", help="race these contestants alone")
+    result.add_argument("--only", nargs="+", metavar="NAME", help="race only these contestants")
     return result
 
 
@@ -355,7 +356,7 @@ def run_models(
     batch_sizes: Mapping[str, int],
     examples_of: Mapping[str, int],
 ) -> None:
-    """The program that races the contestants of each model in processes of a core each; all by the model's name."""
+    """The program that races the contestants of each model, with one core per process; all by the model's name."""
     options = parser(description)
     options.add_argument("--models", nargs="+", choices=goals, default=list(goals))
     arguments = options.parse_args()
@@ -364,20 +365,22 @@ def run_models(
             racing = chosen(contestants[model], arguments.only)
             job = Job(model, batch_sizes[model], examples_of[model], epochs=0, data=folder)
             tracks = run(job, racing, warmup=arguments.warmup, repeats=arguments.repeats)
-            title = f"{model}, batch {job.batch_size}, {job.examples:,} examples, a core a process: seconds an epoch"
+            title = (
+                f"{model}, batch {job.batch_size}, {job.examples:,} examples, one core per process: seconds per epoch"
+            )
             report(title, tracks, goals[model])
 
 
 @contextlib.contextmanager
 def examples(data_dir: str | None) -> Iterator[tuple[str, bool]]:
-    """A folder with the arrays, for as long as the context lasts, and whether they are the real ones."""
+    """A folder with the arrays, for as long as the context lasts, and whether they are the real dataset."""
     with tempfile.TemporaryDirectory(prefix="tfdist-benchmark-") as folder:
         yield folder, data.prepare(Path(folder), data_dir)
 
 
 def main() -> None:
     """The worker: `python -m benchmarks.race MODULE:FUNCTION JOB`."""
-    # What the contestant prints must not come between the lines of the protocol.
+    # The output of the contestant must not appear between the lines of the protocol.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, function = sys.argv[1].split(":")

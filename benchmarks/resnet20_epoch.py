@@ -1,6 +1,6 @@
-"""Seconds an epoch: `resnet20`, SGD with momentum, batch 128, CIFAR-10 padded, cropped and flipped at random.
+"""Seconds per epoch: `resnet20`, SGD with momentum, batch 128, CIFAR-10 padded, cropped and flipped at random.
 
-All contestants get the very same tf.data pipeline, tfdist's. Without CIFAR's files the pictures are made up.
+All contestants use the same tf.data pipeline, tfdist's. Without CIFAR's files the pictures are synthetic.
 
 Example: `python -m benchmarks.resnet20_epoch --files FOLDER`, which has the folder `cifar10`.
 """
@@ -34,12 +34,12 @@ def single(job: Job, turns: Turns) -> None:
 
 
 def fit(job: Job, turns: Turns) -> None:
-    """Stock Keras as it is: `jit_compile="auto"`, which is XLA here."""
+    """Stock Keras with its defaults: `jit_compile="auto"`, which is XLA here."""
     _train(_compiled(job), job, turns)
 
 
 def fit_tuned(job: Job, turns: Turns) -> None:
-    """Stock Keras without XLA, ten steps a call; a step is too long for more to matter."""
+    """Stock Keras without XLA, ten steps per call; steps are so long that more would not matter."""
     _train(_compiled(job, jit_compile=False, steps_per_execution=10), job, turns)
 
 
@@ -61,7 +61,7 @@ def _train(model: Any, job: Job, turns: Turns) -> None:
 
 
 def _source(job: Job) -> Any:
-    """The first `job.examples` training pictures of CIFAR's files in `job.data`, or made-up ones."""
+    """The first `job.examples` training pictures of CIFAR's files in `job.data`, or synthetic ones."""
     import tfdist.data
 
     if job.data:
@@ -77,11 +77,11 @@ def main() -> None:
     contestants = race.chosen(CONTESTANTS, arguments.only)
     folder = Path(arguments.files, "cifar10") if arguments.files else None
     there = folder is not None and folder.is_dir()
-    print(f"data: {'CIFAR-10' if there else 'SYNTHETIC, made-up pictures of 32x32x3'}", flush=True)
+    print(f"data: {'CIFAR-10' if there else 'SYNTHETIC, synthetic pictures of 32x32x3'}", flush=True)
     data = str(folder) if there else ""
     job = Job("resnet20", batch_size=128, examples=arguments.examples, epochs=0, data=data)
     tracks = race.run(job, contestants, warmup=arguments.warmup, repeats=arguments.repeats)
-    race.report(f"resnet20, batch 128, {job.examples:,} examples: seconds an epoch", tracks, GOALS)
+    race.report(f"resnet20, batch 128, {job.examples:,} examples: seconds per epoch", tracks, GOALS)
 
 
 if __name__ == "__main__":

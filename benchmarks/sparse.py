@@ -1,12 +1,12 @@
-"""Peak memory and seconds a step of `nbow` with a million word vectors, its gradient sparse against dense.
+"""Peak memory and seconds per step of `nbow` with a million word vectors, with sparse and with dense gradients.
 
-Three ways, each in a process of its own: tfdist's, whose gradient and update touch the rows of a batch's words alone;
+Three ways, each in a separate process: tfdist's, whose gradient and update use only the rows of a batch's words;
 Keras' own update of the same sparse gradient (`fused=False`), which computes with the whole table; and the dense way,
 the gradient as large as the table.
 
-The floor of the sparse way is the table and the optimizer's one slot, for each copy of the variables, and what
-TensorFlow takes for itself: nothing of the table's size is made beside them (see
-`keras_variables.fill_large_variables_in_place`, which both ways profit from). With Adam it is the table and two slots.
+The minimum of the sparse way is the table and the optimizer's one slot, for each copy of the variables, plus the memory
+of TensorFlow itself: nothing else has the size of the table (see `keras_variables.fill_large_variables_in_place`, from
+which both ways benefit). With Adam it is the table and two slots.
 
 Example: `python -m benchmarks.sparse --rows 1000000 --embedding 300`
 """
@@ -26,7 +26,7 @@ BATCH_SIZE, LENGTH, STEPS = 32, 32, 10
 
 
 def measure(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, float]:
-    """What a process that trains so reports: "peak_mib", "before_mib" (TensorFlow alone), "step_seconds"."""
+    """The report of a process that trains in this way: "peak_mib", "before_mib" (TensorFlow alone), "step_seconds"."""
     arguments = ["--one", strategy_name, way, "--rows", str(rows), "--embedding", str(embedding)]
     command = [sys.executable, "-m", "benchmarks.sparse", *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -34,7 +34,7 @@ def measure(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str
 
 
 def train(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, float]:
-    """Trains for two epochs of `STEPS` steps here, and times the second."""
+    """Trains for two epochs of `STEPS` steps in this process, and times the second one."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -45,7 +45,7 @@ def train(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, 
     from tfdist.data.spec import DataSpec
 
     class DenseAdagrad(keras.optimizers.Adagrad):
-        """Adagrad that is given whole tables."""
+        """Adagrad with dense gradients."""
 
         def apply(self, grads, trainable_variables=None):
             super().apply([tf.convert_to_tensor(gradient) for gradient in grads], trainable_variables)
@@ -69,7 +69,7 @@ def train(strategy_name: str, way: str, rows: int, embedding: int) -> dict[str, 
 
 
 def main() -> None:
-    """The table, or with `--one` a single measurement."""
+    """Prints the table, or with `--one` a single measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--embedding", type=int, default=300)
@@ -80,7 +80,7 @@ def main() -> None:
         print(json.dumps(train(*arguments.one, arguments.rows, arguments.embedding)))
         return
     print(f"nbow, {arguments.rows:,} word vectors of {arguments.embedding}, Adagrad, batch {BATCH_SIZE}\n")
-    print(f"{'strategy':<12}{'way':<10}{'peak MiB':>10}{'without TF':>12}{'ms a step':>11}{'peak / dense':>14}")
+    print(f"{'strategy':<12}{'way':<10}{'peak MiB':>10}{'without TF':>12}{'ms/step':>11}{'peak / dense':>14}")
     for strategy in arguments.strategies:
         found = {way: measure(strategy, way, arguments.rows, arguments.embedding) for way in WAYS}
         for way, figures in found.items():

@@ -1,4 +1,4 @@
-"""From the command to the first training step, and to the answer of `--help`, on a warm disk.
+"""Seconds from the command to the first training step, and to the output of `--help`, on a warm disk.
 
 Example: `python -m benchmarks.startup --repeats 5`
 """
@@ -21,7 +21,7 @@ RUN = ["--strategy", "mirrored", "--model", "cnn", "--dataset", "digits", "--epo
 
 
 def first_step() -> float:
-    """Seconds from the command to the first step, as the run's own record tells."""
+    """Seconds from the command to the first step, from the run's record."""
     with tempfile.TemporaryDirectory(prefix="tfdist-benchmark-") as folder:
         run = Path(folder, "run")
         _call([*TRAIN, *RUN, "--run-dir", str(run)])
@@ -29,7 +29,7 @@ def first_step() -> float:
 
 
 def first_step_and_rest() -> float:
-    """Seconds of that whole command, seen from outside: an upper bound of the record's figure."""
+    """Seconds of the whole command, measured from outside: an upper bound of the record's figure."""
     with tempfile.TemporaryDirectory(prefix="tfdist-benchmark-") as folder:
         return _seconds([*TRAIN, *RUN, "--run-dir", str(Path(folder, "run"))])
 

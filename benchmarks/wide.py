@@ -1,4 +1,4 @@
-"""A dense model of 6.6 million parameters, 784-2048-2048-512-10, whose gradients are what a step waits for."""
+"""A dense model of 6.6 million parameters, 784-2048-2048-512-10, whose steps mostly wait for gradients."""
 
 from __future__ import annotations
 

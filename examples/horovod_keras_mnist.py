@@ -19,7 +19,7 @@ for gpu in (gpus := tf.config.list_physical_devices("GPU")):
 if gpus:
     tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
 
-# The digits that scikit-learn carries, so that it runs anywhere; `mnist` is prepared by TensorFlow Datasets.
+# The digits that are part of scikit-learn, so that it runs anywhere; `mnist` is prepared by TensorFlow Datasets.
 images, labels = data.load(sys.argv[1] if len(sys.argv) > 1 else "digits").arrays("train")
 dataset = tf.data.Dataset.from_tensor_slices((images, labels)).repeat().shuffle(10000).batch(128)
 
@@ -47,7 +47,7 @@ callbacks = [
     hvd.callbacks.MetricAverageCallback(),
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=3, verbose=1),
 ]
-if hvd.rank() == 0:  # or the processes would spoil each other's files
+if hvd.rank() == 0:  # otherwise the processes would overwrite each other's files
     callbacks.append(tf.keras.callbacks.ModelCheckpoint("./checkpoint-{epoch}.keras"))
 
 model.fit(

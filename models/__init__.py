@@ -1,7 +1,7 @@
-"""Models by name: `build` makes an uncompiled Keras model that fits a dataset's spec.
+"""Models by name: `build` creates an uncompiled Keras model for a dataset's spec.
 
-Each file beside this one is one model: the file is the registration. Importing this package and asking for
-the names imports neither Keras nor TensorFlow.
+Each file in this folder registers one model under its own name. Importing this package and listing the names
+imports neither Keras nor TensorFlow.
 
 Synopsis:
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "knows", "names", "tasks", "training"]
 
-# A model for each task, to name where one was chosen that does another.
+# A model for each task, which is suggested when the chosen model does another task.
 FOR_TASK = {
     "classification": "mlp",
     "segmentation": "unet",
@@ -47,22 +47,22 @@ def names() -> list[str]:
 
 
 def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
-    """The model `name` for the examples and classes of `spec`, built and not compiled.
+    """Builds the model `name` for the examples and classes of `spec`, without compiling it.
 
     Args:
-        name: one of `names()`, or the user's own `module:function`, where `function(spec, **options)` returns
-            a `keras.Model`.
-        spec: the facts about the dataset.
-        **options: what that model knows, such as `units` for `mlp`; all models of tfdist know `width`.
+        name: one of `names()`, or the name of a custom function as `module:function`, where
+            `function(spec, **options)` returns a `keras.Model`.
+        spec: the spec of the dataset.
+        **options: options of the model, such as `units` for `mlp`; all models of tfdist have `width`.
 
     Returns:
-        A model from examples x of `spec.task` to logits `[B, *spec.target_shape, spec.classes]`, for autoencoding to
-        pixels like x; float32 under any dtype policy, for the models of tfdist.
+        A model from examples x of `spec.task` to logits `[B, *spec.target_shape, spec.classes]`; for autoencoding to
+        pixels like x. Outputs of tfdist's models are float32 under any dtype policy.
 
     Raises:
-        UnknownNameError: no such model.
-        UsageError: an option that the model does not know, a task or an input shape that it cannot take, or a
-            `module:function` that gives no model.
+        UnknownNameError: there is no such model.
+        UsageError: the model does not have an option, cannot do the task or take the input shape; or
+            `module:function` does not return a model.
     """
     function = _builder(name)
     if spec.task not in (tasks(name) or [spec.task]):
@@ -83,21 +83,21 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
 
 
 def knows(name: str, option: str) -> bool:
-    """Whether the model `name` has such an option."""
+    """Whether the model `name` has this option."""
     return option in inspect.signature(_builder(name)).parameters
 
 
 def tasks(name: str) -> tuple[str, ...]:
-    """What the model `name` can do, of `tfdist.data.spec.TASKS`; empty for one that does not say, such as one's own."""
+    """The tasks of the model `name`, of `tfdist.data.spec.TASKS`; empty if unknown, as for a custom model."""
     return tuple(_said(name, "TASKS", ()))
 
 
 def training(name: str) -> dict[str, Any]:
-    """How the model `name` is trained where nothing else is said.
+    """The default training settings of the model `name`.
 
     Returns:
-        "optimizer", "learning_rate", and where it has them "momentum" and "weight_decay"; empty for a model that says
-        nothing, such as the user's own: Keras' Adam will do.
+        "optimizer", "learning_rate", and possibly "momentum" and "weight_decay"; empty if unknown, as for a custom
+        model, which is trained with Keras' Adam.
     """
     return dict(_said(name, "TRAINING", {}))
 

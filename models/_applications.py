@@ -18,7 +18,7 @@ def adapted(
 
     Args:
         application: such as `keras.applications.ResNet50`.
-        spec: the facts about the dataset: the shape of its images and its classes.
+        spec: the spec of the dataset: the shape of its images and its classes.
         width: a factor on the filters of convolutions and the units of hidden dense layers.
         synchronized: whether batch normalizations take their statistics from the whole global batch.
     """

@@ -1,4 +1,4 @@
-"""What the models share: the datasets that they refuse, their width, and pictures of any size."""
+"""Helpers of the models: refused datasets, scaled widths, and images of any size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.errors import UsageError
 
 
 def require_images(model: str, spec: DataSpec, smallest: int = 1) -> None:
-    """Refuses what is not images `[H, W, C]`, or images with a side below `smallest` pixels.
+    """Refuses examples that are not images `[H, W, C]`, or have a side below `smallest` pixels.
 
     Raises:
         UsageError: the examples do not fit.
@@ -31,15 +31,15 @@ def require_images(model: str, spec: DataSpec, smallest: int = 1) -> None:
 
 
 def scaled(units: int, width: float) -> int:
-    """`units` times `width`, at least one."""
+    """`units` times `width`, rounded, and at least one."""
     return max(1, round(units * width))
 
 
 def padding(spec: DataSpec, kernel: int) -> str:
-    """The Keras padding: "valid" where that leaves a pixel, else "same".
+    """The padding for Keras: "valid" if that leaves at least one pixel, else "same".
 
     Args:
-        spec: the facts about the dataset.
+        spec: the spec of the dataset.
         kernel: the side of the kernels of two convolutions, each followed by a pooling of 2x2.
     """
     side = min(spec.input_shape[:2])
@@ -55,7 +55,7 @@ def padded(image: Any, multiple: int) -> Any:
 
 
 def cropped(image: Any, spec: DataSpec) -> Any:
-    """`image` `[B, H', W', C]` without what `padded` added: as high and wide as the examples."""
+    """`image` `[B, H', W', C]` without the padding of `padded`: as high and wide as the examples."""
     bottom, right = (size - own for size, own in zip(image.shape[1:3], spec.input_shape, strict=False))
     if not (bottom or right):
         return image

@@ -1,4 +1,4 @@
-"""The basic block of residual networks: two 3x3 convolutions and a way around them.
+"""The basic block of residual networks: two 3x3 convolutions and a shortcut connection.
 
 K. He, X. Zhang, S. Ren and J. Sun, "Deep residual learning for image recognition", CVPR 2016, figure 5 left.
 """
@@ -24,15 +24,15 @@ def normalization(image: Any, synchronized: bool) -> Any:
 
 
 def stage(image: Any, filters: int, blocks: int, strides: int, synchronized: bool, projected: bool) -> Any:
-    """`blocks` basic blocks; the first has stride `strides` and the way around it changes shape too.
+    """A number of basic blocks; the first one has stride `strides`, and its shortcut changes shape too.
 
     Args:
         image: `[B, H, W, C]`.
-        filters: of every convolution.
-        blocks: their number.
-        strides: of the first block.
+        filters: the filters of every convolution.
+        blocks: the number of blocks.
+        strides: the stride of the first block.
         synchronized: whether batch normalizations take their statistics from the whole global batch.
-        projected: whether a way around that changes shape is a 1x1 convolution (the paper's option B); otherwise it
+        projected: whether a shortcut that changes shape is a 1x1 convolution (the paper's option B); otherwise it
             drops pixels and adds channels of zeros (option A, without parameters).
     """
     for block in range(blocks):

@@ -1,8 +1,8 @@
-"""Beam search: the likeliest sequences of a model that gives one token after the other; greedy with one beam.
+"""Beam search for the likeliest sequences of an autoregressive model; greedy decoding with one beam.
 
 Synopsis:
 
-    >>> after = np.log(np.array([[0.1, 0.6, 0.3], [0.1, 0.3, 0.6]]))  # token 0 ends; 1 and 2 depend on the one before
+    >>> after = np.log(np.array([[0.1, 0.6, 0.3], [0.1, 0.3, 0.6]]))  # token 0 ends; 1 and 2 depend on the token before
     >>> step = lambda tokens, states: (after[tokens - 1], states)
     >>> beams(step, {}, first=np.array([1]), end=0, length=2, width=3).tolist()
     [[1, 1]]
@@ -20,15 +20,15 @@ Step = Callable[[np.ndarray, States], tuple[np.ndarray, States]]
 
 
 def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: int, width: int) -> np.ndarray:
-    """The likeliest sequence that each of B searches finds, by its mean log probability a token.
+    """The likeliest sequence of each of B searches, by its mean log probability per token.
 
     Args:
         step: one step of the model, for R = B * width sequences at once.
-        states: what the first step of each search needs, each `[B, ...]`.
-        first: the token before the first, int `[B]`.
+        states: the initial states of each search, each `[B, ...]`.
+        first: the token before the first one, int `[B]`.
         end: the token that ends a sequence.
-        length: tokens that a sequence has at most.
-        width: sequences that are kept in each search; 1 takes the likeliest token each time.
+        length: the largest number of tokens in a sequence.
+        width: the number of beams per search; 1 is greedy decoding.
 
     Returns:
         int32 `[B, L]`, L at most `length`: tokens, filled up with `end`.
@@ -37,7 +37,7 @@ def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: in
     states = {name: np.repeat(state, width, axis=0) for name, state in states.items()}
     tokens = np.repeat(first, width)
     found = np.zeros((searches, width, 0), np.int32)
-    # All beams of a search begin alike: only the first may go on, or they would stay alike.
+    # All beams of a search begin equally, so only the first one is extended; otherwise they would stay equal.
     scores = np.full((searches, width), -np.inf)
     scores[:, 0] = 0.0
     lengths = np.zeros((searches, width))
@@ -46,7 +46,7 @@ def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: in
         log_probabilities, states = step(tokens, states)
         count = log_probabilities.shape[-1]
         more = log_probabilities.astype(np.float64).reshape(searches, width, count)
-        more[ended] = -np.inf  # what has ended stays as it is, at no cost
+        more[ended] = -np.inf  # a sequence that has ended stays unchanged, at no cost
         more[ended, end] = 0.0
         candidates = (scores[..., None] + more).reshape(searches, width * count)
         longer = np.repeat(np.maximum(lengths + ~ended, 1), count, axis=1)
@@ -65,7 +65,7 @@ def beams(step: Step, states: States, *, first: np.ndarray, end: int, length: in
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Where the `count` largest values of each row are, the largest first: int `[rows, count]`."""
+    """The indices of the `count` largest values of each row, the largest first: int `[rows, count]`."""
     if count < values.shape[1]:
         found = np.argpartition(-values, count, axis=1)[:, :count]
     else:

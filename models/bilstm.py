@@ -1,4 +1,4 @@
-"""`bilstm`: an LSTM that reads a text forwards and one that reads it backwards.
+"""`bilstm`: two LSTMs, of which one reads a text forwards and one backwards.
 
 A. Graves and J. Schmidhuber, "Framewise phoneme classification with bidirectional LSTM and other neural network
 architectures", Neural Networks, 2005.
@@ -11,28 +11,28 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
-from tfdist.options import Count, Factor, Share
+from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("text_classification",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 
 
 def build(
-    spec: DataSpec, *, embedding: Count = 128, units: Count = 64, dropout: Share = 0.5, width: Factor = 1.0
+    spec: DataSpec, *, embedding: Count = 128, units: Count = 64, dropout: Fraction = 0.5, width: Factor = 1.0
 ) -> keras.Model:
     """Embed, a bidirectional LSTM, dropout, dense on the last states of both directions.
 
-    128 parameters a word, 98,816 in the LSTM, 129 a class. The paper labels each step; here the whole text gets one
+    128 parameters per word, 98,816 in the LSTM, 129 per class. The paper labels each step; here the whole text gets one
     label. Both directions skip padding.
 
     Input: tokens `[B, length]` of any length, padded with 0. Output: logits `[B, spec.classes]`, float32 under every
     dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        embedding: numbers in a word vector.
-        units: of each direction.
-        dropout: the share of features dropped in training before and after the LSTM, in [0, 1).
+        spec: the spec of the dataset.
+        embedding: the length of a word vector.
+        units: the units of each direction.
+        dropout: the fraction of features that are dropped in training before and after the LSTM, in [0, 1).
         width: a factor on `embedding` and `units`.
     """
     tokens = keras.Input((None,), dtype="int32", name="tokens")

@@ -14,14 +14,14 @@ TASKS = ("classification",)
 def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:
     """Conv 32 3x3 ReLU, pool 2, conv 64 3x3 ReLU, pool 2, dense 128 ReLU, dense.
 
-    225,034 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; where the image is too small for
-    that (under 10 pixels), convolutions and pools pad.
+    225,034 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; for smaller images (below 10 pixels),
+    convolutions and pools pad.
 
     Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, always float32, so that a loss with
-    `from_logits=True` is right under a mixed dtype policy too.
+    `from_logits=True` is correct under a mixed dtype policy too.
 
     Args:
-        spec: the facts about the dataset.
+        spec: the spec of the dataset.
         width: a factor on the number of filters and hidden units.
 
     Raises:

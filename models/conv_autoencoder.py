@@ -1,4 +1,4 @@
-"""`conv_autoencoder`: convolutions that make an image smaller, and transposed ones that make it again.
+"""`conv_autoencoder`: convolutions that shrink an image, and transposed convolutions that restore it.
 
 J. Masci, U. Meier, D. Cireşan and J. Schmidhuber, "Stacked convolutional auto-encoders for hierarchical feature
 extraction", ICANN 2011.
@@ -21,13 +21,13 @@ FILTERS = (32, 64)
 def build(spec: DataSpec, *, code: Count = 8, width: Factor = 1.0) -> keras.Model:
     """Conv 32 and 64 3x3 with stride 2, conv `code` 3x3, transposed conv 64 and 32 with stride 2, conv C 3x3, sigmoid.
 
-    The code of an image is `[H/4, W/4, code]`: half as many numbers as 28x28x1 has, a sixth of 32x32x3. Strides
-    take the place of the paper's max-pooling, and all layers are trained at once.
+    The code of an image is `[H/4, W/4, code]`: half of the numbers of 28x28x1, a sixth of 32x32x3. Strides replace
+    the paper's max-pooling, and all layers are trained together.
 
     Input `[B, H, W, C]`, pixels in [0, 1]. Output: pixels `[B, H, W, C]` in [0, 1], float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
+        spec: the spec of the dataset.
         code: the channels of the code.
         width: a factor on the number of filters and on `code`.
 

@@ -10,23 +10,23 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
-from tfdist.options import Factor, Share
+from tfdist.options import Factor, Fraction
 
 TASKS = ("classification",)
 
 
-def build(spec: DataSpec, *, dropout: Share = 0.5, width: Factor = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, dropout: Fraction = 0.5, width: Factor = 1.0) -> keras.Model:
     """Conv 10 5x5, pool 2, ReLU, conv 20 5x5, dropout, pool 2, ReLU, dense 50 ReLU, dropout, dense.
 
-    21,840 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; where the image is too small for
-    that (under 16 pixels), convolutions and pools pad.
+    21,840 parameters on 28x28x1 with 10 classes. Convolutions are unpadded; for smaller images (below 16 pixels),
+    convolutions and pools pad.
 
     Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, always float32, so that a loss with
-    `from_logits=True` is right under a mixed dtype policy too.
+    `from_logits=True` is correct under a mixed dtype policy too.
 
     Args:
-        spec: the facts about the dataset.
-        dropout: the share of feature maps and of dense units dropped in training, in [0, 1).
+        spec: the spec of the dataset.
+        dropout: the fraction of feature maps and of dense units that are dropped in training, in [0, 1).
         width: a factor on the number of filters and hidden units.
 
     Raises:
@@ -41,7 +41,8 @@ def build(spec: DataSpec, *, dropout: Share = 0.5, width: Factor = 1.0) -> keras
             keras.layers.MaxPooling2D(2, padding=padding),
             keras.layers.ReLU(),
             keras.layers.Conv2D(_fit.scaled(20, width), 5, padding=padding),
-            # Whole feature maps, as in the examples: neighbouring pixels are too alike to drop one by one.
+            # Drops whole feature maps, as in the examples, because neighbouring pixels are too similar to drop one by
+            # one.
             keras.layers.SpatialDropout2D(dropout),
             keras.layers.MaxPooling2D(2, padding=padding),
             keras.layers.ReLU(),

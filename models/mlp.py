@@ -6,21 +6,21 @@ import keras
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
-from tfdist.options import Count, Factor, Share
+from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("classification",)
 
 
-def build(spec: DataSpec, *, units: Count = 128, dropout: Share = 0.2, width: Factor = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, units: Count = 128, dropout: Fraction = 0.2, width: Factor = 1.0) -> keras.Model:
     """Flatten, dense `units` with ReLU, dropout, dense; 101,770 parameters on 28x28x1 with 10 classes.
 
     Input `[B, *spec.input_shape]`, any shape. Output: logits `[B, spec.classes]`, always float32, so that a
-    loss with `from_logits=True` is right under a mixed dtype policy too.
+    loss with `from_logits=True` is correct under a mixed dtype policy too.
 
     Args:
-        spec: the facts about the dataset.
+        spec: the spec of the dataset.
         units: the width of the hidden layer.
-        dropout: the share of hidden units dropped in training, in [0, 1).
+        dropout: the fraction of hidden units that are dropped in training, in [0, 1).
         width: a factor on `units`.
     """
     return keras.Sequential(

@@ -1,8 +1,8 @@
 """`nbow`: the neural bag of words, an average of word vectors.
 
-N. Kalchbrenner, E. Grefenstette and P. Blunsom, "A convolutional neural network for modelling sentences", ACL 2014; as
-M. Iyyer, V. Manjunatha, J. Boyd-Graber and H. Daumé III, "Deep unordered composition rivals syntactic methods for text
-classification", ACL 2015, train it.
+N. Kalchbrenner, E. Grefenstette and P. Blunsom, "A convolutional neural network for modelling sentences", ACL 2014;
+trained as in M. Iyyer, V. Manjunatha, J. Boyd-Graber and H. Daumé III, "Deep unordered composition rivals syntactic
+methods for text classification", ACL 2015.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from keras import layers, ops
 
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.models import _fit
-from tfdist.options import Count, CountOrZero, Factor, Share
+from tfdist.options import Count, CountOrZero, Factor, Fraction
 
 TASKS = ("text_classification",)
-# The rare rows of a large table need Adagrad's large steps, and its update is as sparse as their gradient.
+# Adagrad, because rare rows of a large table need large steps, and its update is as sparse as the gradient.
 TRAINING = {"optimizer": "adagrad", "learning_rate": 0.5}
 
 
 def build(
-    spec: DataSpec, *, embedding: Count = 300, rows: CountOrZero = 0, dropout: Share = 0.3, width: Factor = 1.0
+    spec: DataSpec, *, embedding: Count = 300, rows: CountOrZero = 0, dropout: Fraction = 0.3, width: Factor = 1.0
 ) -> keras.Model:
     """Embed, average over the words, dense.
 
-    One word vector for each token of the vocabulary: 300 parameters a word. Whole words are dropped in training, as
-    Iyyer's deep averaging network does. The vectors start at random, and padding has no part in the average.
+    One word vector per token of the vocabulary: 300 parameters per word. Whole words are dropped in training, as in
+    Iyyer's deep averaging network. The vectors are initialized at random, and padding does not count in the average.
 
     Input: tokens `[B, length]` of any length, padded with 0. Output: logits `[B, spec.classes]`, float32 under every
     dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        embedding: numbers in a word vector.
-        rows: word vectors; the vocabulary's size where it is larger. More than that measure a large table.
-        dropout: the share of words dropped in training, in [0, 1).
+        spec: the spec of the dataset.
+        embedding: the length of a word vector.
+        rows: the number of word vectors, at least the size of the vocabulary; a larger number measures a large table.
+        dropout: the fraction of words that are dropped in training, in [0, 1).
         width: a factor on `embedding`.
     """
     tokens = keras.Input((None,), dtype="int32", name="tokens")

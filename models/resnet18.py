@@ -25,8 +25,8 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
     Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        synchronized: batch normalizations take their statistics from the whole global batch, not from a replica's part.
+        spec: the spec of the dataset.
+        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:

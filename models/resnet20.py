@@ -13,21 +13,21 @@ from tfdist.models import _fit, _residual
 from tfdist.options import Factor
 
 TASKS = ("classification",)
-# The paper's, but for its steps in the learning rate.
+# As in the paper, except for its steps of the learning rate.
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
     """Conv 3x3, three stages of three basic blocks with 16, 32 and 64 filters, average, dense.
 
-    0.27 million parameters on 32x32x3 with 10 classes. Ways around a block that change shape have no parameters, as
-    the paper's on CIFAR (option A).
+    0.27 million parameters on 32x32x3 with 10 classes. Shortcuts that change shape have no parameters, as in the
+    paper for CIFAR (option A).
 
     Input `[B, H, W, C]`. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        synchronized: batch normalizations take their statistics from the whole global batch, not from a replica's part.
+        spec: the spec of the dataset.
+        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:

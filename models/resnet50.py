@@ -18,13 +18,13 @@ TRAINING = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9, "weight_d
 def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
     """Conv 7x7, pool, four stages of 3, 4, 6 and 3 bottleneck blocks, average, dense; new weights.
 
-    25.6 million parameters on 224x224x3 with 1000 classes. Keras' convolutions have a bias, the paper's have none.
+    25.6 million parameters on 224x224x3 with 1000 classes. Keras' convolutions have a bias, unlike the paper's.
 
     Input `[B, H, W, C]`, 32x32 pixels or more. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        synchronized: batch normalizations take their statistics from the whole global batch, not from a replica's part.
+        spec: the spec of the dataset.
+        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:

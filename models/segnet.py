@@ -1,4 +1,4 @@
-"""`segnet`: VGG's convolutions, and a decoder that puts each maximum back where the encoder's pool found it.
+"""`segnet`: VGG's convolutions, and a decoder that unpools with the indices of the encoder's maxima.
 
 V. Badrinarayanan, A. Kendall and R. Cipolla, "SegNet: a deep convolutional encoder-decoder architecture for image
 segmentation", IEEE Transactions on Pattern Analysis and Machine Intelligence, 2017.
@@ -17,21 +17,21 @@ from tfdist.options import Factor
 
 TASKS = ("segmentation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
-# The filters of the encoder's convolutions, group by group; those of `vgg16`.
+# The filters of the encoder's convolutions, by group, as in `vgg16`.
 GROUPS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
 def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) -> keras.Model:
-    """Thirteen 3x3 convolutions with batch normalization and five pools, and the same backwards, unpooling.
+    """Thirteen 3x3 convolutions with batch normalization and five pools, and the same in reverse with unpooling.
 
-    29.4 million parameters on 3 channels. Images whose sides are no multiples of 32 are padded with zeros, and the
-    masks cropped. The paper starts from the weights of VGG16 on ImageNet; here they are random.
+    29.4 million parameters on 3 channels. Images whose sides are not multiples of 32 are padded with zeros, and the
+    outputs are cropped. The paper starts from the weights of VGG16 on ImageNet; here they are random.
 
     Input `[B, H, W, C]`. Output: logits `[B, H, W, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        synchronized: batch normalizations take their statistics from the whole global batch, not from a replica's part.
+        spec: the spec of the dataset.
+        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:
@@ -40,14 +40,14 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
     _fit.require_images("segnet", spec)
     groups = [[_fit.scaled(filters, width) for filters in group] for group in GROUPS]
     inputs = keras.Input(spec.input_shape)
-    image, places = _fit.padded(inputs, 2 ** len(GROUPS)), []
+    image, positions = _fit.padded(inputs, 2 ** len(GROUPS)), []
     for group in groups:
         for filters in group:
             image = _convolution(image, filters, synchronized)
         image, place = max_pool(image)
-        places.append(place)
+        positions.append(place)
     for number in reversed(range(len(groups))):
-        image = unpool(image, places.pop())
+        image = unpool(image, positions.pop())
         # The last convolution of a group has as many filters as the encoder's group before it.
         last = [groups[number - 1][-1]] if number else []
         for filters in [*groups[number][1:], *last]:
@@ -57,27 +57,27 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
 
 
 def max_pool(image: Any) -> tuple[Any, Any]:
-    """The maxima of 2x2 windows, and where they were.
+    """The maxima of 2x2 windows, and their positions.
 
     Args:
         image: `[B, H, W, C]`, H and W even.
 
     Returns:
-        Maxima `[B, H/2, W/2, C]`, and their places: `[B, H/2, W/2, C, 4]` of the image's type, one 1 among zeros over
-        the window's pixels, row by row; the first of several equal ones.
+        Maxima `[B, H/2, W/2, C]`, and their positions: `[B, H/2, W/2, C, 4]` of the image's type, one-hot over the
+        pixels of the window, row by row; the first position if several pixels are equal.
     """
     height, width, channels = image.shape[1:]
     windows = ops.reshape(image, (-1, height // 2, 2, width // 2, 2, channels))
     windows = ops.transpose(windows, (0, 1, 3, 5, 2, 4))
     windows = ops.reshape(windows, (-1, height // 2, width // 2, channels, 4))
-    places = ops.one_hot(ops.argmax(windows, axis=-1), 4, dtype=image.dtype)
-    return ops.sum(windows * places, axis=-1), places
+    positions = ops.one_hot(ops.argmax(windows, axis=-1), 4, dtype=image.dtype)
+    return ops.sum(windows * positions, axis=-1), positions
 
 
-def unpool(image: Any, places: Any) -> Any:
-    """Each value of `image` `[B, H, W, C]` at its place in a window of 2x2 zeros: `[B, 2H, 2W, C]`."""
+def unpool(image: Any, positions: Any) -> Any:
+    """Each value of `image` `[B, H, W, C]` at its position in a window of 2x2 zeros: `[B, 2H, 2W, C]`."""
     height, width, channels = image.shape[1:]
-    windows = ops.expand_dims(image, -1) * places
+    windows = ops.expand_dims(image, -1) * positions
     windows = ops.reshape(windows, (-1, height, width, channels, 2, 2))
     windows = ops.transpose(windows, (0, 1, 4, 2, 5, 3))
     return ops.reshape(windows, (-1, 2 * height, 2 * width, channels))

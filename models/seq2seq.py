@@ -17,35 +17,35 @@ from keras import layers, ops
 
 from tfdist.data.spec import END, START, DataSpec
 from tfdist.models import _fit, _search
-from tfdist.options import Count, Factor, Share
+from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("translation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 
 
 def build(
-    spec: DataSpec, *, embedding: Count = 256, units: Count = 256, dropout: Share = 0.3, width: Factor = 1.0
+    spec: DataSpec, *, embedding: Count = 256, units: Count = 256, dropout: Fraction = 0.3, width: Factor = 1.0
 ) -> keras.Model:
     """A bidirectional GRU, a GRU that begins with its last state, dot-product attention, dense tanh, dense.
 
-    256 parameters a word of each language, 0.69 million in the GRUs, 131,329 in the attention, 257 a target word.
-    Attention comes after the decoder's GRU, as Luong's does, without feeding its result into the next step.
+    256 parameters per word of each language, 0.69 million in the GRUs, 131,329 in the attention, 257 per target word.
+    Attention comes after the decoder's GRU, as in Luong's paper, but its result is not an input of the next step.
 
     Input: a dict of `source` `[B, S]`, tokens padded with 0, and `target` `[B, T]`, the start token and the sentence
     (teacher forcing). Output: logits `[B, T, spec.classes]` of the sentence and the end token, float32 under every
     dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        embedding: numbers in a word vector.
-        units: of the decoder; each direction of the encoder has half as many.
-        dropout: the share of values dropped in training, in [0, 1).
+        spec: the spec of the dataset.
+        embedding: the length of a word vector.
+        units: the units of the decoder; each direction of the encoder has half of them.
+        dropout: the fraction of values that are dropped in training, in [0, 1).
         width: a factor on `embedding` and `units`.
     """
     size, half = _fit.scaled(embedding, width), _fit.scaled(units, width / 2)
     source = keras.Input((None,), dtype="int32", name="source")
     target = keras.Input((None,), dtype="int32", name="target")
-    # Keras begins with values twenty times as small, from which attention finds nothing for thousands of steps.
+    # Keras' default is twenty times smaller, with which attention learns nothing for thousands of steps.
     vectors = keras.initializers.RandomNormal(stddev=1.0)
     words = layers.Embedding(
         spec.vocabulary_size, size, embeddings_initializer=vectors, mask_zero=True, name="source_words"
@@ -66,7 +66,7 @@ def build(
 
 
 def can_translate(model: keras.Model) -> bool:
-    """Whether `translate` can use a model: it has the layers of `build`'s."""
+    """Whether `translate` can use a model, that is, whether it has the layers that `build` makes."""
     parts = {"encoder", "last_state", "target_words", "decoder", "attention", "attentional", "logits"}
     return parts <= {layer.name for layer in model.layers}
 
@@ -75,10 +75,10 @@ def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width
     """Translations of sentences by beam search.
 
     Args:
-        model: what `build` made, trained.
+        model: a trained model from `build`.
         source: tokens, int `[B, S]`, padded with 0.
-        length: tokens that a translation has at most, its end included.
-        width: the beams; 1 takes the likeliest token each time (greedy).
+        length: the largest number of tokens in a translation, including its end.
+        width: the number of beams; 1 is greedy decoding.
 
     Returns:
         Tokens int32 `[B, L]`, filled up with the end token.
@@ -98,7 +98,7 @@ def translate(model: keras.Model, source: np.ndarray, *, length: int = 50, width
 
 
 def _parts(model: keras.Model) -> tuple[keras.Model, keras.Model]:
-    """The encoder: tokens to its states and the last; one step of the decoder: to log probabilities and its state."""
+    """The encoder, from tokens to its states and the last state; one step of the decoder, to log probabilities."""
     states, *_ = model.get_layer("encoder").output
     last = model.get_layer("last_state").output
     encoder = keras.Model(model.input["source"], [states, last])

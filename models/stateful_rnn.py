@@ -1,4 +1,4 @@
-"""`stateful_rnn`: an LSTM over streams of characters, whose state goes on from batch to batch.
+"""`stateful_rnn`: an LSTM over streams of characters, whose state continues from batch to batch.
 
 R. J. Williams and J. Peng, "An efficient gradient-based algorithm for on-line training of recurrent network
 trajectories", Neural Computation, 1990: back-propagation through time, truncated to the steps of a batch. The network
@@ -14,7 +14,7 @@ from keras import ops
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
-from tfdist.options import Count, Factor, Share
+from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("characters",)
 TRAINING = {"optimizer": "adam", "learning_rate": 2e-3}
@@ -27,26 +27,26 @@ def build(
     embedding: Count = 64,
     units: Count = 256,
     layers: Count = 2,
-    dropout: Share = 0.0,
+    dropout: Fraction = 0.0,
     width: Factor = 1.0,
 ) -> keras.Model:
-    """Embed, `layers` LSTMs with a state for each stream, dense.
+    """Embed, `layers` LSTMs with one state per stream, dense.
 
-    0.85 million parameters besides the embedding and the last layer. Each example says which stream it continues; a
-    replica reads and writes the states of its examples' streams alone, so that batches spread over replicas in any way
-    are as exact as on one.
+    0.85 million parameters besides the embedding and the last layer. Each example contains the number of its stream. A
+    replica reads and writes only the states of its examples' streams, so that the result does not depend on how a batch
+    is divided over replicas.
 
-    Input: a dict of `tokens` `[B, steps]`; `stream` `[B]`, their numbers, 0 to `streams - 1`, each once in a batch;
-    `position` `[B]`, the number of the example in its stream: at 0 the state begins anew, at zero. Output: logits
+    Input: a dict of `tokens` `[B, steps]`; `stream` `[B]`, the number of the stream, 0 to `streams - 1`, each once per
+    batch; `position` `[B]`, the number of the example in its stream; at 0 the state is reset to zero. Output: logits
     `[B, steps, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        streams: how many; the examples in a global batch.
-        embedding: numbers that represent a character.
-        units: of each LSTM.
-        layers: how many LSTMs.
-        dropout: the share of values dropped between layers in training, in [0, 1).
+        spec: the spec of the dataset.
+        streams: the number of streams, which is the number of examples per global batch.
+        embedding: the length of a character's vector.
+        units: the units of each LSTM.
+        layers: the number of LSTMs.
+        dropout: the fraction of values that are dropped between layers in training, in [0, 1).
         width: a factor on `embedding` and `units`.
     """
     inputs = {
@@ -65,14 +65,14 @@ def build(
 
 @keras.saving.register_keras_serializable("tfdist")
 class StreamLSTM(keras.layers.Layer):
-    """An LSTM that begins each example with the state in which it left the example before in the same stream.
+    """An LSTM that begins each example with the final state of the previous example in the same stream.
 
-    The states of all streams are two variables `[streams, units]`. Replicas that each change some rows of a variable
-    agree by adding their changes, which its aggregation, "sum", says.
+    The states of all streams are two variables `[streams, units]`. Each replica changes some rows; the changes of all
+    replicas are added, because the aggregation of the variables is "sum".
 
     Args:
         units: the size of the state.
-        streams: how many states to keep.
+        streams: the number of states.
     """
 
     def __init__(self, units: int, streams: int, **options: Any):
@@ -90,7 +90,7 @@ class StreamLSTM(keras.layers.Layer):
         ]
 
     def call(self, sequence: Any, stream: Any, position: Any) -> Any:
-        """Sequences `[B, steps, D]` of streams number `stream` `[B]` to outputs `[B, steps, units]`."""
+        """The outputs `[B, steps, units]` for sequences `[B, steps, D]` of the streams with numbers `stream` `[B]`."""
         goes_on = ops.expand_dims(position > 0, -1)
         initial = [ops.take(state, stream, axis=0) for state in self.states]
         initial = [ops.where(goes_on, state, ops.zeros_like(state)) for state in initial]

@@ -1,4 +1,4 @@
-"""`textcnn`: convolutions over word vectors, each at its maximum over the sentence.
+"""`textcnn`: convolutions over word vectors, with max-pooling over the sentence.
 
 Y. Kim, "Convolutional neural networks for sentence classification", EMNLP 2014, model CNN-rand.
 """
@@ -10,7 +10,7 @@ from keras import layers, ops
 
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.models import _fit
-from tfdist.options import Count, Factor, Share
+from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("text_classification",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
@@ -18,22 +18,22 @@ WINDOWS = (3, 4, 5)
 
 
 def build(
-    spec: DataSpec, *, embedding: Count = 300, filters: Count = 100, dropout: Share = 0.5, width: Factor = 1.0
+    spec: DataSpec, *, embedding: Count = 300, filters: Count = 100, dropout: Fraction = 0.5, width: Factor = 1.0
 ) -> keras.Model:
-    """Embed; for windows of 3, 4 and 5 words 100 filters with ReLU and the maximum over the sentence; dropout; dense.
+    """Embed; 100 filters per window of 3, 4 and 5 words, with ReLU and the maximum over the sentence; dropout; dense.
 
-    300 parameters a word, 360,300 in the filters, 301 a class. The vectors start at random. Windows are centred on the
-    words of the sentence, so that padding changes nothing; the paper's also reach into its padding. Without the
-    paper's bound on the norm of the last layer's weights.
+    300 parameters per word, 360,300 in the filters, 301 per class. The vectors are initialized at random. Windows are
+    centred on the words of the sentence, so that padding changes nothing; the paper's windows also cover padding. The
+    paper's limit on the norm of the last layer's weights is left out.
 
     Input: tokens `[B, length]` of any length, padded with 0. Output: logits `[B, spec.classes]`, float32 under every
     dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        embedding: numbers in a word vector.
-        filters: of each size of window.
-        dropout: the share of features dropped in training, in [0, 1).
+        spec: the spec of the dataset.
+        embedding: the length of a word vector.
+        filters: the number of filters per window size.
+        dropout: the fraction of features that are dropped in training, in [0, 1).
         width: a factor on `embedding` and `filters`.
     """
     tokens = keras.Input((None,), dtype="int32", name="tokens")
@@ -42,7 +42,7 @@ def build(
     features = []
     for window in WINDOWS:
         found = layers.Conv1D(_fit.scaled(filters, width), window, padding="same", activation="relu")(words * there)
-        # After a ReLU nothing is below the 0 that padding is given.
+        # After a ReLU no value is below the 0 that padding gets.
         features.append(ops.max(found * there, axis=1))
     both = layers.Dropout(dropout)(layers.Concatenate()(features))
     return keras.Model(tokens, layers.Dense(spec.classes, dtype="float32", name="logits")(both), name="textcnn")

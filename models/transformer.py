@@ -1,4 +1,4 @@
-"""`transformer`: a small encoder for texts, and with a causal mask a model of what character comes next.
+"""`transformer`: a small encoder for texts, and with a causal mask a model for the next character.
 
 A. Vaswani and others, "Attention is all you need", NeurIPS 2017; with the order of operations of R. Xiong and others,
 "On layer normalization in the transformer architecture", ICML 2020.
@@ -14,7 +14,7 @@ from keras import ops
 from tfdist.data.spec import PADDING, DataSpec
 from tfdist.errors import UsageError
 from tfdist.models import _fit
-from tfdist.options import Count, Factor, Share
+from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("text_classification", "characters")
 TRAINING = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01}
@@ -26,34 +26,34 @@ def build(
     layers: Count = 4,
     units: Count = 128,
     heads: Count = 4,
-    dropout: Share = 0.1,
+    dropout: Fraction = 0.1,
     width: Factor = 1.0,
 ) -> keras.Model:
     """Embed tokens and positions; `layers` blocks of attention and two dense layers; normalize; dense.
 
     0.8 million parameters besides the embeddings. Normalization comes before attention and before the dense layers, so
-    that no warm-up is needed, and positions are learned; the paper normalizes after, and its positions are sines. A
-    text is classified by the average over its words; padding takes no part in attention and average.
+    that no warm-up is needed, and positions are learned; the paper normalizes afterwards and uses sine positions. A
+    text is classified by the average over its words; padding is ignored in attention and average.
 
     Input: tokens `[B, length]` up to the dataset's length; for texts padded with 0. Output: logits
     `[B, spec.classes]` for texts, `[B, length, spec.classes]` for characters, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
+        spec: the spec of the dataset.
         layers: the number of blocks.
-        units: numbers that a token is represented by; a multiple of `heads`.
-        heads: of each attention.
-        dropout: the share of values dropped in training, in [0, 1).
+        units: the length of a token's vector; a multiple of `heads`.
+        heads: the number of attention heads.
+        dropout: the fraction of values that are dropped in training, in [0, 1).
         width: a factor on `units`.
 
     Raises:
-        UsageError: the units do not divide among the heads.
+        UsageError: the number of units is not divisible by the number of heads.
     """
     units = _fit.scaled(units, width)
     if units % heads:
         raise UsageError(
-            f"The model `transformer` has {units} units, which do not divide among `heads` {heads}",
-            "choose `units` times `width` as a multiple of `heads`",
+            f"The model `transformer` has {units} units, which is not divisible by `heads` {heads}",
+            "choose a multiple of `heads` for `units` times `width`",
         )
     causal = spec.task == "characters"
     tokens = keras.Input((None,), dtype="int32", name="tokens")

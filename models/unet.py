@@ -12,26 +12,26 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
-from tfdist.options import Count, Factor, Share
+from tfdist.options import Count, Factor, Fraction
 
 TASKS = ("segmentation",)
 TRAINING = {"optimizer": "adam", "learning_rate": 1e-3}
 LEVELS = 4
 
 
-def build(spec: DataSpec, *, filters: Count = 64, dropout: Share = 0.5, width: Factor = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, filters: Count = 64, dropout: Fraction = 0.5, width: Factor = 1.0) -> keras.Model:
     """Four levels of two 3x3 convolutions and a pool, a bottom, four levels of an up-convolution and two convolutions.
 
-    31.0 million parameters with 64 filters. The paper's convolutions are unpadded, and its masks smaller than its
-    images; here they are padded, and the mask is as large as the image, whatever its size. As in the paper, dropout
-    ends the contracting path and there is no batch normalization.
+    31.0 million parameters with 64 filters. The paper's convolutions are unpadded, and its masks are smaller than the
+    images. Here convolutions are padded, and the mask is as large as the image, for any size. As in the paper, there is
+    dropout at the end of the contracting path and no batch normalization.
 
     Input `[B, H, W, C]`. Output: logits `[B, H, W, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        filters: of the first level; each level below has twice as many.
-        dropout: the share of values dropped in the two lowest levels in training, in [0, 1).
+        spec: the spec of the dataset.
+        filters: the filters of the first level; each level below has twice the number of the level above.
+        dropout: the fraction of values that are dropped in the two lowest levels in training, in [0, 1).
         width: a factor on `filters`.
 
     Raises:

@@ -11,14 +11,14 @@ from keras import layers
 
 from tfdist.data.spec import DataSpec
 from tfdist.models import _fit
-from tfdist.options import Factor, Share
+from tfdist.options import Factor, Fraction
 
 TASKS = ("classification",)
 TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 GROUPS = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
 
-def build(spec: DataSpec, *, dropout: Share = 0.5, width: Factor = 1.0) -> keras.Model:
+def build(spec: DataSpec, *, dropout: Fraction = 0.5, width: Factor = 1.0) -> keras.Model:
     """Five groups of 1, 1, 2, 2 and 2 convolutions with 64 to 512 filters, each with a pool; dense 4096 twice; dense.
 
     132.9 million parameters on 224x224x3 with 1000 classes; 28.1 million on 32x32x3 with 10.
@@ -26,8 +26,8 @@ def build(spec: DataSpec, *, dropout: Share = 0.5, width: Factor = 1.0) -> keras
     Input `[B, H, W, C]`, 32x32 pixels or more. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
-        dropout: the share of dense units dropped in training, in [0, 1).
+        spec: the spec of the dataset.
+        dropout: the fraction of dense units that are dropped in training, in [0, 1).
         width: a factor on the number of filters and hidden units.
 
     Raises:
@@ -48,5 +48,5 @@ def build(spec: DataSpec, *, dropout: Share = 0.5, width: Factor = 1.0) -> keras
 
 
 def _convolution(filters: int) -> layers.Layer:
-    # The paper starts from pre-trained layers, or from Glorot's weights; He's keep the signal through all layers.
+    # The paper starts from pre-trained layers or Glorot's initialization; He's keeps the signal through all layers.
     return layers.Conv2D(filters, 3, padding="same", activation="relu", kernel_initializer="he_normal")

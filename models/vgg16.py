@@ -19,13 +19,13 @@ TRAINING = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.9, "weight_
 def build(spec: DataSpec, *, width: Factor = 1.0) -> keras.Model:
     """Five groups of 2, 2, 3, 3 and 3 convolutions with 64 to 512 filters, each with a pool; dense 4096 twice; dense.
 
-    138.4 million parameters on 224x224x3 with 1000 classes; 33.6 million on 32x32x3 with 10. As Keras has it, without
+    138.4 million parameters on 224x224x3 with 1000 classes; 33.6 million on 32x32x3 with 10. As in Keras, without
     the paper's dropout between the dense layers.
 
     Input `[B, H, W, C]`, 32x32 pixels or more. Output: logits `[B, spec.classes]`, float32 under every dtype policy.
 
     Args:
-        spec: the facts about the dataset.
+        spec: the spec of the dataset.
         width: a factor on the number of filters and hidden units.
 
     Raises:

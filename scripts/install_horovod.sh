@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds Horovod from its source distribution for the TensorFlow of a virtual environment, with MPI and Gloo, installs
-# it there, and adds numbers on two processes to see that it works. The wheel is kept for the next time.
+# it there, and tests it with an all-reduce on two processes. The wheel is kept for the next time.
 #
 # Usage: scripts/install_horovod.sh VENV
-#   TFDIST_WHEELS=FOLDER           where wheels are kept; ~/.cache/tfdist/wheels if not set
-#   HOROVOD_GPU_OPERATIONS=NCCL    build with NCCL, which Horovod's own variables can then place (HOROVOD_NCCL_HOME)
+#   TFDIST_WHEELS=FOLDER           the folder for wheels; ~/.cache/tfdist/wheels by default
+#   HOROVOD_GPU_OPERATIONS=NCCL    build with NCCL; Horovod's own HOROVOD_NCCL_HOME is its folder
 set -euo pipefail
 venv=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
@@ -28,10 +28,10 @@ install_packages() {
 }
 
 adapt() { # the source in the folder $1
-  # Its operations inside XLA's programs were written for an interface that TensorFlow 2.21 no longer has.
+  # Horovod's operations for XLA use an interface that TensorFlow 2.21 no longer has.
   sed --in-place '/xla_mpi_ops.cc/d' "$1/horovod/tensorflow/CMakeLists.txt"
-  # Where HOROVOD_TIMELINE_EVERY_RANK is set, each rank writes the timeline that its own HOROVOD_TIMELINE names, and not
-  # the coordinator alone.
+  # If HOROVOD_TIMELINE_EVERY_RANK is set, each rank writes a timeline to its own HOROVOD_TIMELINE, instead of only the
+  # coordinator.
   local block='/if (timeline_env) {/,/should_enable_timeline = true/'
   local condition='is_coordinator || std::getenv("HOROVOD_TIMELINE_EVERY_RANK")'
   sed --in-place "$block s/is_coordinator/$condition/" "$1/horovod/common/operations.cc"

@@ -9,5 +9,5 @@ command -v apt-get > /dev/null || {
 [ ! -e /usr/sbin/sshd ] || exit 0
 apt-get update
 DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends openssh-client openssh-server
-# Debian starts it; nobody asked for that door.
+# Debian starts the server at once, which the test does not need.
 [ ! -d /run/systemd/system ] || systemctl disable --now ssh

@@ -17,5 +17,5 @@ echo "Making $venv from requirements.lock (several minutes the first time)"
 }
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-rm -f "$venv/.horovod" # it was built for the packages from before
+rm -f "$venv/.horovod" # it was built for the earlier packages
 touch "$venv/.installed"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the benchmark programs named (all of them without a name), one after the other, on the packages of the extra
-# `bench`, which it installs where they are missing.
+# Runs the given benchmark programs (by default all of them) one after the other. Installs the packages of the extra
+# `bench` if they are missing.
 # Usage: scripts/run_benchmarks.sh PYTHON [NAME ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."

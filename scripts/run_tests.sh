@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests whose marks EXPRESSION takes, such as "not thorough"; see `markers` in pyproject.toml.
+# Runs the tests whose marks match EXPRESSION, such as "not thorough"; see `markers` in pyproject.toml.
 # Usage: scripts/run_tests.sh PYTHON EXPRESSION [PATH ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,10 +8,10 @@ marks=$2
 shift 2
 
 run() {
-  "$python" -m pytest "$@" || [ $? -eq 5 ] # there may be none of this kind
+  "$python" -m pytest "$@" || [ $? -eq 5 ] # exit code 5: there are no such tests
 }
 
-# One process a core, since a TensorFlow test keeps about one core busy.
+# One process per core, since a TensorFlow test keeps about one core busy.
 run --numprocesses "${TEST_PROCESSES:-$(nproc)}" --dist worksteal -m "not processes and ($marks)" "$@"
 # These start several processes each, which wait for each other a good part of the time; some have seconds to end. In
 # the order of their names the files with few long tests do not come last, when the other process has nothing to do.

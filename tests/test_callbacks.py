@@ -139,7 +139,7 @@ class TestThroughput:
 
     def test_an_unknown_batch_size_is_refused_before_the_first_step(self):
         model = compiled_model()
-        with pytest.raises(UsageError, match="does not know how many examples") as error:
+        with pytest.raises(UsageError, match="does not know the number of examples") as error:
             fit([Throughput()], model)
         assert "global_batch_size" in error.value.hint
         assert model.optimizer.iterations == 0
@@ -467,7 +467,7 @@ class TestLearningRateWarmup:
 
     def test_data_of_unknown_length_needs_the_steps_of_an_epoch(self):
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).filter(lambda x, y: True)
-        with pytest.raises(UsageError, match="does not know how many steps"):
+        with pytest.raises(UsageError, match="does not know the number of steps"):
             self.model().fit(data, callbacks=[self.warmup()], verbose=0)
         rates = Rates()
         with warnings.catch_warnings():

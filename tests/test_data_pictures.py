@@ -220,24 +220,24 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
     file.write_text(json.dumps(content))
     name = content["images"][0]["file_name"]
     data = tfdist.data.load("coco_folder", tmp_path, size=(32, 32))
-    with pytest.raises(DataError, match=rf"The mask of `.*{name}` is \d+x\d+, and its picture `.*` is \d+x\d+"):
+    with pytest.raises(DataError, match=rf"The mask of `.*{name}` is \d+x\d+, but its picture `.*` is \d+x\d+"):
         data.arrays("test")
     content["categories"] = content["categories"][1:]
     content["annotations"] = []
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="The categories of the training pictures of `coco_folder` are not"):
+    with pytest.raises(DataError, match="The training and test pictures of `coco_folder` have different"):
         tfdist.data.load("coco_folder", tmp_path)
     runs = {"size": [4, 4], "counts": "61X13mN000`0"}
     picture = content["images"][0]["id"]
     content["annotations"] = [{"image_id": picture, "category_id": 90, "area": 3, "segmentation": runs}]
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"ValueError run lengths add up to -?\d+, and the picture has 4x4 pixels"):
+    with pytest.raises(DataError, match=r"ValueError run lengths add up to -?\d+, but the picture has 4x4 pixels"):
         tfdist.data.load("coco_folder", tmp_path)
     file.write_text("{}")
     with pytest.raises(DataError, match="is not a file of COCO's instances: KeyError 'categories'"):
         tfdist.data.load("coco_folder", tmp_path)
     shutil.rmtree(tmp_path / "images")
-    with pytest.raises(DataError, match="has the annotations of `train2017` and not its pictures"):
+    with pytest.raises(DataError, match="has the annotations of `train2017`, but not its pictures"):
         tfdist.data.load("coco_folder", tmp_path)
 
 
@@ -387,7 +387,7 @@ def damage(folder: Path, what: str) -> tuple[Path, str]:
         return picture, "does not exist"
     if what == "mask_of_another_size":
         Image.open(mask).resize((120, 90), Image.Resampling.NEAREST).save(mask)
-        return mask, "is 90x120, and its picture"
+        return mask, "is 90x120, but its picture"
     pixels = np.array(Image.open(mask))
     pixels[10, 20] = 77
     Image.fromarray(pixels).save(mask)

@@ -135,7 +135,7 @@ def test_what_an_autoencoder_shall_give_back_is_the_augmented_picture():
 def test_an_augmentation_that_there_is_not_or_that_examples_cannot_have_is_refused():
     with pytest.raises(UnknownNameError, match="Unknown augmentation `crop`"):
         pictures().pipeline("train", 4, augment="crop")
-    with pytest.raises(UsageError, match="`crop_flip` needs pictures, and an example of `numbered` has the shape"):
+    with pytest.raises(UsageError, match="`crop_flip` needs pictures, but an example of `numbered` has the shape"):
         numbered(5).feed("train", 4, augment="crop_flip")
     with pytest.raises(UsageError, match="which is no picture's"):
         numbered(5).for_autoencoding()

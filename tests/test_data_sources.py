@@ -58,7 +58,7 @@ def test_cifar_100_counts_the_fine_label(tmp_path):
     (tmp_path / "test.bin").write_bytes(cifar_records([[3, 99]]))
     data = load("cifar_binary", tmp_path, classes=100)
     assert data.arrays("train")[1].tolist() == list(range(50, 59)) and data.arrays("test")[1].tolist() == [99]
-    with pytest.raises(UsageError, match="CIFAR has 10 or 100 classes, and `classes` is 20"):
+    with pytest.raises(UsageError, match="CIFAR has 10 or 100 classes, but `classes` is 20"):
         load("cifar_binary", tmp_path, classes=20)
 
 
@@ -152,11 +152,11 @@ def test_a_label_outside_the_classes_ends_the_run_or_is_left_out(tmp_path, label
 
 def test_what_cannot_be_asked_of_sentences_is_refused(tmp_path):
     write_sentences(tmp_path, *GOOD)
-    with pytest.raises(UsageError, match="`sentences` reads files of yours, and no folder is named"):
+    with pytest.raises(UsageError, match="`sentences` reads your own files, but no folder is given"):
         tfdist.data.load("sentences", train="train.txt")
     with pytest.raises(UsageError, match="The dataset `sentences` needs the option `train`"):
         tfdist.data.load("sentences", tmp_path)
-    with pytest.raises(DataError, match=f"no file `dev.txt` in `{tmp_path}`, which holds `train.txt`"):
+    with pytest.raises(DataError, match=f"no file `dev.txt` in `{tmp_path}`, which has `train.txt`"):
         load("sentences", tmp_path, train="train.txt", validation="dev.txt")
     with pytest.raises(DataError, match="is not a folder"):
         load("sentences", tmp_path / "nowhere", train="train.txt")
@@ -247,7 +247,7 @@ def test_texts_that_are_not_parallel_are_refused_and_a_bad_line_takes_its_pair_a
     (tmp_path / "a").write_bytes(b"one\ntwo\nthree\n")
     (tmp_path / "b").write_bytes(b"eins\nzw\xffei\ndrei\n")
     (tmp_path / "c").write_bytes(b"eins\nzwei\n")
-    with pytest.raises(DataError, match=f"`{tmp_path}/a` has 3 lines, and `{tmp_path}/c` has 2"):
+    with pytest.raises(DataError, match=f"`{tmp_path}/a` has 3 lines, but `{tmp_path}/c` has 2"):
         load("parallel_text", tmp_path, train="a,c")
     with pytest.raises(UsageError, match="`train` of `parallel_text` is `a`, which is 1 files"):
         load("parallel_text", tmp_path, train="a")
@@ -319,7 +319,7 @@ def test_synthetic_targets_can_be_learned():
 def test_what_synthetic_cannot_make_is_refused():
     with pytest.raises(UnknownNameError, match="Unknown task `poetry`"):
         tfdist.data.load("synthetic", task="poetry")
-    with pytest.raises(UsageError, match=r"`shape` is `\(16,\)`, and `segmentation` needs pictures"):
+    with pytest.raises(UsageError, match=r"`shape` is `\(16,\)`, but `segmentation` needs pictures"):
         tfdist.data.load("synthetic", task="segmentation", shape=(16,))
     with pytest.raises(UsageError, match="`words` is 4, too few for `translation`"):
         tfdist.data.load("synthetic", task="translation", words=4)

@@ -36,8 +36,8 @@ def test_without_horovod_one_line_says_how_to_install_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"op": 2}, "can average gradients or add them up. Received: op `2`"),
-        ({"gradient_predivide_factor": 2.0, "op": 1}, "`gradient_predivide_factor` is 2, and"),
+        ({"op": 2}, "can average or sum gradients. Received: op `2`"),
+        ({"gradient_predivide_factor": 2.0, "op": 1}, "`gradient_predivide_factor` is 2, but"),
         ({"backward_passes_per_step": 0}, "`backward_passes_per_step` is 0"),
         ({"groups": 2}, "has no `groups`"),
         ({"process_set": None}, "has no `process_set`"),
@@ -61,7 +61,7 @@ def test_only_an_optimizer_of_keras_can_be_distributed_and_only_once():
     optimizer = hvd.DistributedOptimizer(SGD(name="mine"))
     assert type(optimizer) is SGD
     for again in (optimizer, keras.optimizers.LossScaleOptimizer(optimizer)):
-        with pytest.raises(UsageError, match="is distributed already"):
+        with pytest.raises(UsageError, match="is already distributed"):
             hvd.DistributedOptimizer(again)
 
 
@@ -146,5 +146,5 @@ def test_a_generator_of_unknown_length_needs_the_steps_of_an_epoch():
     def batches():
         yield np.ones((1, 1)), np.ones((1, 1))
 
-    with pytest.raises(UsageError, match="does not know how many steps an epoch has"):
+    with pytest.raises(UsageError, match="does not know the number of steps per epoch"):
         linear(SGD(0.1)).fit(batches(), callbacks=[hvd.callbacks.LearningRateWarmupCallback(0.1)], verbose=0)

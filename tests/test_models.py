@@ -141,7 +141,7 @@ def test_images_that_are_too_small_are_refused(name):
 
 
 def test_units_that_do_not_divide_among_the_heads_are_refused():
-    with pytest.raises(UsageError, match="has 10 units, which do not divide among `heads` 4"):
+    with pytest.raises(UsageError, match="has 10 units, which is not divisible by `heads` 4"):
         tfdist.models.build("transformer", zoo.TEXTS, units=10, heads=4)
 
 

@@ -2,7 +2,7 @@
 
 Synopsis:
 
-    >>> def build(spec, *, units: Count = 128, dropout: Share = 0.2): ...
+    >>> def build(spec, *, units: Count = 128, dropout: Fraction = 0.2): ...
     >>> checked(build, {"units": "64"}, kind="model", name="mlp")
     {'units': 64}
     >>> checked(build, {"dropout": 2}, kind="model", name="mlp")
@@ -26,7 +26,7 @@ from tfdist.errors import UsageError
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0)]
 
 

@@ -1,4 +1,4 @@
-"""A callback that acts in one process of many.
+"""A callback that acts only in the chief process.
 
 Synopsis:
 
@@ -19,41 +19,41 @@ _TRAIN_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_be
 
 
 class ChiefOnly(keras.callbacks.Callback):
-    """Hands every hook to `callback` on the chief, and does nothing in the other processes.
+    """Passes every hook to `callback` in the chief, and does nothing in the other processes.
 
-    For callbacks that write files or print. Not for those that steer training (EarlyStopping,
-    ReduceLROnPlateau) and not for those that compute with the model's replicas: these must do the same in
-    every process, or the processes part.
+    Use it for callbacks that write files or print. Do not use it for callbacks that control training
+    (EarlyStopping, ReduceLROnPlateau) or that compute with the model's replicas: these must do the same in
+    every process, or the processes diverge.
 
     Args:
         callback: any Keras callback.
-        world: this process' place; by default read from the environment.
+        world: the rank of this process; by default detected from the environment.
     """
 
     def __init__(self, callback: keras.callbacks.Callback, world: World | None = None):
         super().__init__()
         self.callback = callback
         self.acts = (world or World.detect(os.environ)).is_chief
-        # Only the hooks that `callback` overrides become hooks of this object, as LambdaCallback's do: so
-        # whoever looks for overridden batch hooks, Keras or a loop, sees through to `callback`.
+        # Only the hooks that `callback` overrides become hooks of this object, as in LambdaCallback, so that Keras
+        # and tfdist's loop find the batch hooks that `callback` overrides.
         for hook in _HOOKS:
             if self.acts and _overrides(callback, hook):
                 setattr(self, hook, getattr(callback, hook))
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Hands on `fit`'s parameters."""
+        """Passes on the parameters of `fit`."""
         super().set_params(params)
         if self.acts:
             self.callback.set_params(params)
 
     def set_model(self, model: keras.Model) -> None:
-        """Hands on the model."""
+        """Passes on the model."""
         super().set_model(model)
         if self.acts:
             self.callback.set_model(model)
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """What `callback` asks for: nothing where it overrides no batch hook or does not act."""
+        """The answer of `callback`; None if it overrides no batch hook or this is not the chief."""
         if not self.acts:
             return None
         if hasattr(self.callback, "batches_until_hook"):

@@ -1,4 +1,4 @@
-"""Training time apart from evaluation time, for the callbacks that report seconds.
+"""Measures training time without evaluation time, for the callbacks that report seconds.
 
 Synopsis:
 
@@ -36,7 +36,7 @@ class TrainingClock:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything: a new `fit` begins."""
+        """Starts from zero when a new `fit` begins."""
         self.train_seconds = 0.0
         self.evaluation_seconds = 0.0
         self.total_train_seconds = 0.0
@@ -75,7 +75,7 @@ class ClockedCallback(keras.callbacks.Callback):
         self.clock = TrainingClock()
 
     def restore_train_seconds(self, seconds: float) -> None:
-        """Goes on from the training time of a run that is resumed."""
+        """Continues from the training time of a resumed run."""
         self.clock.total_train_seconds = seconds
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

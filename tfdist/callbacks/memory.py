@@ -17,11 +17,11 @@ import tensorflow as tf
 
 
 class MemoryUsage(keras.callbacks.Callback):
-    """Puts `peak_memory_bytes` into the epoch's logs, and `peak_gpu_memory_bytes` where there are GPUs.
+    """Adds `peak_memory_bytes` to the epoch's logs, and `peak_gpu_memory_bytes` if there are GPUs.
 
-    `peak_memory_bytes` is the largest resident set of this process since it started, in bytes: it never
-    falls from one epoch to the next. `peak_gpu_memory_bytes` is what TensorFlow had allocated on the
-    fullest GPU at its peak.
+    `peak_memory_bytes` is the largest resident set size of this process since it started, in bytes; it never
+    decreases from one epoch to the next. `peak_gpu_memory_bytes` is TensorFlow's peak allocation on the GPU
+    where it was largest.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -35,13 +35,13 @@ class MemoryUsage(keras.callbacks.Callback):
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident set of this process so far, in bytes."""
-    # Linux carries ru_maxrss of the parent over fork and exec; VmHWM is this program's own.
+    """The largest resident set size of this process so far, in bytes."""
+    # On Linux a process inherits ru_maxrss from its parent over fork and exec; VmHWM belongs to this program.
     return _high_water_mark() or _maximum_resident_set()
 
 
 def peak_gpu_bytes() -> int | None:
-    """The largest allocation so far on the fullest GPU, in bytes; None without a GPU."""
+    """The largest allocation so far on any one GPU, in bytes; None without a GPU."""
     gpus = tf.config.list_logical_devices("GPU")
     return max((tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus), default=None)
 

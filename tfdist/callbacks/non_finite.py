@@ -1,4 +1,4 @@
-"""Stops when the loss is no longer a number, and says where.
+"""Stops training when the loss becomes NaN or infinite, and says at which step.
 
 Synopsis:
 
@@ -21,13 +21,13 @@ class StopAtNonFiniteLoss(keras.callbacks.Callback):
     """Raises at the first step after which the loss is NaN or infinite.
 
     Args:
-        checkpoint: named in the error, as what to go back to.
+        checkpoint: the error names its last good checkpoint.
 
     Raises:
         NonFiniteLossError: with the epoch and the step, both counted from 1.
     """
 
-    # tfdist's loop then ends a call at that very step; the hook need not be called at every step for it.
+    # tells tfdist's loop to end a call at that step, so that the hook need not be called at every step.
     stops_at_nan = True
 
     def __init__(self, checkpoint: Checkpoint | None = None):
@@ -36,7 +36,7 @@ class StopAtNonFiniteLoss(keras.callbacks.Callback):
         self._epoch = 0
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """Never by itself: see `stops_at_nan`."""
+        """None: the loop calls the hook because of `stops_at_nan`."""
         return None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -44,7 +44,7 @@ class StopAtNonFiniteLoss(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the loss."""
+        """Checks the loss."""
         loss = (logs or {}).get("loss")
         if loss is None or math.isfinite(loss):
             return

@@ -28,15 +28,15 @@ class Profile(keras.callbacks.Callback):
     """Traces the training steps `first` to `last`, with a marker around each.
 
     Steps are counted from 0 over the whole `fit`, across epochs; `last` is not traced. In tfdist's loop
-    only these steps are run one by one. With stock Keras' `steps_per_execution` a marker spans a whole
-    execution, and every execution that overlaps the range is traced. Evaluation that falls into the range
-    is in the trace too, outside the markers.
+    only these steps run one by one. With stock Keras' `steps_per_execution` a marker covers a whole
+    execution, and every execution that overlaps the range is traced. An evaluation within the range is in
+    the trace too, outside the markers.
 
     Args:
         first: the first step to trace, 0 or more. Steps 0 and 1 are mostly TensorFlow's own tracing.
         last: the step to stop before.
-        log_dir: the folder; the trace is below `plugins/profile/<time>/`. Processes that train together put theirs
-            side by side, if they see the same folder; servers that compute for this process send theirs here.
+        log_dir: the folder; the trace is below `plugins/profile/<time>/`. Processes of one job write their traces
+            side by side if they use the same folder; the traces of servers are written here too.
 
     Attributes:
         traced: whether a trace has been written by the latest `fit`.
@@ -58,8 +58,8 @@ class Profile(keras.callbacks.Callback):
         self.log_dir = os.fspath(log_dir)
         self._running = False
         self._own_dir = self.log_dir
-        self._run: str | None = None  # the name of the traces of several processes
-        self._name = ""  # this process' among them
+        self._run: str | None = None  # the common name of the traces of all processes
+        self._name = ""  # the name of this process's trace
         self._servers: Mapping[str, str] = {}
         self._remote: remote_profiler.RemoteTraces | None = None
         self._peers: consensus.ProcessGroup = consensus.Alone()
@@ -76,14 +76,14 @@ class Profile(keras.callbacks.Callback):
         self._peers = strategy
 
     def _reset(self) -> None:
-        self.close()  # a `fit` that ended with an exception told nobody
+        self.close()  # an earlier `fit` may have ended with an exception, without `on_train_end`
         self.traced = False
         self._counter = StepCounter()
         self._marker: AbstractContextManager[Any] | None = None
         self._asked = False
 
     def close(self) -> None:
-        """Ends a trace that is running and writes it; needed only where `fit` ended with an exception."""
+        """Ends a running trace and writes it; needed only if `fit` ended with an exception."""
         if self._running:
             self._running = False
             self._end_marker()
@@ -95,7 +95,7 @@ class Profile(keras.callbacks.Callback):
             self.traced = True
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """Up to `first` as many as there are, then one by one, after `last` no more."""
+        """All batches up to `first`, then one by one; None after `last`."""
         self._asked = True
         self._counter.chunk_begins(batch)
         step = self._counter.number(batch)

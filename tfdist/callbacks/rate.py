@@ -16,7 +16,7 @@ def current(optimizer: Any) -> float:
 
 
 def refuse_schedule(optimizer: Any, callback: str) -> None:
-    """Raises `UsageError` where `callback` cannot set the rate, because the optimizer follows a schedule."""
+    """Raises `UsageError` if `callback` cannot set the rate because the optimizer follows a schedule."""
     rate = keras_internals.learning_rate(getattr(optimizer, "inner_optimizer", optimizer))
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         raise UsageError(

@@ -1,8 +1,8 @@
-"""How many steps have been run, from batch hooks that may come once for many steps.
+"""Counts training steps in batch hooks, which may be called only once for many steps.
 
-Stock Keras with `steps_per_execution` and tfdist's loop both call `on_train_batch_begin(first)` and
-`on_train_batch_end(last)` around a chunk of steps, and may not call them at all for a callback that needs
-none. Then the epoch's announced length counts.
+Stock Keras with `steps_per_execution` and tfdist's loop call `on_train_batch_begin(first)` and
+`on_train_batch_end(last)` around a chunk of steps, and may not call them at all for a callback that does not
+need them. In that case the counter uses the epoch's announced length.
 
 Synopsis:
 
@@ -28,7 +28,7 @@ class StepCounter:
     """Counts the training steps that this `fit` has run.
 
     Attributes:
-        steps_before_epoch: those before the current epoch.
+        steps_before_epoch: the number of steps before the current epoch.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StepCounter:
         self._end = 0
 
     def begin_epoch(self, steps: int | None) -> None:
-        """An epoch begins, of `steps` steps where that is known (`params["steps"]`)."""
+        """An epoch begins; `steps` is its length if it is known (`params["steps"]`)."""
         self._announced, self._first, self._end = steps, None, 0
 
     def chunk_begins(self, first: int) -> None:
@@ -56,7 +56,7 @@ class StepCounter:
 
     @property
     def steps(self) -> int | None:
-        """Steps of this epoch: those seen, else those announced, else None."""
+        """The number of steps of this epoch: as counted, else as announced, else None."""
         if not self._end:
             return self._announced
         end = min(self._end, self._announced) if self._announced else self._end

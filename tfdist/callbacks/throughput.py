@@ -17,31 +17,31 @@ from tfdist.errors import UsageError
 
 
 class Throughput(ClockedCallback):
-    """Puts `examples_per_second` and `step_seconds` into the epoch's logs.
+    """Adds `examples_per_second` and `step_seconds` to the epoch's logs.
 
-    Training time only: evaluation inside the epoch is subtracted, and kept as `evaluation_seconds`. The
+    Only training time counts: evaluation in the epoch is subtracted, and available as `evaluation_seconds`. The
     first epoch includes the tracing of the training function.
 
     Args:
-        global_batch_size: examples in a step over all replicas. Needed under stock `fit`, which does not
-            tell callbacks how many examples an epoch has; a short last batch then counts as a whole one.
-            tfdist's loop does tell, so that there it is not needed and the last batch counts as it is.
+        global_batch_size: examples per step over all replicas. It is needed in stock `fit`, which does not
+            tell callbacks the number of examples per epoch; a smaller last batch then counts as a full one.
+            tfdist's loop passes the number, so that the argument is not needed and the count is exact.
 
     Attributes:
         train_seconds: training time of the last epoch.
         evaluation_seconds: evaluation time inside the last epoch.
 
     Raises:
-        UsageError: before the first step, where nothing says how many examples a step has.
+        UsageError: before the first step, if the number of examples per step is unknown.
     """
 
     def __init__(self, global_batch_size: int | None = None):
         super().__init__()
         if global_batch_size is not None and global_batch_size < 1:
             raise UsageError(
-                f"Throughput(global_batch_size=...) is the number of examples in a step. "
+                f"Throughput(global_batch_size=...) is the number of examples per step. "
                 f"Received: `{global_batch_size}`",
-                "pass the `batch_size` that `fit` gets",
+                "pass the `batch_size` of `fit`",
             )
         self.global_batch_size = global_batch_size
         self._counter = StepCounter()
@@ -57,7 +57,7 @@ class Throughput(ClockedCallback):
         return self.clock.evaluation_seconds
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """No step is run apart for this callback; it counts whatever chunks there are."""
+        """None: this callback counts chunks of any length, and needs no step on its own."""
         return None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -65,8 +65,8 @@ class Throughput(ClockedCallback):
         super().on_train_begin(logs)
         if self.global_batch_size is None and not self.params.get("examples"):
             raise UsageError(
-                "Throughput does not know how many examples a step has: "
-                "`fit` announces none and `global_batch_size` is not set",
+                "Throughput does not know the number of examples per step: "
+                "`fit` does not announce it and `global_batch_size` is not set",
                 "pass `Throughput(global_batch_size=...)`, the same as `fit`'s `batch_size`",
             )
 
@@ -80,7 +80,7 @@ class Throughput(ClockedCallback):
         self._counter.chunk_begins(batch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps up to `batch`, so that an epoch cut short is not taken for a whole one."""
+        """Counts the steps up to `batch`, so that an epoch that ends early does not count as a full one."""
         self._counter.chunk_ended(batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

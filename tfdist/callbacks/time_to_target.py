@@ -21,16 +21,16 @@ class TimeToTarget(ClockedCallback):
 
     Args:
         target: the value to reach, in the metric's own unit.
-        monitor: a name in the epoch's logs.
+        monitor: the name of the metric in the epoch's logs.
         mode: "max" if larger is better, "min" if smaller is.
-        stop: whether training stops there.
+        stop: whether training stops when the target is reached.
 
     Attributes:
-        seconds: training seconds from the first step to the end of that epoch; None while not reached.
-        epoch: that epoch, counted from 1; None while not reached.
+        seconds: training seconds from the first step to the end of the epoch that reached the target; None until then.
+        epoch: the number of that epoch, from 1; None until then.
 
     Raises:
-        UsageError: an unknown mode; or, at the end of the first epoch that has them, `monitor` is not among
+        UsageError: the mode is unknown; or, at the end of the first epoch with such metrics, `monitor` is not in
             the logs.
     """
 
@@ -66,7 +66,7 @@ class TimeToTarget(ClockedCallback):
                 self.model.stop_training = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Warns where there was never anything to compare."""
+        """Warns if the metric never occurred."""
         if not self._seen:
             warnings.warn(
                 f"TimeToTarget never saw `{self.monitor}`: nothing was evaluated during training",
@@ -77,11 +77,11 @@ class TimeToTarget(ClockedCallback):
         return value >= self.target if self.mode == "max" else value <= self.target
 
     def _refuse_unless_validation_is_due_later(self, logs: dict[str, Any]) -> None:
-        # With `validation_freq` the val_ names are missing in most epochs, and that is no mistake.
+        # With `validation_freq` most epochs have no `val_` metrics, which is not an error.
         if self.monitor.startswith("val_") and not any(name.startswith("val_") for name in logs):
             return
         names = ", ".join(f"`{name}`" for name in sorted(logs))
         raise UsageError(
-            f"TimeToTarget monitors `{self.monitor}`, but the epoch's logs hold {names}",
+            f"TimeToTarget monitors `{self.monitor}`, but the epoch's logs have {names}",
             "compile the model with that metric, or name one of these with `monitor=`",
         )

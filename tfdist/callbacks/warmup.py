@@ -1,13 +1,13 @@
 """Linear scaling of the learning rate with gradual warm-up (Goyal et al. 2017, sections 2.1 and 2.2).
 
-A batch k times as large makes k times fewer steps; a rate k times as large makes up for it, but diverges at
-the start, when the weights change fast. So the rate rises from the base rate to k times the base rate, by
-the same amount at each step of the first epochs.
+With batches that are k times larger an epoch has k times fewer steps. A learning rate that is k times larger
+compensates for that, but diverges at the start, when the weights change quickly. The rate therefore rises
+linearly from the base rate to k times the base rate during the first epochs.
 
 Synopsis:
 
-    model.compile(optimizer=keras.optimizers.SGD(0.1), ...)  # the rate for one replica's batch
-    model.fit(..., callbacks=[LearningRateWarmup(strategy.replicas, warmup_epochs=5)])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), ...)  # the rate for the batch of one replica
+    model.fit(..., callbacks=[LearningRateWarmup(strategy.num_replicas, warmup_epochs=5)])
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class LearningRateWarmup(keras.callbacks.Callback):
     """Raises the optimizer's learning rate from its base value to `factor` times that, step by step.
 
     At step t of the T steps in `warmup_epochs` the rate is `base * (1 + (factor - 1) * t / T)`; from step T
-    on it is `base * factor`, and this callback leaves it to others (ReduceLROnPlateau, for example).
-    Where steps are run in chunks, the rate is set at the beginning of each.
+    on it is `base * factor`, and other callbacks may change it (ReduceLROnPlateau, for example). If steps run in
+    chunks, the rate is set at the beginning of each chunk.
 
-    A training that is continued with `initial_epoch` goes on at that epoch's rate. After the warm-up it
-    keeps the rate that was restored with the optimizer, which `Checkpoint` scales to a new factor.
+    A training that is continued with `initial_epoch` uses the rate of that epoch. After the warm-up it keeps the
+    rate that was restored with the optimizer, which `Checkpoint` scales to a new factor.
 
     Args:
-        factor: how many times the global batch is larger than the one the base rate was chosen for: the
-            number of replicas, where each keeps its batch size.
-        warmup_epochs: the length of the warm-up, in epochs, whole or not; 0 scales at once.
-        base_learning_rate: the rate at step 0; by default the one the optimizer was made with. Needed to
-            continue a training with an optimizer that was itself loaded from a file.
-        steps_per_epoch: needed where `fit` cannot know it (a generator).
+        factor: the global batch size divided by the batch size for which the base rate was chosen. This is the
+            number of replicas if each replica keeps its batch size.
+        warmup_epochs: the length of the warm-up in epochs, which may be a fraction; 0 scales at once.
+        base_learning_rate: the rate at step 0; by default the optimizer's initial rate. It is needed to
+            continue a training with an optimizer that was loaded from a file.
+        steps_per_epoch: needed if `fit` does not know it, for example for a generator.
 
     Raises:
-        UsageError: before the first step: the optimizer follows a schedule, so that its rate cannot be
-            set; the steps of an epoch or the base rate cannot be known; an argument out of range.
+        UsageError: before the first step, if the optimizer follows a schedule, so that its rate cannot be set;
+            if the steps per epoch or the base rate are unknown; or if an argument is out of range.
     """
 
     def __init__(
@@ -81,16 +81,15 @@ class LearningRateWarmup(keras.callbacks.Callback):
             self._base = rate.current(model.optimizer)
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """Each step while warming up, none after."""
+        """Every step during the warm-up; None after it."""
         return None if self._done else 1
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks that the steps of an epoch are known."""
+        """Checks that the number of steps per epoch is known."""
         self._first_epoch, self._done = None, False
         if self._steps() is None:
             raise UsageError(
-                "LearningRateWarmup does not know how many steps an epoch has: "
-                "`fit` cannot tell the length of this data",
+                "LearningRateWarmup does not know the number of steps per epoch: the data have no known length",
                 "pass `LearningRateWarmup(..., steps_per_epoch=...)`",
             )
 
@@ -112,11 +111,11 @@ class LearningRateWarmup(keras.callbacks.Callback):
             logs["learning_rate"] = rate.current(self.model.optimizer)
 
     def checkpoint_state(self) -> dict[str, float]:
-        """For `tfdist.callbacks.Checkpoint`."""
+        """The state that `tfdist.callbacks.Checkpoint` stores."""
         return {"factor": self.factor}
 
     def restore_checkpoint_state(self, state: dict[str, float]) -> None:
-        """Scales the rate that was restored where the run goes on with another factor, as on other workers."""
+        """Scales the restored rate if the run continues with another factor, for example with more workers."""
         if state["factor"] != self.factor:
             self.model.optimizer.learning_rate = rate.current(self.model.optimizer) * self.factor / state["factor"]
 
@@ -138,7 +137,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         if self._done:
             return
         steps = self._steps()
-        assert steps is not None and self._base is not None  # on_train_begin and set_model saw to it
+        assert steps is not None and self._base is not None  # on_train_begin and set_model have checked this
         done_epochs = self._epoch + batch / steps
         self._done = done_epochs >= self.warmup_epochs
         progress = 1.0 if self._done else done_epochs / self.warmup_epochs

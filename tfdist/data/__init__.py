@@ -1,7 +1,7 @@
-"""Datasets by name: `load` gives a `Source` with a spec, arrays and pipelines.
+"""Datasets by name: `load` returns a `Source` with a spec, arrays and pipelines.
 
-Each file of `tfdist/data/sources/` is one dataset: the file is the registration. Importing this package and
-asking for the names does not import TensorFlow.
+Each file of `tfdist/data/sources/` registers one dataset under its own name. Importing this package and listing
+the names does not import TensorFlow.
 
 Synopsis:
 
@@ -39,23 +39,23 @@ def names() -> list[str]:
 
 
 def knows(name: str, option: str) -> bool:
-    """Whether the dataset `name` has such an option."""
+    """Whether the dataset `name` has this option."""
     return option in inspect.signature(registry.find(name, "dataset", _SOURCES, "load")).parameters
 
 
 def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any) -> Source:
-    """The dataset `name`, downloaded and prepared where it has to be.
+    """Loads the dataset `name`; downloads and prepares it if necessary.
 
     Args:
-        name: one of `names()`, or the user's own `module:function`, where `function(data_dir, **options)`
-            returns a `Source`.
-        data_dir: the folder of prepared datasets, for those that have files; by default what the environment
-            variable TFDS_DATA_DIR says, else `~/tensorflow_datasets`.
-        **options: what that dataset knows, such as `classes` for `synthetic`.
+        name: one of `names()`, or the name of a custom function as `module:function`, where
+            `function(data_dir, **options)` returns a `Source`.
+        data_dir: the folder of prepared datasets, for datasets that have files; by default the environment
+            variable TFDS_DATA_DIR, else `~/tensorflow_datasets`.
+        **options: options of the dataset, such as `classes` for `synthetic`.
 
     Raises:
-        UnknownNameError: no such dataset.
-        UsageError: an option that the dataset does not know, or a `module:function` that gives no source.
+        UnknownNameError: there is no such dataset.
+        UsageError: the dataset does not have an option, or `module:function` does not return a source.
         DataError: the files are missing or damaged and cannot be fetched.
     """
     function = registry.find(name, "dataset", _SOURCES, "load")

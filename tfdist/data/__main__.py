@@ -1,4 +1,4 @@
-"""`python -m tfdist.data`: a dataset's pipeline alone: how fast it is, where its time goes, what its examples are."""
+"""`python -m tfdist.data`: measures the pipeline of a dataset alone, and draws some of its examples."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from tfdist.errors import UnknownNameError
 @click.option(
     "--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function"
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples in a batch")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="where the dataset's files lie")
-@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="what the dataset is told; often as needed")
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of the dataset's files")
+@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="option of the dataset; may be repeated")
 @click.option("--augment", default="none", show_default=True, metavar="NAME", help=", ".join(augmentations.NAMES))
 @click.option(
-    "--on-bad-example", metavar="NAME", help="a file or line that cannot be used: " + ", ".join(bad_examples.POLICIES)
+    "--on-bad-example",
+    metavar="NAME",
+    help="what to do with a file or line that cannot be used: " + ", ".join(bad_examples.POLICIES),
 )
 @click.option("--split", default="train", show_default=True, metavar="NAME", help=", ".join(data.SPLITS))
-@click.option("--seed", type=int, default=0, show_default=True, help="of order and augmentation")
-@click.option("--seconds", type=float, default=3.0, show_default=True, help="how long the pipeline runs")
+@click.option("--seed", type=int, default=0, show_default=True, help="seed of order and augmentation")
+@click.option("--seconds", type=float, default=3.0, show_default=True, help="how long to run the pipeline")
 @click.option("--sheet", type=click.Path(path_type=Path), default="examples.png", show_default=True, help="the picture")
 def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], **options: Any) -> None:
-    """Show a dataset's pipeline: its speed, its stages, the machine's bound, and some examples as a picture."""
+    """Measure a dataset's pipeline: its speed, its stages, the machine's limit; draw some examples."""
     if options["split"] not in data.SPLITS:
         raise UnknownNameError("split", options["split"], data.SPLITS)
     settings = registry.parse_options(data_option, "--data-option")
@@ -68,14 +70,14 @@ def _print_table(source: data.Source, found: Any, cores: int, bandwidth: float, 
         ("one example", f"{spec.input_shape} -> {spec.target_shape or 'a label'}, {found.bytes_per_example:,} bytes"),
         ("pipeline", f"{found.examples_per_second:,.0f} examples/s"),
         *(
-            (f"  {stage}", f"{seconds * 1e6:,.1f} us an example, {seconds / total:.0%}")
+            (f"  {stage}", f"{seconds * 1e6:,.1f} us per example, {seconds / total:.0%}")
             for stage, seconds in found.stage_seconds.items()
         ),
         ("bound", f"{bound:,.0f} examples/s by {what}; reached {found.examples_per_second / bound:.0%}"),
     ]
     if "decode" in found.stage_seconds:
         decoding = found.stage_seconds["read"] + found.stage_seconds["decode"]
-        rows.append(("decode rate", f"{1 / decoding:,.0f} examples/s a core, {cores} cores"))
+        rows.append(("decode rate", f"{1 / decoding:,.0f} examples/s per core, {cores} cores"))
     rows += [("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s, one core copying"), ("examples drawn in", str(sheet))]
     table = Table(show_header=False, box=None, pad_edge=False)
     for row in rows:

@@ -1,6 +1,6 @@
-"""What a dataset is, before a single example is read.
+"""The description of a dataset, which is known before any example is read.
 
-Pure values: this module never imports TensorFlow.
+This module has values only, and never imports TensorFlow.
 
 | task | x of N examples | y |
 |---|---|---|
@@ -29,7 +29,7 @@ from tfdist.errors import UsageError
 SPLITS = ("train", "validation", "test")
 TASKS = ("classification", "segmentation", "text_classification", "translation", "characters", "autoencoding")
 
-# Tokens that every vocabulary begins with; only translation has the last two.
+# The first tokens of every vocabulary; only translation has the last two.
 PADDING, UNKNOWN, START, END = range(4)
 
 
@@ -38,23 +38,23 @@ class DataSpec:
     """The facts that a model, a strategy and the record of a run need about a dataset.
 
     Attributes:
-        name: as users type it.
+        name: the name that users type.
         task: one of `TASKS`, which the module's table describes.
-        input_shape: the shape of one example, without the batch: `(28, 28, 1)`, `(16,)`; of token sequences
-            `(length,)`; for translation that of the source sentence.
+        input_shape: the shape of one example, without the batch: `(28, 28, 1)`, `(16,)`; `(length,)` for token
+            sequences; for translation the shape of the source sentence.
         classes: the number of classes of the target: labels are 0 to `classes - 1`; for translation the size of the
             target's vocabulary, for characters the number of different ones, for autoencoding 0.
         examples: the number of examples in "train", "validation" and "test"; a split that is left out has 0.
-        class_names: one name a class, or empty.
+        class_names: one name per class, or empty.
         target_shape: the shape of one example's target, without the batch: `()` for class labels, `(H, W)` for
             masks, `(T,)` for token sequences, `(H, W, C)` for pictures.
-        vocabulary_size: the number of different input tokens; 0 where the input is no token sequence.
+        vocabulary_size: the number of different input tokens; 0 if the input is not a token sequence.
         ignored_class: a target that loss and metrics leave out, such as unlabelled pixels and padding.
         vocabulary: the input tokens by number, or empty.
         target_vocabulary: the target's tokens by number, or empty.
 
     Raises:
-        UsageError: a value that no dataset can have.
+        UsageError: a value is out of range.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Horovod for Keras 3, under the names that its users know: a port of a script changes its imports.
+"""Horovod's API for Keras 3: to port a script, change its imports.
 
     import tfdist.horovod as hvd  # was: import horovod.tensorflow.keras as hvd
 
@@ -7,10 +7,10 @@
     model.compile(optimizer, ...)
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
-`DistributedOptimizer`, `load_model`, `broadcast_variables`, the four collectives of values and the `callbacks` are made
-for Keras 3; `init` also joins what TF_CONFIG or Slurm describes, and refuses an `mpirun` of another MPI library; all
-other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of `horovod.tensorflow`, which is imported
-when one of them is first used.
+`DistributedOptimizer`, `load_model`, `broadcast_variables`, the four collectives for values and the `callbacks` are
+written for Keras 3. `init` also joins a job that TF_CONFIG or Slurm describes, and refuses an `mpirun` of another MPI
+library. All other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of `horovod.tensorflow`, which
+is imported when one of them is first used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfdist.horovod.collectives import allgather, allreduce, broadcast, broadcas
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
 from tfdist.strategies import _distribute as distribute
 
-# One of these is set where `horovodrun`, `mpirun`, or Slurm by `srun --mpi`, has told Horovod itself who it is.
+# One of these is set if `horovodrun`, `mpirun` or `srun --mpi` has given Horovod itself the rank of this process.
 KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 
 __all__ = [
@@ -45,7 +45,8 @@ __all__ = [
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """`horovod.tensorflow.init`: joins the job.
 
-    Where `tfdist.launch`, another TF_CONFIG, or Slurm describes it, and has not told Horovod itself, that is over Gloo.
+    The job is joined over Gloo if `tfdist.launch`, TF_CONFIG or Slurm describes it and has not set Horovod's own
+    variables.
 
     Raises:
         UsageError: Horovod is not installed, or its MPI library is not that of the `mpirun` that started this process.
@@ -57,7 +58,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         found = gloo.meet(world, {"script of": __name__}, distribute.start_timeout_seconds(None))
         gloo.set_unless_set(found)
     horovod.init(comm, process_sets)
-    # Gloo asks the same variables as `World`; of `comm`, some processes may be no part.
+    # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.
     if comm is None and horovod.mpi_enabled():
         world.require_size(horovod.size(), "Horovod's MPI")
 

@@ -1,7 +1,7 @@
 """Horovod's callbacks for Keras 3: in stock `model.fit`, and in tfdist's loop.
 
-The learning-rate rules are those of Goyal et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2. Where one
-graph runs several batches (`steps_per_execution`), a rate is set at the first of them for all.
+The learning-rate rules are those of Goyal et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2. If one
+call runs several batches (`steps_per_execution`), the rate of the first batch applies to all of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ Logs = dict[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all processes the weights and the optimizer's state of one of them, before the first step of a `fit`.
+    """Gives all processes the weights and the optimizer state of one process, before the first step of a `fit`.
 
-    So they begin alike, whether from random weights or from a checkpoint that one process has read. A model that its
-    first batch builds is broadcast after that batch. Metrics and the states of random layers stay each process' own.
+    All processes then begin with the same values, from random weights or from a checkpoint that one process has read.
+    A model that is built by its first batch is broadcast after that batch. Metrics and the states of random layers are
+    not sent.
 
     Args:
-        root_rank: the process that the others follow.
+        root_rank: the process whose values the others receive.
         local_variables: variables that are not sent.
     """
 
@@ -46,12 +47,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = False
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """All callbacks have begun, those that read checkpoints too."""
+        """Broadcasts: all callbacks have begun, including those that read checkpoints."""
         if not self._done and self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """By now the model is built."""
+        """Broadcasts a model that its first batch has built."""
         if not self._done:
             self._broadcast()
 
@@ -66,10 +67,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Puts the means over all processes into the logs of an epoch.
+    """Replaces the logs of an epoch by their means over all processes.
 
-    Callbacks that come later in the list see the means: ReduceLROnPlateau, TensorBoard, EarlyStopping. All processes
-    must have the same names in their logs.
+    Later callbacks in the list see the means: ReduceLROnPlateau, TensorBoard, EarlyStopping. All processes must have
+    the same names in their logs.
     """
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -89,17 +90,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Args:
         initial_lr: the rate that is multiplied.
-        multiplier: a function of the epoch, or a number whose power `epoch - start_epoch` is taken.
+        multiplier: a function of the epoch, or a number that is raised to the power `epoch - start_epoch`.
         start_epoch: the first epoch in which the rate is set.
-        end_epoch: the first epoch in which it is left as it is; `None` for none.
-        staircase: set it once an epoch, with a whole number; or else at each batch, with `epoch + batch / steps`.
-        momentum_correction: where the velocity of SGD or RMSprop has the rate in it, scale it when the rate changes
+        end_epoch: the first epoch in which the rate is no longer set; `None` for no end.
+        staircase: set the rate once per epoch, from the integer epoch; otherwise at each batch, from
+            `epoch + batch / steps`.
+        momentum_correction: scale the velocity of SGD or RMSprop, which includes the rate, when the rate changes
             (section 2.2, remark 2).
-        steps_per_epoch: needed without `staircase` where `fit` cannot know it (a generator).
+        steps_per_epoch: needed without `staircase` if `fit` does not know it, for example for a generator.
 
     Raises:
-        UsageError: before the first step: the optimizer follows a schedule of its own; the steps of an epoch
-            cannot be known.
+        UsageError: before the first step, if the optimizer follows a schedule, or if the steps per epoch are unknown.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """Each batch without `staircase`, the first of an epoch with it; see `tfdist.callbacks`."""
+        """Every batch without `staircase`, the first batch of an epoch with it; see `tfdist.callbacks`."""
         return None if self.staircase or not self._applies() else 1
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -132,8 +133,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not self.steps_per_epoch:
             raise UsageError(
-                f"{type(self).__name__} does not know how many steps an epoch has: `fit` cannot tell the length of "
-                "this data",
+                f"{type(self).__name__} does not know the number of steps per epoch: the data have no known length",
                 f"pass `{type(self).__name__}(..., steps_per_epoch=...)`",
             )
 
@@ -142,7 +142,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Sets the rate, if it is time to."""
+        """Sets the rate, if it is due at this batch."""
         if not self._applies() or (self.staircase and batch > 0):
             return
         self._set(self._epoch if self.staircase else self._epoch + batch / (self.steps_per_epoch or 1))
@@ -167,13 +167,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr`, batch by batch.
 
-    In the batch that ends e epochs after the start, it is `initial_lr / size * (1 + (size - 1) * e / warmup_epochs)`.
+    In the batch that ends e epochs after the start, the rate is `initial_lr / size * (1 + (size - 1) * e /
+    warmup_epochs)`.
 
     Args:
         initial_lr: the rate after the warm-up: `hvd.size()` times the one for a single process.
         warmup_epochs: the length of the warm-up.
         momentum_correction: see `LearningRateScheduleCallback`.
-        steps_per_epoch: needed where `fit` cannot know it (a generator).
+        steps_per_epoch: needed if `fit` does not know it, for example for a generator.
         verbose: 1 prints a line when the warm-up ends.
 
     Raises:
@@ -200,14 +201,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Adds `lr` to `logs`, and says when the warm-up ends."""
+        """Adds `lr` to `logs`, and prints a line when the warm-up ends."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == self.warmup_epochs - 1 and engine.load().rank() == 0:
             reached = rate.current(self.model.optimizer)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {reached:g}.")
 
     def _factor(self, epoch: float) -> float:
-        # That of the last batch that runs with it, so that the rate ends at `initial_lr`.
+        # Computed for the last batch of the call, so that the rate ends at `initial_lr`.
         assert self.steps_per_epoch is not None
         epoch = min(epoch + self.model.steps_per_execution / self.steps_per_epoch, self.warmup_epochs)
         size = engine.load().size()
@@ -215,7 +216,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """The slots of an optimizer that have grown by `learning_rate * gradient`."""
+    """The slots of an optimizer to which `learning_rate * gradient` is added."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     slots: list[Any] = []
     if isinstance(optimizer, keras.optimizers.SGD):

@@ -1,7 +1,8 @@
-"""Values and variables between Horovod's processes.
+"""Collectives for values and variables over Horovod's processes.
 
-Horovod pairs what the processes send by name. Names taken from a graph differ where the processes' graphs do (a last
-batch of another size is enough), and each then waits for the other for ever; so what is sent here has a name of ours.
+Horovod matches the tensors of the processes by name. Names from a graph differ if the graphs of the processes differ,
+for which a last batch of another size is enough, and the processes then wait for each other forever. The functions here
+therefore set the names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tfdist.core.gradient_reduction import Packing, packed
 
 
 def allreduce(value: Any, *arguments: Any, **options: Any) -> Any:
-    """`horovod.tensorflow.allreduce` of a tensor, an array, a number or a list of numbers: their mean, or as `op` says.
+    """`horovod.tensorflow.allreduce` of a tensor, an array, a number or a list of numbers: the mean, or as `op` says.
 
     All processes must pass the same shape.
     """
@@ -35,12 +36,12 @@ def broadcast(value: Any, root_rank: int, *arguments: Any, **options: Any) -> An
 
 
 def reducescatter(value: Any, *arguments: Any, **options: Any) -> Any:
-    """`horovod.tensorflow.reducescatter`: this process' part, along the first dimension, of the reduced value."""
+    """`horovod.tensorflow.reducescatter`: the part of this process, along the first dimension, of the reduced value."""
     return engine.load().reducescatter(_tensor(value), *arguments, **options)
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
-    """Gives `variables`, Keras' or TensorFlow's, the values that they have in the process `root_rank`."""
+    """Gives `variables`, of Keras or TensorFlow, the values that they have in the process `root_rank`."""
     hvd = engine.load()
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
 

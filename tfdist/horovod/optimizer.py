@@ -1,8 +1,8 @@
 """Keras 3 optimizers whose gradients are reduced over Horovod's processes.
 
-The gradients are reduced before Keras' own update sees them, so that clipping, loss scaling, gradient accumulation,
-weight decay and moving averages act on the reduced ones, as they do in one process. The optimizer stays an object of
-its own class, and nothing of this is saved with it.
+The gradients are reduced before Keras' own update, so that clipping, loss scaling, gradient accumulation, weight decay
+and moving averages act on the reduced gradients, as they do in one process. The optimizer keeps its class, and nothing
+of Horovod is saved with it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
 from tfdist.internals import keras_patches
 
-# Arguments of Horovod's own function that have no place here, and what to do instead.
+# Arguments of Horovod's own function that are not supported here, and what to do instead.
 LEFT_OUT = {
-    "num_groups": "leave it out: all gradients of a type travel as one buffer",
-    "groups": "leave it out: all gradients of a type travel as one buffer",
+    "num_groups": "leave it out: all gradients of one dtype are sent as one buffer",
+    "groups": "leave it out: all gradients of one dtype are sent as one buffer",
     "process_set": "reduce by hand with `hvd.allreduce(..., process_set=...)`",
     "scale_local_gradients": "leave it out: no gradient stays local",
 }
@@ -51,20 +51,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Horovod, with the plain optimizer.
 
     Args:
-        optimizer: any of Keras 3; a `LossScaleOptimizer` too.
-        name: of what is sent; one is made up by default.
+        optimizer: any optimizer of Keras 3, including `LossScaleOptimizer`.
+        name: the name of the tensors that are sent; by default it is generated.
         device_dense: where dense gradients are reduced; Horovod chooses by default.
         device_sparse: where sparse gradients are gathered.
-        compression: `hvd.Compression.fp16` halves what is sent; `None` sends gradients as they are.
-        sparse_as_dense: add up `tf.IndexedSlices` as dense tensors, instead of joining their rows.
+        compression: `hvd.Compression.fp16` halves the bytes; `None` sends gradients unchanged.
+        sparse_as_dense: sum `tf.IndexedSlices` as dense tensors, instead of gathering their rows.
         gradient_predivide_factor: with `op=hvd.Average`, divide by it before the sum and multiply after.
         op: `hvd.Average`, also for `None`, or `hvd.Sum`.
-        backward_passes_per_step: add up the gradients of so many batches in each process, then reduce and update once.
-        average_aggregated_gradients: divide what was added up by the number of batches.
-        others: what Horovod's own function takes and this one does not; see `LEFT_OUT`.
+        backward_passes_per_step: accumulate the gradients of this number of batches in each process before each
+            reduction and update.
+        average_aggregated_gradients: divide the accumulated gradients by the number of batches.
+        others: arguments of Horovod's own function that are not supported here; see `LEFT_OUT`.
 
     Raises:
-        UsageError: an argument that cannot work, Horovod is missing, or the optimizer is distributed already.
+        UsageError: an argument cannot work, Horovod is missing, or the optimizer is already distributed.
     """
     hvd = engine.load()
     op = hvd.Average if op is None else op
@@ -95,23 +96,23 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def load_model(
     filepath: Any, custom_optimizers: Sequence[type] = (), custom_objects: dict[str, Any] | None = None, **options: Any
 ) -> keras.Model:
-    """`keras.saving.load_model`, with the model's optimizer distributed.
+    """Loads a model with `keras.saving.load_model`, and makes its optimizer distributed.
 
     Args:
-        filepath: of a model that was saved with its optimizer.
-        custom_optimizers: classes that Keras does not know.
-        custom_objects: others, by name.
-        options: for `DistributedOptimizer`, such as `compression`.
+        filepath: the file of a model that was saved with its optimizer.
+        custom_optimizers: optimizer classes that are not part of Keras.
+        custom_objects: other custom objects, by name.
+        options: options of `DistributedOptimizer`, such as `compression`.
 
     Raises:
-        UsageError: as `DistributedOptimizer`; and the model was not compiled.
+        UsageError: as for `DistributedOptimizer`, and if the model was not compiled.
     """
     known = {kind.__name__: kind for kind in custom_optimizers} | (custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=known)
     if getattr(model, "optimizer", None) is None:
         raise UsageError(f"The model in `{filepath}` has no optimizer", "compile it before it is saved")
     DistributedOptimizer(model.optimizer, **options)
-    model.jit_compile = False  # XLA does not know Horovod's operations
+    model.jit_compile = False  # XLA does not support Horovod's operations
     return model
 
 
@@ -124,7 +125,7 @@ def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: fl
         )
     if keras_patches.around_apply(optimizer) is not None:
         raise UsageError(
-            f"The optimizer `{optimizer.name}` is distributed already", "call `DistributedOptimizer` once for each"
+            f"The optimizer `{optimizer.name}` is already distributed", "call `DistributedOptimizer` once for each"
         )
     for other in others:
         if other not in LEFT_OUT:
@@ -132,12 +133,12 @@ def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: fl
         raise UsageError(f"DistributedOptimizer for Keras 3 has no `{other}`", LEFT_OUT[other])
     if op not in (hvd.Average, hvd.Sum):
         raise UsageError(
-            f"DistributedOptimizer can average gradients or add them up. Received: op `{op}`",
+            f"DistributedOptimizer can average or sum gradients. Received: op `{op}`",
             "pass `op=hvd.Average` or `op=hvd.Sum`",
         )
     if predivide_factor != 1.0 and op != hvd.Average:
         raise UsageError(
-            f"`gradient_predivide_factor` is {predivide_factor:g}, and the gradients are not averaged",
+            f"`gradient_predivide_factor` is {predivide_factor:g}, but the gradients are not averaged",
             "leave it out, or pass `op=hvd.Average`",
         )
     if passes < 1:
@@ -188,9 +189,9 @@ def _dense(gradients: Sequence[Any]) -> list[Any]:
 
 
 class _SeveralPasses:
-    """Adds up the gradients of `passes` batches, and then goes on with their sum over `divisor`.
+    """Accumulates the gradients of `passes` batches, and then applies their sum divided by `divisor`.
 
-    The optimizer counts its updates alone, as under Keras' own accumulation.
+    The optimizer counts only updates, as with Keras' own accumulation.
     """
 
     def __init__(self, passes: int, divisor: int):
@@ -214,7 +215,7 @@ class _SeveralPasses:
         if self._done is not None:
             return
         with tf.init_scope():
-            if not optimizer.built:  # variables cannot be made in one branch of a condition
+            if not optimizer.built:  # variables cannot be created in a branch of a condition
                 optimizer.build(variables)
             self._done = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._sums = [

@@ -1,8 +1,8 @@
-"""What a dataset's task asks of a run: the loss, the metrics, and what to look at in the end.
+"""The loss, the metrics and the final outputs of a run, for each task.
 
-Each file beside this one is one task of `tfdist.data.spec.TASKS`: `loss(spec)`, `metrics(spec)` and `show(run)`. What
-`spec.ignored_class` names (padding, unlabelled pixels) has no part in loss and metrics, on any number of replicas:
-the loss of a global batch is a mean over its other targets.
+Each file in this folder is one task of `tfdist.data.spec.TASKS`, with `loss(spec)`, `metrics(spec)` and `show(run)`.
+Targets equal to `spec.ignored_class` (padding, unlabelled pixels) do not count in loss and metrics, on any number of
+replicas: the loss of a global batch is a mean over its other targets.
 
 Importing this package imports neither Keras nor TensorFlow; its functions do.
 """
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run whose training is done.
+    """A run after its training.
 
     Attributes:
-        model: trained.
-        source: what it was trained on.
-        strategy: what it was trained with; all processes of a job show together, and the chief writes.
-        folder: where files go.
-        batch_size: examples in a global batch.
-        seed: of what is drawn at random.
-        files: what was written so far: what each is, and its name in the folder.
-        scores: the metrics that were found so far.
+        model: the trained model.
+        source: the dataset.
+        strategy: the strategy; all processes of a job call `show`, and the chief writes the files.
+        folder: the folder for the files.
+        batch_size: examples per global batch.
+        seed: the seed of random draws.
+        files: the files written so far: their names in the folder, by their purpose.
+        scores: the metrics computed so far.
     """
 
     model: keras.Model
@@ -49,12 +49,12 @@ class Run:
 
     @property
     def split(self) -> str:
-        """The split to look at: test, or the one that comes nearest."""
+        """The split for the final outputs: test, else validation, else train."""
         examples = self.source.spec.examples
         return next(split for split in ("test", "validation", "train") if examples[split])
 
     def examples(self, count: int) -> tuple[Any, Any]:
-        """The first `count` examples x and targets y of the split to look at; no more pictures are read."""
+        """The first `count` examples x and targets y of that split; no more images are read."""
         if self.source.spec.vocabulary_size:
             x, y = self.source.arrays(self.split)
             return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]
@@ -63,7 +63,7 @@ class Run:
         return np.concatenate(xs)[:count], np.concatenate(ys)[:count]
 
     def file(self, what: str, name: str) -> Path:
-        """The path of a file that is about to be written."""
+        """The path for a new file, which is added to `files`."""
         self.files[what] = name
         return self.folder / name
 
@@ -75,12 +75,12 @@ def compile(model: keras.Model, spec: DataSpec, optimizer: Any) -> None:
 
 
 def show(run: Run) -> None:
-    """Writes what the task shows at the end of a run into its folder, and adds its scores.
+    """Writes the final outputs of the task to the run's folder, and adds its scores.
 
     | task | files | scores |
     |---|---|---|
     | classification, text_classification | `confusion_matrix.png` | |
-    | segmentation | `masks.png`: pictures, masks, predictions | |
+    | segmentation | `masks.png`: images, masks, predictions | |
     | translation | `translations.txt` | `bleu` |
     | characters | `sample.txt` | |
     | autoencoding | `reconstructions.png` | |

@@ -1,4 +1,4 @@
-"""The pictures at the end of a run: rows of images, and a confusion matrix."""
+"""The figures at the end of a run: a grid of images, and a confusion matrix."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tfdist import files
 
 
 def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -> None:
-    """Draws images in rows.
+    """Draws a grid of images.
 
     Args:
-        path: the PNG.
-        columns: a title, and an image a row: `[H, W, 1]` or `[H, W, 3]` in [0, 1].
-        title: of the whole.
+        path: the PNG file.
+        columns: the title of each column, and its images, one per row: `[H, W, 1]` or `[H, W, 3]` in [0, 1].
+        title: the title of the figure.
     """
     rows = len(columns[0][1])
     figure = _figure((2.4 * len(columns), 1.9 * rows + 0.6))
@@ -32,7 +32,7 @@ def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -
 
 
 def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.ndarray:
-    """A mask `[H, W]` of class numbers as an image `[H, W, 3]`: a colour a class, black what is ignored."""
+    """A mask `[H, W]` of class numbers as an image `[H, W, 3]`: one colour per class, and black for ignored pixels."""
     import matplotlib
 
     palette = matplotlib.colormaps["tab20"](np.arange(classes) % 20)[:, :3]
@@ -43,13 +43,13 @@ def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.nda
 
 
 def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
-    """Draws how often class i (a row) was taken for class j (a column).
+    """Draws how often class i (row) was predicted as class j (column).
 
     Args:
-        path: the PNG.
+        path: the PNG file.
         matrix: counts `[classes, classes]`.
-        names: of the classes; numbers where there are none.
-        title: of the whole.
+        names: the names of the classes; if empty, their numbers are shown.
+        title: the title of the figure.
     """
     classes = len(matrix)
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
@@ -57,7 +57,7 @@ def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) 
     figure = _figure((side + 1.2, side))
     axes = figure.subplots()
     shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(shown, label="share of the class")
+    figure.colorbar(shown, label="fraction of the class")
     axes.set(title=title, xlabel="predicted", ylabel="true")
     if classes <= 30:
         ticks = list(names) or list(map(str, range(classes)))
@@ -70,7 +70,7 @@ def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) 
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    # No pyplot: it would keep the figure, and choose a window system.
+    # Without pyplot, which would keep the figure in memory and choose a window system.
     from matplotlib.figure import Figure
 
     return Figure(figsize=size, dpi=120, layout="constrained")

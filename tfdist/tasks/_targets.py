@@ -1,4 +1,4 @@
-"""Loss and metrics of targets that are class numbers, one an example, a pixel or a token."""
+"""Loss and metrics for targets that are class numbers, one per example, pixel or token."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tfdist.data.spec import DataSpec
 
 
 def cross_entropy(spec: DataSpec) -> keras.losses.Loss:
-    """The mean over all targets but the ignored ones, in nats."""
+    """The mean over all targets except ignored ones, in nats."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=spec.ignored_class)
 
 
 def accuracy(spec: DataSpec) -> Any:
-    """The share of targets that are predicted, of all but the ignored ones; called "accuracy"."""
+    """The fraction of targets that are predicted correctly, without ignored ones; its name is "accuracy"."""
     return "accuracy" if spec.ignored_class is None else Accuracy(spec.ignored_class)
 
 
 @keras.saving.register_keras_serializable("tfdist")
 class Accuracy(keras.metrics.Mean):
-    """The share of class numbers that the largest logit has, without those that are `ignored_class`.
+    """The fraction of targets for which the largest logit is that of the target class, without `ignored_class`.
 
     Args:
         ignored_class: the class number that is left out.
-        name: of the metric.
-        dtype: of its state.
+        name: the name of the metric.
+        dtype: the dtype of its state.
 
     Attributes:
-        additive: its state is a sum over the targets, so that replicas can add up theirs.
+        additive: the state is a sum over the targets, so that the states of replicas can be added.
     """
 
     additive = True
@@ -38,7 +38,7 @@ class Accuracy(keras.metrics.Mean):
     def __init__(self, ignored_class: int, name: str = "accuracy", dtype: Any = None):
         super().__init__(name=name, dtype=dtype)
         self.ignored_class = ignored_class
-        self._direction = "up"  # for Keras' callbacks that choose the best
+        self._direction = "up"  # for Keras' callbacks that keep the best epoch
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Adds class numbers `[B, ...]` and logits `[B, ..., classes]`."""

@@ -1,4 +1,4 @@
-"""An image from itself: mean squared error, mean absolute error, reconstructions."""
+"""Autoencoding: the model reconstructs its input; mean squared error, mean absolute error, reconstructions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def metrics(spec: DataSpec) -> list[Any]:
 
 
 def show(run: tasks.Run) -> None:
-    """Pictures beside what the model makes of them, as `reconstructions.png`."""
+    """Writes images and their reconstructions, as `reconstructions.png`."""
     x, _ = run.examples(SHOWN)
     made = run.strategy.predict(run.model, x, batch_size=run.batch_size, verbose=0)
     if run.strategy.world.is_chief:

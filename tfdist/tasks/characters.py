@@ -1,4 +1,4 @@
-"""The character that comes next: cross-entropy in nats a character, accuracy, a text that the model writes."""
+"""Next-character prediction: cross-entropy in nats per character, accuracy, a generated text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def loss(spec: DataSpec) -> keras.losses.Loss:
 
 
 def metrics(spec: DataSpec) -> list[Any]:
-    """The share of characters that are predicted."""
+    """The fraction of characters that are predicted correctly."""
     return [_targets.accuracy(spec)]
 
 
 def show(run: tasks.Run) -> None:
-    """A text that begins as the data does and that the model goes on with, as `sample.txt`."""
+    """Writes a text that begins with data and is continued by the model, as `sample.txt`."""
     if not run.strategy.world.is_chief:
         return
     spec = run.source.spec
@@ -37,13 +37,13 @@ def show(run: tasks.Run) -> None:
 
 
 def write(model: keras.Model, begun: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """`count` characters that follow `begun`, each drawn from what the model makes of as many before it.
+    """Generates `count` characters after `begun`; each is drawn given as many earlier characters as `begun` has.
 
     Args:
         model: from characters, or from streams of them at position 0, to logits.
         begun: int32 `[steps]`.
-        count: how many to write.
-        generator: what draws.
+        count: the number of characters to generate.
+        generator: the random generator.
 
     Returns:
         int32 `[count]`.

@@ -1,4 +1,4 @@
-"""One class an example: cross-entropy, accuracy, a confusion matrix."""
+"""Classification, one class per example: cross-entropy, accuracy, a confusion matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist import tasks
 from tfdist.data.spec import DataSpec
 from tfdist.tasks import _pictures, _targets
 
-# So many examples make a picture that more would not change.
+# With this number of examples, more would not change the figure visibly.
 SHOWN = 10_000
 
 
@@ -21,12 +21,12 @@ def loss(spec: DataSpec) -> keras.losses.Loss:
 
 
 def metrics(spec: DataSpec) -> list[Any]:
-    """The share of examples whose class is predicted."""
+    """The fraction of examples whose class is predicted correctly."""
     return [_targets.accuracy(spec)]
 
 
 def show(run: tasks.Run) -> None:
-    """How often each class is taken for each other, as `confusion_matrix.png`."""
+    """Draws how often each class is predicted as each other one, as `confusion_matrix.png`."""
     spec = run.source.spec
     x, y = run.examples(SHOWN)
     logits = run.strategy.predict(run.model, x, batch_size=run.batch_size, verbose=0)
@@ -34,5 +34,5 @@ def show(run: tasks.Run) -> None:
         return
     matrix = np.zeros((spec.classes, spec.classes), np.int64)
     np.add.at(matrix, (y, np.argmax(logits, axis=-1)), 1)
-    title = f"{run.model.name}, {spec.name}: {len(y):,} {run.split} examples, {np.trace(matrix) / len(y):.1%} right"
+    title = f"{run.model.name}, {spec.name}: {len(y):,} {run.split} examples, {np.trace(matrix) / len(y):.1%} correct"
     _pictures.confusion(run.file("confusion_matrix", "confusion_matrix.png"), matrix, spec.class_names, title)

@@ -1,4 +1,4 @@
-"""One class a pixel: cross-entropy, pixel accuracy and mean intersection over union, masks beside pictures."""
+"""Segmentation, one class per pixel: cross-entropy, pixel accuracy, mean intersection over union, example masks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHOWN = 6
 
 
 def loss(spec: DataSpec) -> keras.losses.Loss:
-    """Cross-entropy, a mean over all pixels that are labelled, in nats."""
+    """Cross-entropy, as a mean over all labelled pixels, in nats."""
     return _targets.cross_entropy(spec)
 
 
 def metrics(spec: DataSpec) -> list[Any]:
-    """Over all pixels that are labelled: the share that is right; the mean over the classes of what both masks share.
+    """Pixel accuracy, and mean intersection over union of the classes, over all labelled pixels.
 
-    A class that is in no mask and no prediction is left out of the mean, as Keras does; so is the ignored one.
+    A class that occurs in no mask and no prediction is left out of the mean, as in Keras; so is the ignored class.
     """
     counted = [number for number in range(spec.classes) if number != spec.ignored_class]
     mean_iou = keras.metrics.IoU(
@@ -32,7 +32,7 @@ def metrics(spec: DataSpec) -> list[Any]:
 
 
 def show(run: tasks.Run) -> None:
-    """Pictures, their masks and the predicted ones side by side, as `masks.png`; black is not labelled."""
+    """Writes images, their masks and the predicted masks side by side, as `masks.png`; black is unlabelled."""
     spec = run.source.spec
     x, y = run.examples(SHOWN)
     predicted = np.argmax(run.strategy.predict(run.model, x, batch_size=run.batch_size, verbose=0), axis=-1)

@@ -1,4 +1,4 @@
-"""One class a text: as one class an example."""
+"""Text classification, one class per text: the same as classification."""
 
 from tfdist.tasks.classification import loss, metrics, show
 

@@ -1,4 +1,4 @@
-"""A sentence in another language: cross-entropy and accuracy of tokens, some translations, BLEU.
+"""Translation of sentences: cross-entropy and accuracy of tokens, example translations, BLEU.
 
 K. Papineni, S. Roukos, T. Ward and W.-J. Zhu, "BLEU: a method for automatic evaluation of machine translation", ACL
 2002; as M. Post, "A call for clarity in reporting BLEU scores", WMT 2018, computes it (`sacrebleu`).
@@ -20,20 +20,20 @@ TRANSLATED, WRITTEN, TOGETHER = 1000, 20, 100
 
 
 def loss(spec: DataSpec) -> keras.losses.Loss:
-    """Cross-entropy, a mean over all tokens but padding, in nats."""
+    """Cross-entropy, as a mean over all tokens except padding, in nats."""
     return _targets.cross_entropy(spec)
 
 
 def metrics(spec: DataSpec) -> list[Any]:
-    """The share of tokens but padding that are predicted from the right tokens before them."""
+    """The fraction of tokens, without padding, that are predicted correctly given the correct tokens before them."""
     return [_targets.accuracy(spec)]
 
 
 def show(run: tasks.Run) -> None:
-    """Some translations as `translations.txt`, and `bleu` over the first thousand; the likeliest token each time.
+    """Writes translations as `translations.txt`, and computes `bleu` over the first thousand, by greedy decoding.
 
-    BLEU is that of tokens as the dataset has them, and a word outside the vocabulary is never right. A model of one's
-    own that `tfdist.models.seq2seq.translate` cannot use shows nothing.
+    BLEU is computed on the dataset's tokens, and a word outside the vocabulary is never correct. A custom model that
+    `tfdist.models.seq2seq.translate` cannot use writes nothing.
     """
     from tfdist.models import seq2seq
 

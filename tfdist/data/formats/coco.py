@@ -1,4 +1,4 @@
-"""COCO's annotations of instances, as masks with a class a pixel.
+"""COCO's instance annotations, as masks with one class per pixel.
 
 Source: T.-Y. Lin and others, "Microsoft COCO: Common Objects in Context", ECCV 2014.
 """
@@ -24,27 +24,27 @@ class Instances:
 
     Attributes:
         size: height and width of the picture in pixels.
-        outlines: class and outline of each, the largest first: polygons `[x0, y0, x1, y1, ...]` in pixels, or, for a
-            crowd, `size` and `counts`, a list of run lengths.
+        outlines: class and outline of each instance, the largest first: polygons `[x0, y0, x1, y1, ...]` in pixels,
+            or, for a crowd, `size` and `counts`, a list of run lengths.
     """
 
     size: tuple[int, int]
     outlines: Sequence[tuple[int, Any]]
 
 
-# The pictures of a split, and the names of their classes.
+# The pictures of a split, and the names of the classes.
 Part = tuple[Pictures, tuple[str, ...]]
 
 
 def read(annotations: Path, pictures: Path) -> Part:
-    """The pictures of a file of annotations, and the names of the classes: 0 is "background", then COCO's categories.
+    """The pictures of an annotation file, and the names of the classes: 0 is "background", then COCO's categories.
 
     Args:
         annotations: such as `instances_val2017.json`.
         pictures: the folder of the pictures.
 
     Raises:
-        DataError: the file is no such file, or names an unknown category.
+        DataError: the file has another format, or names an unknown category.
     """
     try:
         content = json.loads(local_files.content(annotations))
@@ -68,7 +68,7 @@ def read(annotations: Path, pictures: Path) -> Part:
 
 
 def draw(instances: Instances) -> np.ndarray:
-    """The mask: uint8 `[h, w]`, 0 where nothing is; what is smaller lies on what is larger."""
+    """The mask: uint8 `[h, w]`, 0 for background; smaller instances cover larger ones."""
     mask = np.zeros(instances.size, np.uint8)
     for label, outline in instances.outlines:
         if isinstance(outline, dict):
@@ -80,12 +80,12 @@ def draw(instances: Instances) -> np.ndarray:
 
 
 def _inside(polygon: Sequence[float], size: tuple[int, int]) -> np.ndarray:
-    """The pixels whose middle is inside of a polygon: bool `[h, w]`.
+    """The pixels whose centre is inside a polygon: bool `[h, w]`.
 
-    Pillow's polygons have all pixels that the outline touches besides, so that they are larger than COCO's area.
+    Pillow's polygons also include all pixels that the outline touches, so that they are larger than COCO's area.
     """
     height, width = size
-    # COCO counts from the picture's edge; here 0 is the middle of the first pixel.
+    # COCO counts from the edge of the picture; here 0 is the centre of the first pixel.
     x, y = np.reshape(polygon, (-1, 2)).T - 0.5
     next_x, next_y = np.roll(x, -1), np.roll(y, -1)
     rows = np.arange(height)[:, np.newaxis]
@@ -102,7 +102,7 @@ def _outlines(annotations: list[Any], number: dict[int, int]) -> list[tuple[int,
 
 
 def _outline(segmentation: Any) -> Any:
-    """Polygons as they are; run lengths as a list, also where they are compressed.
+    """Polygons unchanged; run lengths as a list, decompressed if necessary.
 
     Raises:
         ValueError: the runs do not cover their picture.
@@ -113,15 +113,15 @@ def _outline(segmentation: Any) -> Any:
     if isinstance(counts, str):
         counts = _uncompressed(counts)
     if min(counts) < 0 or sum(counts) != height * width:
-        raise ValueError(f"run lengths add up to {sum(counts)}, and the picture has {height}x{width} pixels")
+        raise ValueError(f"run lengths add up to {sum(counts)}, but the picture has {height}x{width} pixels")
     return {"size": (height, width), "counts": counts}
 
 
 def _uncompressed(text: str) -> list[int]:
     """The run lengths that COCO's `rleToString` wrote.
 
-    A character is six bits, counted from "0": five bits of a number, the lowest first, and whether more of it follows.
-    The numbers are lengths; from the fourth on, how much a length is above the last but one.
+    A character encodes six bits, counted from "0": five bits of a number, the lowest first, and whether more bits
+    follow. The first three numbers are lengths; each later one is the difference to the length two before it.
     """
     lengths: list[int] = []
     number = shift = 0
@@ -139,7 +139,7 @@ def _uncompressed(text: str) -> list[int]:
 
 
 def _filled(runs: dict[str, Any]) -> np.ndarray:
-    """What run lengths cover: bool `[h, w]`; the runs go down the columns, and the first is empty."""
+    """The pixels that run lengths cover: bool `[h, w]`; runs go down the columns, and the first run is background."""
     height, width = runs["size"]
     counts = runs["counts"]
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(width, height).T

@@ -1,4 +1,4 @@
-"""Sentences with labels to a source: the vocabulary of the training sentences, numbers, padding."""
+"""Makes a source of labelled sentences: vocabulary of the training sentences, tokens, padding."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def source_of(
 
     Args:
         name: the dataset's name.
-        parts: the sentences of each split that there is; "train" is there.
+        parts: the sentences of each split; "train" must be there.
         classes: the number of classes.
-        length: words of a sentence at most.
-        words: words of the vocabulary at most.
-        buckets: batches of sentences of similar lengths.
-        vocabulary: a file with the vocabulary; `None` makes one of the training sentences.
+        length: the largest number of words per sentence.
+        words: the largest number of words in the vocabulary.
+        buckets: make batches of sentences of similar lengths.
+        vocabulary: a file with the vocabulary; `None` makes one from the training sentences.
         bad: the bad examples that were left out.
-        class_names: one name a class, or none.
+        class_names: one name per class, or none.
     """
     if vocabulary is None:
         known = Vocabulary.of((sentence for sentence, _ in parts["train"]), words)

@@ -1,4 +1,4 @@
-"""Plain files of the user's: where they are, and how they are read."""
+"""The user's own files: finding and reading them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from tfdist.data.pipeline.bad_examples import BadExamples
 from tfdist.errors import DataError, UsageError
 
 OTHER_ENCODING = "name another encoding with `--data-option encoding=latin-1`"
-# What TensorFlow decodes.
+# The image formats that TensorFlow decodes.
 PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def folder(data_dir: str | PathLike[str] | None, dataset: str) -> Path:
-    """The folder that holds a dataset's files.
+    """The folder of a dataset's files.
 
     Raises:
-        UsageError: none was named.
-        DataError: it does not exist.
+        UsageError: no folder was given.
+        DataError: the folder does not exist.
     """
     if not data_dir:
-        raise UsageError(f"`{dataset}` reads files of yours, and no folder is named", "name it with `--data-dir`")
+        raise UsageError(f"`{dataset}` reads your own files, but no folder is given", "give it with `--data-dir`")
     found = Path(data_dir).expanduser()
     if not found.is_dir():
         raise DataError(
-            f"Dataset `{dataset}` cannot be read: `{found}` is not a folder", "name the folder with `--data-dir`"
+            f"Dataset `{dataset}` cannot be read: `{found}` is not a folder", "give the folder with `--data-dir`"
         )
     return found
 
 
 def find(directory: Path, patterns: str | None, dataset: str, option: str) -> list[Path]:
-    """The files below `directory` that an option names: names or patterns such as `*.bin`, divided by commas.
+    """The files below `directory` that an option names: names or patterns such as `*.bin`, separated by commas.
 
     Raises:
-        DataError: a name or a pattern that no file has.
+        DataError: no file matches a name or a pattern.
     """
     found: list[Path] = []
     for pattern in str(patterns).split(",") if patterns is not None else []:
@@ -47,7 +47,7 @@ def find(directory: Path, patterns: str | None, dataset: str, option: str) -> li
         if not matching:
             there = ", ".join(f"`{path.name}`" for path in sorted(directory.iterdir())[:12]) or "nothing"
             raise DataError(
-                f"Dataset `{dataset}` has no file `{pattern.strip()}` in `{directory}`, which holds {there}",
+                f"Dataset `{dataset}` has no file `{pattern.strip()}` in `{directory}`, which has {there}",
                 f"name the files with `--data-option {option}=NAME`",
             )
         found += matching
@@ -55,10 +55,10 @@ def find(directory: Path, patterns: str | None, dataset: str, option: str) -> li
 
 
 def content(path: Path) -> bytes:
-    """The bytes of a file, unpacked where its name ends in `.gz` or `.xz`.
+    """The bytes of a file, decompressed if its name ends in `.gz` or `.xz`.
 
     Raises:
-        DataError: it cannot be read or unpacked.
+        DataError: the file cannot be read or decompressed.
     """
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
@@ -68,7 +68,7 @@ def content(path: Path) -> bytes:
 
 
 def pictures_in(directory: Path) -> list[Path]:
-    """The pictures of a folder, by name; none where there is no such folder."""
+    """The pictures of a folder, sorted by name; empty if there is no such folder."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if path.suffix.lower() in PICTURES)
@@ -91,7 +91,7 @@ def text(path: Path, encoding: str) -> str:
 
 
 def lines(path: Path, encoding: str, bad: BadExamples) -> Iterator[tuple[int, str | None]]:
-    """The lines of a text with their numbers, from 1; `None` for one that is bad and left out.
+    """The lines of a text with their numbers, from 1; `None` for a bad line that is left out.
 
     Raises:
         UsageError: no such encoding.

@@ -1,4 +1,4 @@
-"""Words of sentences, and the vocabulary that numbers them.
+"""Splits sentences into words, and numbers the words with a vocabulary.
 
 Synopsis:
 
@@ -25,7 +25,7 @@ from tfdist.data.spec import UNKNOWN
 from tfdist.errors import DataError
 
 SPECIALS = ("<padding>", "<unknown>", "<start>", "<end>")
-# What a vocabulary of sentences begins with, and one of sentences that are written word by word.
+# The first tokens of a vocabulary of inputs, and of a vocabulary of targets that are generated word by word.
 OF_INPUT, OF_TARGET = SPECIALS[:2], SPECIALS
 
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
@@ -50,12 +50,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, sentences: Iterable[Sequence[str]], size: int, specials: Sequence[str] = OF_INPUT) -> Vocabulary:
-        """The vocabulary of the most frequent words; among equally frequent ones in the order of the alphabet.
+        """The vocabulary of the most frequent words; equally frequent words are in alphabetical order.
 
         Args:
-            sentences: of words.
-            size: words at most, the special ones included.
-            specials: what it begins with, `OF_INPUT` or `OF_TARGET`.
+            sentences: sequences of words.
+            size: the largest number of words, including the special tokens.
+            specials: the first tokens, `OF_INPUT` or `OF_TARGET`.
         """
         counts = Counter(word for sentence in sentences for word in sentence)
         ordered = sorted(counts, key=lambda word: (-counts[word], word))
@@ -71,7 +71,7 @@ class Vocabulary:
 
 
 def write_vocabulary(path: Path, tokens: Sequence[str]) -> None:
-    """Writes a word a line, whole or not at all; line breaks and backslashes are written as two characters."""
+    """Writes one word per line, atomically; line breaks and backslashes are escaped."""
     escaped = (re.sub(r"[\\\n\r]", lambda found: _ESCAPES[found[0]], token) for token in tokens)
     files.write_text(path, "".join(f"{token}\n" for token in escaped))
 
@@ -80,7 +80,7 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
     """The words that `write_vocabulary` wrote, by number.
 
     Raises:
-        DataError: there is no such file, or it is no vocabulary.
+        DataError: there is no such file, or it is not a vocabulary.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -92,22 +92,22 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
     if len(set(tokens)) != len(tokens) or not tokens:
         raise DataError(
             f"The vocabulary `{path}` has {len(tokens)} lines, {len(set(tokens))} of them different",
-            "write each word on one line of its own, once",
+            "write each word once, on its own line",
         )
     return tokens
 
 
 def keep_vocabulary(path: Path, tokens: Sequence[str]) -> None:
-    """Writes the words by number for a run, or checks that it goes on with those that it began with.
+    """Writes the vocabulary of a run, or checks that a resumed run has the same vocabulary.
 
     Raises:
-        DataError: `path` holds other words.
-        OSError: it cannot be written.
+        DataError: `path` has other words.
+        OSError: the file cannot be written.
     """
     if not path.exists():
         write_vocabulary(path, tokens)
     elif read_vocabulary(path) != tuple(tokens):
         raise DataError(
             f"The vocabulary of the training data is not the one that the run began with, `{path}`",
-            "resume the run on the same files, or begin another one",
+            "resume the run on the same files, or begin a new run",
         )

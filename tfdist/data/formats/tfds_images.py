@@ -1,6 +1,6 @@
 """Image classification datasets of TensorFlow Datasets (TFDS), decoded once into memory.
 
-TFDS' training split is divided: its last 5,000 examples, in stored order, are for validation.
+The last 5,000 examples of TFDS' training split, in stored order, are used for validation.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 VALIDATION_EXAMPLES = 5000
 
-# Examples decoded into one piece before they are scaled into their place.
+# The number of examples that are decoded together before they are scaled into the result.
 _CHUNK = 256
 
 
 def load(name: str, data_dir: str | PathLike[str] | None) -> Source:
-    """The TFDS dataset `name` of features "image" and "label", prepared first where it has to be.
+    """The TFDS dataset `name`, with the features "image" and "label"; prepares it if necessary.
 
-    Reading the arrays starts TensorFlow's devices: choose logical devices before.
+    Reading the arrays initializes TensorFlow's devices: choose logical devices before.
 
     Args:
-        name: as TFDS knows it.
+        name: the name in TFDS.
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
 
     Raises:
-        DataError: neither prepared nor to be downloaded, or damaged.
+        DataError: the dataset is not prepared and cannot be downloaded, or is damaged.
     """
-    # The folder is looked at before the seconds that it takes to import TensorFlow.
+    # The folder is checked first, because importing TensorFlow takes seconds.
     folder = tfds_prepare.data_folder(data_dir)
     import tensorflow_datasets as tfds
 
@@ -78,7 +78,7 @@ def _decode(builder: Any, split: str, count: int) -> Arrays:
     done = 0
     for images, labels in _batches(builder, split, count):
         end = done + len(labels)
-        # Bytes are scaled straight into their place: no second array of floats.
+        # Bytes are scaled directly into the result, without a second array of floats.
         np.divide(images, np.float32(255), out=x[done:end])
         y[done:end] = labels
         done = end
@@ -90,7 +90,7 @@ def _decode(builder: Any, split: str, count: int) -> Arrays:
 def _batches(builder: Any, split: str, count: int) -> Any:
     """Pairs of uint8 images `[b, H, W, C]` and int64 labels `[b]`, in stored order, decoded by all cores.
 
-    TFDS parses one example after the other, which takes longer than to decode it.
+    TFDS itself parses one example after the other, which takes longer than decoding.
     """
     import tensorflow as tf
 

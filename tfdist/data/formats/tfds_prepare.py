@@ -1,12 +1,12 @@
-"""The files of a TensorFlow Datasets (TFDS) dataset: where they are, and how they come there.
+"""Finds, downloads and prepares the files of a TensorFlow Datasets (TFDS) dataset.
 
 prepared in the folder? ── yes ──> use it: no lock, no network, nothing written
   │ no
 can the folder be written, does the dataset's address answer? ── no ──> DataError, within 30 s
   │ yes
-take the lock ──> prepared meanwhile by another process? ── yes ──> use it
+take the lock ──> prepared by another process in the meantime? ── yes ──> use it
   │ no
-download and prepare, with a bound on each silence of the network
+download and prepare, with a limit on each wait for the network
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tfdist.errors import DataError
 FOLDER_VARIABLE = "TFDS_DATA_DIR"
 DEFAULT_FOLDER = "~/tensorflow_datasets"
 
-# Together with the import of TensorFlow these keep the answer "no network" within 30 s.
+# With these limits, and the import of TensorFlow, a missing network is reported within 30 s.
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 10
 PROBE_SECONDS = 15
-# A download in which no byte comes for so long has failed.
+# A download has failed if no byte arrives for this time.
 SILENCE_SECONDS = 30
-# Preparing takes a minute; whoever waits this long for another process waits for something else.
+# Preparing takes about a minute; after this time the other process must be stuck.
 LOCK_SECONDS = 900
 
 
@@ -43,7 +43,7 @@ def data_folder(data_dir: str | PathLike[str] | None) -> Path:
     """The folder of prepared datasets: the argument, else TFDS_DATA_DIR, else TFDS' own default.
 
     Raises:
-        DataError: a folder that was named does not exist, is a file, or cannot be read.
+        DataError: the given folder does not exist, is a file, or cannot be read.
     """
     chosen, by = data_dir, "the data folder"
     if not chosen:
@@ -58,27 +58,27 @@ def data_folder(data_dir: str | PathLike[str] | None) -> Path:
     if wrong:
         raise DataError(
             f"Dataset files cannot be read: {by} `{folder}` {wrong}",
-            "name an existing folder with `--data-dir`, or use `--dataset digits`, which needs no files",
+            "give an existing folder with `--data-dir`, or use `--dataset digits`, which needs no files",
         )
     return folder
 
 
 def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
-    """A TFDS builder whose files are there; one process of this machine makes them, the others wait for it.
+    """A TFDS builder with prepared files; one process of this machine prepares them while the others wait.
 
     Args:
-        make_builder: makes the `tfds.core.DatasetBuilder` over `folder`; called again once the files are
-            there, because a builder reads them when it is made.
-        folder: what `data_folder` gave.
+        make_builder: creates the `tfds.core.DatasetBuilder` for `folder`; called again after the preparation,
+            because a builder reads the files when it is created.
+        folder: the result of `data_folder`.
 
     Raises:
-        DataError: the files are not there and cannot be made; says which folder was looked in.
+        DataError: the files do not exist and cannot be prepared; the error names the folder.
     """
     builder = make_builder()
     if builder.is_prepared():
         return builder
     _check_writable(builder, folder)
-    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS is None:  # else the user brings the files
+    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS is None:  # otherwise the user downloads the files
         _check_network(builder, folder)
     with _lock(builder, folder):
         builder = make_builder()
@@ -88,19 +88,19 @@ def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
 
 
 def extracted(builder: Any, folder: Path, addresses: Mapping[str, str]) -> dict[str, Path]:
-    """The folders of unpacked archives, which one process downloads while the others wait for it.
+    """The folders of unpacked archives, which one process downloads while the others wait.
 
     Args:
-        builder: the dataset's, which knows the checksums.
-        folder: what `data_folder` gave.
-        addresses: of each archive.
+        builder: the builder of the dataset, which has the checksums.
+        folder: the result of `data_folder`.
+        addresses: the address of each archive.
 
     Raises:
-        DataError: they are not there and cannot be fetched.
+        DataError: the archives do not exist and cannot be downloaded.
     """
     import tensorflow_datasets as tfds
 
-    done = folder / f"{builder.name}.json"  # written when all are unpacked
+    done = folder / f"{builder.name}.json"  # written after all archives are unpacked
     if done.exists():
         return {name: folder / path for name, path in json.loads(done.read_text()).items()}
     _check_writable(builder, folder)
@@ -136,12 +136,12 @@ def _check_writable(builder: Any, folder: Path) -> None:
 
 
 def _check_network(builder: Any, folder: Path) -> None:
-    """One short question to the dataset's own address: TFDS itself would retry for minutes."""
+    """Sends one short request to the dataset's address, since TFDS itself would retry for minutes."""
     addresses = _missing_downloads(builder, folder)
     if not addresses:
         return
     found: list[str] = []
-    # A thread, because looking up a name has no timeout of its own; a daemon, because it may outlive its use.
+    # In a thread, because looking up a name has no timeout; a daemon, because it may not end in time.
     probe = threading.Thread(target=lambda: found.append(_problem_with(addresses[0])), daemon=True)
     probe.start()
     probe.join(PROBE_SECONDS)
@@ -151,7 +151,7 @@ def _check_network(builder: Any, folder: Path) -> None:
 
 
 def _missing_downloads(builder: Any, folder: Path) -> list[str]:
-    """The addresses that TFDS will ask; it keeps what it downloaded, so there may be none."""
+    """The addresses from which TFDS will download; it keeps earlier downloads, so there may be none."""
     from tensorflow_datasets.core.download import resource
 
     def kept(address: str, checksum: str) -> bool:
@@ -161,7 +161,7 @@ def _missing_downloads(builder: Any, folder: Path) -> list[str]:
 
 
 def _problem_with(address: str) -> str:
-    """What keeps `address` from being downloaded, in a few words; empty if nothing does."""
+    """Why `address` cannot be downloaded, in a few words; empty if it can."""
     import requests
 
     try:
@@ -191,7 +191,7 @@ def _lock(builder: Any, folder: Path) -> Iterator[None]:
 def _download_and_prepare(builder: Any, folder: Path) -> None:
     import tensorflow_datasets as tfds
 
-    # No look-ups of ready-made copies at a second address, which has retries of its own.
+    # Do not look for prepared copies at a second address, which has its own retries.
     config = tfds.download.DownloadConfig(try_download_gcs=False)
     with _fetching(builder, folder):
         builder.download_and_prepare(download_dir=folder / "downloads", download_config=config)
@@ -199,7 +199,7 @@ def _download_and_prepare(builder: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _fetching(builder: Any, folder: Path) -> Iterator[None]:
-    """Each silence of the network has a bound, and whatever goes wrong is one error."""
+    """Limits each wait for the network, and turns every failure into one error."""
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
@@ -207,14 +207,14 @@ def _fetching(builder: Any, folder: Path) -> Iterator[None]:
         # Standard output belongs to the command's table; TFDS prints there.
         with contextlib.redirect_stdout(sys.stderr), _bounded_requests():
             yield
-    except Exception as error:  # TFDS lets through what the network, the disk or a checksum raised
+    except Exception as error:  # TFDS passes on any error of the network, the disk or a checksum
         first_line = str(error).partition("\n")[0].rstrip(":")
         raise _unavailable(builder, folder, f"{type(error).__name__}: {first_line}") from error
 
 
 @contextlib.contextmanager
 def _bounded_requests() -> Iterator[None]:
-    """TFDS asks without a timeout and tries eleven times: here each silence and the retries have a bound."""
+    """Limits waits and retries; TFDS itself has no timeout and tries eleven times."""
     from requests.adapters import HTTPAdapter
 
     send = HTTPAdapter.send
@@ -231,13 +231,13 @@ def _bounded_requests() -> Iterator[None]:
 def _unavailable(builder: Any, folder: Path, reason: str) -> DataError:
     return DataError(
         f"Dataset `{builder.name}` is not prepared in `{folder}` and cannot be downloaded: {reason}",
-        f"name a folder that holds it with `--data-dir` (or {FOLDER_VARIABLE}), connect to the network, "
+        f"give a folder that has it with `--data-dir` (or {FOLDER_VARIABLE}), connect to the network, "
         "or use `--dataset digits`, which needs no files",
     )
 
 
 def damaged(builder: Any, found: str) -> DataError:
-    """The error about prepared files that are not whole."""
+    """The error for prepared files that are incomplete."""
     folder = Path(builder.data_dir)
     return DataError(
         f"Dataset `{builder.name}` in `{folder}` is damaged: {found}",

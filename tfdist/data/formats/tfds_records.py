@@ -1,4 +1,4 @@
-"""Datasets of TensorFlow Datasets (TFDS) that are read record by record from where they lie: large pictures."""
+"""Reads datasets of TensorFlow Datasets (TFDS) with large pictures record by record from their files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tfdist.data.spec import DataSpec
 
 
 def builder_of(name: str, data_dir: str | PathLike[str] | None, check: Callable[[Path], None] | None = None) -> Any:
-    """The TFDS builder of a dataset, prepared first where it has to be.
+    """The TFDS builder of a dataset; prepares the dataset if necessary.
 
     Args:
-        name: as TFDS knows it.
+        name: the name in TFDS.
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
-        check: is called with the folder where the dataset is not prepared, before anything is fetched.
+        check: called with the folder if the dataset is not prepared, before anything is downloaded.
 
     Raises:
-        DataError: neither prepared nor to be downloaded, or damaged.
+        DataError: the dataset is not prepared and cannot be downloaded, or is damaged.
     """
     folder = tfds_prepare.data_folder(data_dir)
     import tensorflow_datasets as tfds
@@ -66,14 +66,14 @@ def source_of(
     """A source of the pictures of a prepared dataset.
 
     Args:
-        builder: its TFDS builder.
+        builder: the TFDS builder.
         test: the TFDS split for the test.
-        size: height and width to bring the pictures to.
-        validation: the share of TFDS' training split, from its end, that is for validation: TFDS has shuffled it.
-        target: the feature of the label, or of the encoded mask, which then is for segmentation.
+        size: height and width to which the pictures are resized.
+        validation: the fraction of TFDS' training split, from its end, for validation; TFDS has shuffled the split.
+        target: the feature of the label, or of the encoded mask for segmentation.
         classes: the number of classes.
-        class_names: their names, or none.
-        first_label: what the first class is called in the files.
+        class_names: the names of the classes, or none.
+        first_label: the label of the first class in the files.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         policy: what to do with a bad example.
     """

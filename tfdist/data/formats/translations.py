@@ -1,4 +1,4 @@
-"""Pairs of sentences to a source: two vocabularies, numbers, padding, and the target one word later."""
+"""Makes a source of sentence pairs: two vocabularies, tokens, padding, and the target shifted by one word."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def source_of(
 
     Args:
         name: the dataset's name.
-        parts: the pairs of each split that there is; "train" is there.
-        length: words of a sentence at most.
-        words: words of each vocabulary at most.
-        buckets: batches of sentences of similar lengths.
-        vocabulary: a file with the source's vocabulary; `None` makes one of the training sentences.
+        parts: the pairs of each split; "train" must be there.
+        length: the largest number of words per sentence.
+        words: the largest number of words in each vocabulary.
+        buckets: make batches of sentences of similar lengths.
+        vocabulary: a file with the source's vocabulary; `None` makes one from the training sentences.
         target_vocabulary: the same for the target.
         bad: the bad examples that were left out.
     """

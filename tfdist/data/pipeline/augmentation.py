@@ -1,7 +1,7 @@
-"""Augmentation: random crops and flips whose numbers follow from (seed, epoch, example) alone.
+"""Augmentation: random crops and flips whose random numbers depend on (seed, epoch, example) only.
 
-All random numbers of an epoch are one table, a row an example, so that an example is augmented alike whatever replica
-sees it, in whatever batch, from wherever a run is resumed. The functions work on batches in a graph: on the device
+All random numbers of an epoch form one table with one row per example. An example is therefore augmented in the same
+way on any replica, in any batch, and after a run is resumed. The functions work on batches in a graph: on the device
 for arrays in memory, in the input pipeline for files.
 
 Synopsis:
@@ -26,22 +26,23 @@ from tfdist.errors import UnknownNameError, UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_STREAM = 1  # the orders draw from [seed, epoch] itself
+_STREAM = 1  # the order of examples uses the generator of [seed, epoch]
 
-# Szegedy and others, Going Deeper with Convolutions, CVPR 2015: share of the area, and width to height, of a crop.
+# Szegedy and others, Going Deeper with Convolutions, CVPR 2015: fraction of the area, and ratio of width to height, of
+# a crop.
 CROPPED_AREA = (0.08, 1.0)
 CROPPED_RATIO = (3 / 4, 4 / 3)
-# A crop of a street keeps a good part of it: what the labels of its pixels mean hangs on what is around them.
+# A crop of a street keeps a large part of it, because the labels of pixels depend on their surroundings.
 CROPPED_AREA_OF_MASKS = (0.25, 1.0)
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A way to change examples at random.
+    """A random transformation of examples.
 
     Attributes:
-        name: as users type it.
-        draws: how many random numbers an example takes.
+        name: the name that users type.
+        draws: the number of random numbers per example.
     """
 
     name: str
@@ -49,10 +50,10 @@ class Augmentation:
     _apply: Callable[..., Any]
 
     def __call__(self, spec: DataSpec, data: tuple[Any, Any], draws: tf.Tensor) -> tuple[Any, Any]:
-        """The examples (x, y), changed; masks change as their pictures do.
+        """The transformed examples (x, y); masks are transformed with their pictures.
 
         Args:
-            spec: of the dataset the examples are from.
+            spec: the spec of the dataset.
             data: x float32 `[b, H, W, C]` and y int32 `[b]`, `[b, H, W]` or, for autoencoding, x again.
             draws: float32 `[b, self.draws]` in [0, 1).
         """
@@ -64,10 +65,10 @@ class Augmentation:
 
 
 def parse(name: str) -> Augmentation | None:
-    """The augmentation `name`, `None` for "none".
+    """The augmentation `name`, or `None` for "none".
 
     Raises:
-        UnknownNameError: no such augmentation.
+        UnknownNameError: there is no such augmentation.
     """
     if name not in NAMES:
         raise UnknownNameError("augmentation", name, NAMES)
@@ -75,25 +76,25 @@ def parse(name: str) -> Augmentation | None:
 
 
 def check(augmentation: Augmentation | None, spec: DataSpec) -> None:
-    """Raises `UsageError` where the examples of a dataset are no pictures."""
+    """Raises `UsageError` if the examples of a dataset are not pictures."""
     if augmentation is not None and len(spec.input_shape) != 3:
         raise UsageError(
-            f"The augmentation `{augmentation.name}` needs pictures, and an example of `{spec.name}` has the shape "
+            f"The augmentation `{augmentation.name}` needs pictures, but an example of `{spec.name}` has the shape "
             f"`{spec.input_shape}`",
             "leave `--augment` out",
         )
 
 
 def table(examples: int, draws: int, seed: int, epoch: int) -> np.ndarray:
-    """The random numbers of an epoch, uniform in [0, 1): float32 `[examples, draws]`; row i is example i's."""
+    """The random numbers of an epoch, uniform in [0, 1): float32 `[examples, draws]`; row i belongs to example i."""
     return np.random.default_rng([seed, epoch, _STREAM]).random((examples, draws), np.float32)
 
 
 def _crop_flip(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Pads an eighth on each side, crops at random, and flips every second example left to right.
+    """Pads an eighth on each side, crops at random, and flips half of the examples left to right.
 
     He and others, Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2: four zeros around 32x32
-    pixels. A picture with a mask is padded with its own reflection, since nothing else has labels.
+    pixels. A picture with a mask is padded with its own reflection, because zeros would have no labels.
     """
     import tensorflow as tf
 
@@ -110,7 +111,7 @@ def _crop_flip(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[
     pixels = lines * width + _reflected(columns, width)[:, tf.newaxis, :]
 
     def moved(pictures: tf.Tensor) -> tf.Tensor:
-        # On CPUs twice as fast as `gather`, and faster than rows and columns one after the other.
+        # On CPUs this is twice as fast as `gather`, and faster than cropping rows and columns separately.
         return tf.gather_nd(tf.reshape(pictures, [-1, *pictures.shape[3:]]), pixels[..., tf.newaxis])
 
     if mask is not None:
@@ -119,19 +120,19 @@ def _crop_flip(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[
     return moved(x) * tf.cast(there[..., tf.newaxis], x.dtype), None
 
 
-def _within(places: tf.Tensor, size: int) -> tf.Tensor:
-    return (places >= 0) & (places < size)
+def _within(indices: tf.Tensor, size: int) -> tf.Tensor:
+    return (indices >= 0) & (indices < size)
 
 
-def _reflected(places: tf.Tensor, size: int) -> tf.Tensor:
-    """Places outside of 0 to `size - 1` as their mirror images inside."""
+def _reflected(indices: tf.Tensor, size: int) -> tf.Tensor:
+    """Indices, where those outside 0 to `size - 1` are reflected to the inside."""
     import tensorflow as tf
 
-    return (size - 1) - tf.abs((size - 1) - tf.abs(places))
+    return (size - 1) - tf.abs((size - 1) - tf.abs(indices))
 
 
 def _resized_crop(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Cuts out a random part of random size and shape, brings it to full size, flips every second example."""
+    """Cuts out a random part of random size and shape, resizes it to full size, and flips half of the examples."""
     import tensorflow as tf
 
     size = x.shape[1:3]
@@ -140,15 +141,15 @@ def _resized_crop(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tup
 
 
 def random_boxes(picture_size: tf.Tensor, draws: tf.Tensor, area: tuple[float, float]) -> tf.Tensor:
-    """Boxes of a random share of the area, ratio and place, half of them mirrored.
+    """Boxes with random area, ratio and position; half of them are mirrored.
 
     Args:
         picture_size: int32 `[2]`, height and width in pixels.
         draws: float32 `[b, 5]` in [0, 1).
-        area: the smallest and the largest share of the picture.
+        area: the smallest and the largest fraction of the picture.
 
     Returns:
-        float32 `[b, 4]`: top, left, bottom and right as shares of the picture; left above right mirrors.
+        float32 `[b, 4]`: top, left, bottom and right as fractions of the picture; a box with left > right is mirrored.
     """
     import tensorflow as tf
 
@@ -162,14 +163,14 @@ def random_boxes(picture_size: tf.Tensor, draws: tf.Tensor, area: tuple[float, f
 
 
 def cut_out(pictures: tf.Tensor, boxes: tf.Tensor, size: Any) -> tf.Tensor:
-    """Each picture's box at another size, bilinear: float32 `[b, *size, C]`."""
+    """The box of each picture, resized bilinearly: float32 `[b, *size, C]`."""
     import tensorflow as tf
 
     return tf.image.crop_and_resize(pictures, boxes, tf.range(tf.shape(boxes)[0]), size)
 
 
 def cut_out_mask(masks: tf.Tensor, boxes: tf.Tensor, size: Any) -> tf.Tensor:
-    """Each mask's box at another size, each pixel with the label of the nearest one: int32 `[b, *size]`."""
+    """The box of each mask, resized with nearest neighbours: int32 `[b, *size]`."""
     import tensorflow as tf
 
     numbers = tf.cast(masks, tf.float32)[..., tf.newaxis]
@@ -179,7 +180,7 @@ def cut_out_mask(masks: tf.Tensor, boxes: tf.Tensor, size: Any) -> tf.Tensor:
 
 @dataclass(frozen=True)
 class Augmented:
-    """What `ArrayFeed` does to a batch: the augmentation of the examples of `spec` with the numbers of `seed`."""
+    """The processing of a batch in `ArrayFeed`: augments the examples of `spec` with random numbers from `seed`."""
 
     spec: DataSpec
     augmentation: Augmentation

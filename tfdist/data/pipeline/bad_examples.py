@@ -1,4 +1,4 @@
-"""Bad examples: a truncated picture, a label outside the classes, bytes that are no text.
+"""Bad examples: truncated pictures, labels outside the classes, bytes that are not text.
 
 Synopsis:
 
@@ -17,21 +17,21 @@ POLICIES = (FAIL, SKIP)
 
 
 class BadExamples:
-    """What to do with an example that cannot be used.
+    """Leaves out examples that cannot be used, or raises an error.
 
     Attributes:
-        skips: whether it is left out.
-        sentences: one for each that was left out, with its path.
+        skips: whether bad examples are left out.
+        sentences: one sentence per example that was left out, with its path.
     """
 
     def __init__(self, policy: str):
         """Makes a collector.
 
         Args:
-            policy: "fail" ends with the first bad example, "skip" leaves all of them out.
+            policy: "fail" raises an error for the first bad example, "skip" leaves out all of them.
 
         Raises:
-            UnknownNameError: another policy.
+            UnknownNameError: there is no such policy.
         """
         if policy not in POLICIES:
             raise UnknownNameError("policy for bad examples", policy, POLICIES)

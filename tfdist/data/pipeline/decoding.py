@@ -1,4 +1,4 @@
-"""Examples from their files: read, decode, check, fit to size. In a graph, and in Python to say what is wrong."""
+"""Reads, decodes, checks and resizes examples: in a graph, and in Python to explain what is wrong."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tfdist.errors import DataError
 
 
 class Decoder:
-    """The examples of a split, by their numbers.
+    """Returns the examples of a split by their numbers.
 
     Args:
-        spec: of the dataset.
-        files: of the split.
-        augmentation: what is done to each example; a crop of random size is cut out of the whole picture, every other
-            one is for pictures that are brought to size.
-        cache: where decoded examples are kept on the disk, if they are.
+        spec: the spec of the dataset.
+        files: the files of the split.
+        augmentation: the augmentation of each example; crops of random size are cut out of the original picture, all
+            other augmentations apply to resized pictures.
+        cache: the disk cache of decoded examples, or `None`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Decoder:
 
         Args:
             index: int32 scalar.
-            draws: float32 `[draws]`, its random numbers.
+            draws: the random numbers of the example, float32 `[draws]`.
 
         Returns:
             x float32 `[H, W, C]` in [0, 1], and y: int32 scalar or `[H, W]`, or x again for autoencoding.
@@ -65,16 +65,16 @@ class Decoder:
         x, y = self.fitted(index, draws)
         if self._augmentation is None:
             return x, (x if self._spec.task == "autoencoding" else y)
-        # One by one, since examples are decoded in parallel and batches are few.
+        # One by one, since examples are decoded in parallel, and there are few batches.
         data = (x[tf.newaxis], y[tf.newaxis])
         x, y = self._augmentation(self._spec, data, draws[tf.newaxis])
         return x[0], y[0]
 
     def datasets(self, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
-        """A graph, kept for all epochs: `datasets(indices, table, batches)` is a run of batches of `length` examples.
+        """A function, traced once for all epochs, that returns batches of `length` examples as a dataset.
 
-        It takes the numbers of the examples, int32 `[n]`, their random numbers, float32 `[n, draws]`, and how many
-        batches that is.
+        `datasets(indices, table, batches)` takes the numbers of the examples, int32 `[n]`, their random numbers,
+        float32 `[n, draws]`, and the number of batches.
         """
         asked = (length, draws, deterministic)
         if asked not in self._datasets:
@@ -91,14 +91,14 @@ class Decoder:
             decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
             if length:
                 return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-            # A rank may have no part of a batch: that is a batch without examples.
+            # A rank may have no part of a batch; its batch then has no examples.
             nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
             return tf.data.Dataset.from_tensors(nothing).repeat(batches)
 
         return dataset
 
     def fitted(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Example number `index`, checked and brought to size; a stage of its own to be timed."""
+        """Example number `index`, checked and resized; a separate stage, so that it can be timed."""
         picture, target = self.decoded(index) if self._cache is None else self._kept(self._cache, index)
         if not self._masks:
             x, _ = self._fit(picture, None, draws)
@@ -111,7 +111,7 @@ class Decoder:
             return self._fit(picture, tf.identity(target), draws)
 
     def read(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What the files hold of an example: an encoded picture, and its label or its encoded or drawn mask."""
+        """The contents of an example's files: the encoded picture, and the label or the encoded or drawn mask."""
         files = self._files
         if isinstance(files, Records):
             kind = tf.string if files.masks else tf.int64
@@ -129,7 +129,7 @@ class Decoder:
         return picture, tf.io.read_file(target) if self._masks else target
 
     def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """An example as it is in its files: uint8 `[h, w, C]`, and int32, its label or its mask `[h, w]`."""
+        """A decoded example at its original size: uint8 `[h, w, C]`, and int32, its label or its mask `[h, w]`."""
         picture, target = self.read(index)
         pixels = tf.io.decode_image(picture, channels=self._spec.input_shape[2], expand_animations=False)
         if self._masks and target.dtype == tf.string:
@@ -137,11 +137,11 @@ class Decoder:
         if self._masks:
             target = tf.ensure_shape(target, [None, None])
         elif self._spec.task == "autoencoding":
-            target = tf.constant(0)  # the picture is the target, whatever else there is
+            target = tf.constant(0)  # for autoencoding the picture is the target, and labels or masks are ignored
         return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
 
     def bytes_decoded(self) -> int:
-        """What the first example takes on the disk once it is decoded; a great deal if it cannot be."""
+        """The size of the first example on the disk after decoding; very large if it cannot be decoded."""
         try:
             picture, target = self.decoded(tf.constant(0))
         except tf.errors.OpError:
@@ -165,14 +165,14 @@ class Decoder:
         mask = target.numpy()
         if mask.shape != tuple(picture.shape[:2]):
             found, expected = (f"{shape[0]}x{shape[1]}" for shape in (mask.shape, picture.shape))
-            return f"{name_of_mask} is {found}, and its picture `{name}` is {expected}"
+            return f"{name_of_mask} is {found}, but its picture `{name}` is {expected}"
         outside = mask[~_is_class(mask, self._spec)]
         if not len(outside):
             return None
         return f"{name_of_mask} has the label {outside[0]}, outside the {self._spec.classes} classes"
 
     def _what_cannot_be_decoded(self, index: int, error: tf.errors.OpError) -> str:
-        """The picture or the mask: the picture is decoded alone to know."""
+        """Whether the picture or the mask cannot be decoded: decodes the picture alone to find out."""
         name = f"`{self._files.name(index)}`"
         with contextlib.suppress(tf.errors.OpError):
             alone = Decoder(dataclasses.replace(self._spec, task="autoencoding"), self._files)
@@ -181,7 +181,7 @@ class Decoder:
         return f"{name} {_reason(error)}"
 
     def _fit(self, picture: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The part of the picture that is wanted, at the size of the dataset; its mask alike."""
+        """The wanted part of the picture, resized to the size of the dataset, and the same part of the mask."""
         size = self._spec.input_shape[:2]
         found = tf.shape(picture)[:2]
         if self._crops:
@@ -206,7 +206,7 @@ class Decoder:
 
 @contextlib.contextmanager
 def explained(explain: Callable[[], DataError | None]) -> Iterator[None]:
-    """Names the bad example where TensorFlow only says that there is one."""
+    """Names the bad example when TensorFlow only reports that there is one."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -217,7 +217,7 @@ def explained(explain: Callable[[], DataError | None]) -> Iterator[None]:
 
 
 def _whole(found: tf.Tensor, size: Any, keep_all: bool) -> tf.Tensor:
-    """The box `[1, 4]` of the whole picture; of pictures without masks the middle that has the ratio of `size`."""
+    """The box `[1, 4]` of the whole picture; for pictures without masks, its centre with the aspect ratio of `size`."""
     if keep_all:
         return tf.constant([[0.0, 0.0, 1.0, 1.0]])
     height, width = tf.cast(found[0], tf.float32), tf.cast(found[1], tf.float32)
@@ -234,6 +234,6 @@ def _is_class(mask: Any, spec: DataSpec) -> Any:
 def _reason(error: tf.errors.OpError) -> str:
     if isinstance(error, tf.errors.NotFoundError):
         return "does not exist"
-    # What TensorFlow says between the node and the operation that it happened in.
+    # The part of TensorFlow's message between the name of the node and the operation.
     message = error.message.partition("\n")[0].rpartition("} ")[2].partition(" [Op:")[0]
     return f"cannot be decoded: {message}"

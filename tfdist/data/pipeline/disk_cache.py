@@ -1,6 +1,6 @@
-"""Decoded examples on the disk: a file each, written when it is first decoded, whole or not at all.
+"""A cache of decoded examples on the disk: one file per example, written atomically when it is first decoded.
 
-The folder's name follows from the files that were decoded, their sizes and times, so that other files have another one.
+The folder's name depends on the decoded files, their sizes and times, so that other files have another folder.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tfdist.cluster import consensus
 FOLDER_VARIABLE = "TFDIST_CACHE_DIR"
 DEFAULT_FOLDER = "~/.cache/tfdist"
 
-# Height and width of the picture, then its pixels, then the target as int32.
+# A file has height and width of the picture, then its pixels, then the target as int32.
 _HEADER = np.dtype(np.int32)
 
 
 def root() -> Path:
-    """The folder of all caches: what TFDIST_CACHE_DIR says, else `~/.cache/tfdist`."""
+    """The folder of all caches: TFDIST_CACHE_DIR, else `~/.cache/tfdist`."""
     return Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
 
 
 def free_bytes() -> int:
-    """What the disk of the caches has free; 0 where that cannot be told."""
+    """The free space on the disk of the caches; 0 if it is unknown."""
     folder = root()
     with contextlib.suppress(OSError, StopIteration):
         return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
@@ -41,8 +41,8 @@ class DiskCache:
     """The cache of the examples of a split.
 
     Args:
-        names: of the examples, each different.
-        paths: the files that they are in.
+        names: the names of the examples, all different.
+        paths: the files that contain the examples.
     """
 
     def __init__(self, names: Sequence[str], paths: Sequence[str | Path]):
@@ -54,7 +54,7 @@ class DiskCache:
     def through(
         self, index: tf.Tensor, decode: Callable[[], tuple[tf.Tensor, tf.Tensor]], channels: int
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """What `decode` gives for example number `index`: picture uint8 `[h, w, C]` and target int32, kept."""
+        """The cached result of `decode` for example `index`: picture uint8 `[h, w, C]` and target int32."""
         kept = tf.ensure_shape(tf.numpy_function(self._read, [index], tf.string), [])
 
         def unpacked() -> tuple[tf.Tensor, tf.Tensor]:
@@ -62,7 +62,7 @@ class DiskCache:
             pixels = size[0] * size[1] * channels
             picture = tf.io.decode_raw(tf.strings.substr(kept, 2 * _HEADER.itemsize, pixels), tf.uint8)
             target = tf.io.decode_raw(tf.strings.substr(kept, 2 * _HEADER.itemsize + pixels, -1), tf.int32)
-            # A label is one number, a mask one a pixel.
+            # A label is one number; a mask has one number per pixel.
             shape = tf.cond(tf.size(target) == 1, lambda: tf.zeros(0, tf.int32), lambda: size)
             return tf.reshape(picture, [size[0], size[1], channels]), tf.reshape(target, shape)
 
@@ -85,7 +85,7 @@ class DiskCache:
 
     def _write(self, index: int, picture: np.ndarray, target: np.ndarray) -> np.int32:
         content = np.array(picture.shape[:2], _HEADER).tobytes() + picture.tobytes() + target.astype(np.int32).tobytes()
-        with contextlib.suppress(OSError):  # a full disk: the example is decoded again next time
+        with contextlib.suppress(OSError):  # if the disk is full, the example is decoded again next time
             files.write_whole(self._path(int(index)), lambda temporary: _fill(temporary, content))
         return np.int32(0)
 

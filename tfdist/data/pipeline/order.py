@@ -1,7 +1,7 @@
-"""Which example comes when: a pure function of (seed, epoch), and which replica takes which part of a batch.
+"""The order of examples, a pure function of (seed, epoch), and the division of batches into parts.
 
-Every strategy and every pipeline asks here, so that global batch k holds the same examples for any number of
-replicas and processes (point 4 of the contract).
+Every strategy and every pipeline uses it, so that global batch k has the same examples for any number of replicas
+and processes (point 4 of the contract).
 
 Synopsis:
 
@@ -24,22 +24,22 @@ def epoch_order(examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def order_within_batches(examples: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """As stored, but for the examples of each batch, which are shuffled among themselves; int32 `[examples]`."""
+    """The stored order, with the examples of each batch shuffled within the batch; int32 `[examples]`."""
     keys = np.random.default_rng([seed, epoch]).random(examples)
     return np.lexsort((keys, np.arange(examples) // batch_size)).astype(np.int32)
 
 
 def bucketed_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """A shuffled order whose batches hold examples of similar lengths; a permutation, int32 `[examples]`.
+    """A shuffled order whose batches have examples of similar lengths; a permutation, int32 `[examples]`.
 
-    The whole set is sorted by length, equal lengths shuffled among themselves, and cut into batches, which come in
-    random order. The last batch, where it is not full, is drawn at random.
+    The whole set is sorted by length, with equal lengths in random order, and divided into batches, which are shuffled.
+    If the last batch is not full, its examples are drawn at random.
 
     Args:
-        lengths: of each example, integers `[examples]`.
-        batch_size: examples in a global batch.
-        seed: with `epoch`, all that the order depends on.
-        epoch: which epoch, from 0.
+        lengths: the length of each example, integers `[examples]`.
+        batch_size: examples per global batch.
+        seed: the seed; the order depends on `seed` and `epoch` only.
+        epoch: the number of the epoch, from 0.
     """
     generator = np.random.default_rng([seed, epoch])
     shuffled = generator.permutation(len(lengths)).astype(np.int32)
@@ -52,17 +52,17 @@ def streams(examples: int, batch_size: int) -> np.ndarray:
     """The stored order read as `batch_size` streams side by side: row i of batch k + 1 follows row i of batch k.
 
     Returns:
-        int32 `[examples // batch_size * batch_size]`: the tail that does not give each row an example is left out.
+        int32 `[examples // batch_size * batch_size]`: the end of the data that does not fill all rows is left out.
     """
     rows = np.arange(examples // batch_size * batch_size, dtype=np.int32).reshape(batch_size, -1)
     return rows.T.reshape(-1)
 
 
 def places(examples: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each stored example is in the `streams`: the number of its stream, and its own in the stream.
+    """The stream of each stored example in `streams`, and its position in the stream.
 
     Returns:
-        Two int32 `[examples]`; of the tail that is left out, what it would be in a further stream.
+        Two int32 `[examples]`; examples that are left out get the values of a further stream.
     """
     number = np.arange(examples, dtype=np.int32)
     a_stream = examples // batch_size
@@ -77,17 +77,17 @@ def as_stored(examples: int) -> np.ndarray:
 def parts_by_file(
     indices: np.ndarray, files: np.ndarray, batch_size: int, rank: int, world_size: int
 ) -> list[np.ndarray]:
-    """The examples of one rank in each step, where each rank has whole files.
+    """The examples of one rank in each step, if each rank reads whole files.
 
-    The largest files are dealt out first, each to the rank that has the fewest examples. All ranks get equally many
-    batches; one that has had all its examples gets empty ones.
+    The largest files are assigned first, each to the rank with the fewest examples. All ranks get the same number of
+    batches; a rank without further examples gets empty batches.
 
     Args:
         indices: the order of the epoch, int32 `[examples]`.
-        files: the number of the file that each example is in, int `[examples]`, in stored order.
-        batch_size: examples in a step over all ranks.
-        rank: which.
-        world_size: of how many.
+        files: the number of the file of each example, int `[examples]`, in stored order.
+        batch_size: examples per step over all ranks.
+        rank: the rank.
+        world_size: the number of ranks.
     """
     numbers, sizes = np.unique(files[indices], return_counts=True)
     loads = np.zeros(world_size, int)
@@ -116,8 +116,8 @@ def parts(indices: np.ndarray, batch_size: int, rank: int, world_size: int) -> l
 def part(examples: int, index: int, count: int) -> tuple[int, int]:
     """The half-open range of a batch of `examples` that part `index` of `count` takes.
 
-    Parts are contiguous and in order, so that joining them gives the batch back; their sizes differ by one at
-    most, and part 0 of a batch with examples is never empty. Works on Python integers and on TensorFlow's integer
-    tensors alike.
+    Parts are contiguous and in order, so that joining them returns the batch. Their sizes differ by at most one, and
+    part 0 of a batch with examples is never empty. The function works on Python integers and on TensorFlow's integer
+    tensors.
     """
     return (examples * index + count - 1) // count, (examples * (index + 1) + count - 1) // count

@@ -1,4 +1,4 @@
-"""Sentences of different lengths in one array: padded at the end, and cut to the longest of a batch.
+"""Pads sentences of different lengths into one array, and cuts a batch at its longest sentence.
 
 Synopsis:
 
@@ -32,16 +32,16 @@ def padded(sentences: Sequence[Sequence[int]], length: int) -> np.ndarray:
 
 
 def lengths(tokens: np.ndarray) -> np.ndarray:
-    """How many tokens of each row are no padding: int64 `[N]`."""
+    """The number of tokens in each row that are not padding: int64 `[N]`."""
     return np.count_nonzero(tokens != PADDING, axis=1)
 
 
 class Trimmed:
-    """What `ArrayFeed` does to a batch of sentences: cuts off the columns in which the whole batch has padding.
+    """The processing of a batch in `ArrayFeed`: removes the columns in which the whole batch has padding.
 
     Args:
-        lengths_of: of each kind of sentence, the length of each example: int `[N]`; "x", or "source" and "target".
-        batch_size: examples in a global batch: all replicas cut at its longest sentence.
+        lengths_of: the length of each example, int `[N]`, per kind of sentence: "x", or "source" and "target".
+        batch_size: examples per global batch; all replicas cut at its longest sentence.
     """
 
     def __init__(self, lengths_of: dict[str, np.ndarray], batch_size: int):
@@ -49,7 +49,7 @@ class Trimmed:
         self._batch_size = batch_size
 
     def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The longest of each example's global batch, int32 `[n]`, a kind of sentence."""
+        """The longest length in the global batch of each example, int32 `[n]`, per kind of sentence."""
         del epoch
         return tuple(self._longest(lengths[indices]) for lengths in self._lengths_of.values())
 

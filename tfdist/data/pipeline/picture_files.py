@@ -17,9 +17,9 @@ class Pictures:
 
     Attributes:
         pictures: the path of each picture: JPEG, PNG, GIF or BMP.
-        targets: the label of each, int32 `[N]`; or the path of its mask, a picture of one channel with a class a
-            pixel; or what `draw` makes its mask of.
-        draw: the mask uint8 `[h, w]` of one of the targets, or `None` where they are labels or paths.
+        targets: the label of each picture, int32 `[N]`; or the path of its mask, a picture of one channel with one
+            class per pixel; or the input of `draw`.
+        draw: draws the mask uint8 `[h, w]` for a target; `None` if the targets are labels or paths.
     """
 
     pictures: Sequence[str]
@@ -38,13 +38,13 @@ class Pictures:
 
     @property
     def paths(self) -> list[str]:
-        """All files that the examples are in, but for what masks are drawn of."""
+        """All files of the examples, except annotations from which masks are drawn."""
         of_masks = [] if self.draw is not None or isinstance(self.targets, np.ndarray) else self.targets
         return [*map(str, self.pictures), *map(str, of_masks)]
 
     @property
     def file_numbers(self) -> np.ndarray:
-        """The number of the file that each example is in: int64 `[N]`."""
+        """The number of the file of each example: int64 `[N]`."""
         return np.arange(len(self))
 
     def name(self, index: int) -> str:
@@ -52,7 +52,7 @@ class Pictures:
         return str(self.pictures[index])
 
     def name_of_mask(self, index: int) -> str:
-        """How messages call the mask of an example."""
+        """The name of an example's mask in messages."""
         return f"The mask `{self.targets[index]}`" if self.draw is None else f"The mask of `{self.name(index)}`"
 
 
@@ -60,7 +60,7 @@ def size_of(path: str) -> tuple[int, int]:
     """Height and width of a picture.
 
     Raises:
-        DataError: it is missing or no picture.
+        DataError: the file is missing or not a picture.
     """
     from PIL import Image
 
@@ -70,6 +70,6 @@ def size_of(path: str) -> tuple[int, int]:
     except OSError as error:
         raise DataError(
             f"The first picture, `{path}`, cannot be read: {error}",
-            "repair it, or say to what size pictures are brought with `--data-option size=64,64`",
+            "repair it, or set the size of pictures with `--data-option size=64,64`",
         ) from error
     return height, width

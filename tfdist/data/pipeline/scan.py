@@ -1,6 +1,6 @@
-"""Which examples can be used, found out in a process of its own.
+"""Finds the examples that can be decoded, in a separate process.
 
-TensorFlow must not start before a strategy has chosen its devices, and a dataset is loaded before that.
+A dataset is loaded before a strategy chooses its devices, and TensorFlow must not be initialized before that.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from tfdist.data.pipeline.picture_files import Pictures
     from tfdist.data.pipeline.tfrecords import Records
 
-# Of each split, the numbers of the examples that can be used, and what is wrong with the others.
+# For each split, the numbers of the usable examples, and sentences about the others.
 Found = dict[str, tuple[list[int], list[str]]]
 
 
 def good(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> Found:
     """Decodes all examples once, on all cores."""
-    # No GPU: the training process wants its memory.
+    # No GPU, because the training process needs its memory.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(
         [sys.executable, "-m", "tfdist.data.pipeline.scan"],

@@ -1,4 +1,4 @@
-"""Examples in TFRecord files, each read from where it lies: any order costs the same, and nothing before it is read."""
+"""Examples in TFRecord files with random access: an example is read without the records before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdist.errors import DataError
 
-# A record: its length (8 bytes), a checksum of that (4), the record, a checksum of it (4).
+# A record has its length (8 bytes), a checksum of the length (4), the data, and a checksum of the data (4).
 _BEFORE, _AFTER = 12, 4
 
 
@@ -24,42 +24,42 @@ class Records:
 
     Attributes:
         paths: the files.
-        places: for each example, the number of its file, where it begins and how long it is: int64 `[N, 3]`.
+        ranges: the number of the file, the first byte and the length of each example: int64 `[N, 3]`.
         target: the feature with the label or the mask.
-        masks: whether that is a mask, encoded as a picture.
-        first_label: what the first class is called in the file.
+        masks: whether the target is a mask, encoded as a picture.
+        first_label: the label of the first class in the file.
     """
 
     paths: tuple[Path, ...]
-    places: np.ndarray
+    ranges: np.ndarray
     target: str
     masks: bool = False
     first_label: int = 0
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.ranges)
 
     def keep(self, indices: Sequence[int]) -> Records:
         """Only the examples with these numbers."""
-        return dataclasses.replace(self, places=self.places[list(indices)])
+        return dataclasses.replace(self, ranges=self.ranges[list(indices)])
 
     @property
     def file_numbers(self) -> np.ndarray:
-        """The number of the file that each example is in: int64 `[N]`."""
-        return self.places[:, 0]
+        """The number of the file of each example: int64 `[N]`."""
+        return self.ranges[:, 0]
 
     def name(self, index: int) -> str:
-        """Where an example lies, for messages."""
-        file, begin, _ = self.places[index]
+        """The position of an example, for messages."""
+        file, begin, _ = self.ranges[index]
         return f"byte {begin} of {self.paths[file]}"
 
     def name_of_mask(self, index: int) -> str:
-        """How messages call the mask of an example."""
+        """The name of an example's mask in messages."""
         return f"The mask at {self.name(index)}"
 
     def read(self, index: int) -> bytes:
-        """An example as it is in its file."""
-        file, begin, length = self.places[index].tolist()
+        """The bytes of an example in its file."""
+        file, begin, length = self.ranges[index].tolist()
         return os.pread(self._descriptors[file], length, begin)
 
     @cached_property
@@ -68,13 +68,13 @@ class Records:
 
 
 def index(paths: Sequence[Path]) -> np.ndarray:
-    """Where the records of some files lie, without reading them: int64 `[N, 3]`, file, begin and length in bytes.
+    """The positions of all records of some files, found without reading them: int64 `[N, 3]`, file, begin, length.
 
     Raises:
         DataError: a file is missing or ends within a record.
     """
-    places = [(number, begin, length) for number, path in enumerate(paths) for begin, length in _records_of(path)]
-    return np.array(places, np.int64).reshape(-1, 3)
+    ranges = [(number, begin, length) for number, path in enumerate(paths) for begin, length in _records_of(path)]
+    return np.array(ranges, np.int64).reshape(-1, 3)
 
 
 def _records_of(path: Path) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""One text as a stream of characters: what comes next after each of them (A. Karpathy's char-rnn, 2015)."""
+"""One text as a stream of characters, whose next character is predicted (A. Karpathy's char-rnn, 2015)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.data.formats import local_files
 from tfdist.data.pipeline.arrays import Arrays
 from tfdist.data.pipeline.source import Source
 from tfdist.errors import DataError
-from tfdist.options import Count, Share
+from tfdist.options import Count, Fraction
 
 
 def load(
@@ -18,23 +18,23 @@ def load(
     *,
     file: str = "input.txt",
     steps: Count = 64,
-    validation: Share = 0.1,
+    validation: Fraction = 0.1,
     encoding: str = "utf-8",
 ) -> Source:
-    """x `[N, steps]`: pieces of the text that follow each other, y `[N, steps]` the same pieces one character later.
+    """x `[N, steps]`: consecutive pieces of the text; y `[N, steps]`: the same pieces one character later.
 
-    In a global batch of B the text is read in B places: row i of a batch goes on in row i of the next. What is left
-    over when it does not divide is not used.
+    A global batch of B reads the text as B streams: row i of a batch is continued by row i of the next batch. The end
+    of the text that does not fill all rows is not used.
 
     Args:
         data_dir: the folder.
-        file: the text's name.
-        steps: characters an example.
-        validation: the share of the text, from the end, that is for validation.
-        encoding: of the text.
+        file: the name of the text file.
+        steps: characters per example.
+        validation: the fraction of the text, from the end, for validation.
+        encoding: the encoding of the text.
 
     Raises:
-        DataError: no such file, not in that encoding, or too short for one example.
+        DataError: the file does not exist, has another encoding, or is too short for one example.
     """
     directory = local_files.folder(data_dir, "characters")
     (path,) = local_files.find(directory, file, "characters", "file")[:1]

@@ -1,4 +1,4 @@
-"""CIFAR's binary files: a byte or two of labels and 3,072 bytes of pixels an example, red, green and blue planes.
+"""CIFAR's binary files: per example one or two bytes of labels and 3,072 bytes of pixels, as colour planes.
 
 Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
@@ -15,7 +15,7 @@ from tfdist.data.pipeline.arrays import Arrays
 from tfdist.data.pipeline.bad_examples import BadExamples
 from tfdist.data.pipeline.source import Source
 from tfdist.errors import UsageError
-from tfdist.options import Count, Share
+from tfdist.options import Count, Fraction
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
@@ -27,26 +27,27 @@ def load(
     train: str | None = None,
     test: str = "test*.bin*",
     classes: Count = 10,
-    validation: Share = 0.1,
+    validation: Fraction = 0.1,
     on_bad_example: str = "fail",
 ) -> Source:
-    """x `[N, 32, 32, 3]` in [0, 1] of the files in a folder, plain, `.gz` or `.xz`.
+    """x `[N, 32, 32, 3]` in [0, 1] from the files in a folder, uncompressed, `.gz` or `.xz`.
 
     Args:
         data_dir: the folder.
-        train: the names of the training files, or patterns, divided by commas; None takes all but the test files.
+        train: the names of the training files, or patterns, separated by commas; None uses all but the test files.
         test: the names of the test files.
-        classes: 10 for CIFAR-10; 100 for CIFAR-100, whose files have a coarse and a fine label: the fine one counts.
-        validation: the share of the training examples, from the end, that is for validation.
+        classes: 10 for CIFAR-10; 100 for CIFAR-100, whose files have a coarse and a fine label, of which the fine one
+            is used.
+        validation: the fraction of the training examples, from the end, for validation.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        UsageError: no folder, or a number of classes that CIFAR does not have.
-        DataError: no such files, a truncated one, or a label outside the classes.
+        UsageError: no folder is given, or CIFAR does not have this number of classes.
+        DataError: a file does not exist or is truncated, or a label is outside the classes.
     """
     if classes not in (10, 100):
         raise UsageError(
-            f"CIFAR has 10 or 100 classes, and `classes` is {classes}", "use `classes=10` or `classes=100`"
+            f"CIFAR has 10 or 100 classes, but `classes` is {classes}", "use `classes=10` or `classes=100`"
         )
     directory, bad = local_files.folder(data_dir, "cifar_binary"), BadExamples(on_bad_example)
     test_files = local_files.find(directory, test, "cifar_binary", "test")

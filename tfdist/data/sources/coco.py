@@ -1,6 +1,6 @@
 """COCO 2017, fetched through TensorFlow Datasets, as semantic segmentation: T.-Y. Lin and others, ECCV 2014.
 
-TFDS' own examples have boxes and no outlines, so the archives that it fetches are read: 25 GB.
+TFDS' own examples have boxes but no outlines, so this module reads the archives that TFDS downloads: 25 GB.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from os import PathLike
 from tfdist.data.formats import coco, tfds_prepare
 from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.sources.coco_folder import of_parts
-from tfdist.options import Share, Size
+from tfdist.options import Fraction, Size
 
 _ADDRESS = "http://images.cocodataset.org/"
 ARCHIVES = {
@@ -24,21 +24,21 @@ def load(
     data_dir: str | PathLike[str] | None = None,
     *,
     size: Size = (256, 256),
-    validation: Share = 0.05,
+    validation: Fraction = 0.05,
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:
-    """x `[N, *size, 3]` in [0, 1], y int32 `[N, *size]`; see `coco_folder`, which reads files that you have.
+    """x `[N, *size, 3]` in [0, 1], y int32 `[N, *size]`; see `coco_folder`, which reads your own files.
 
     Args:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
-        size: height and width to bring pictures and masks to.
-        validation: the share of the training pictures, drawn at random, that is for validation.
+        size: height and width to which pictures and masks are resized.
+        validation: the fraction of the training pictures, drawn at random, for validation.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        DataError: neither there nor to be downloaded.
+        DataError: the archives do not exist and cannot be downloaded.
     """
     folder = tfds_prepare.data_folder(data_dir)
     import tensorflow_datasets as tfds

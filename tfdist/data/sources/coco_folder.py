@@ -1,4 +1,4 @@
-"""COCO's own folders, as semantic segmentation: masks are made of the annotations of instances.
+"""COCO's own folders, as semantic segmentation: masks are drawn from the instance annotations.
 
 Source: T.-Y. Lin and others, "Microsoft COCO: Common Objects in Context", ECCV 2014.
 """
@@ -15,7 +15,7 @@ from tfdist.data.formats import coco, local_files
 from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
-from tfdist.options import Count, Share, Size
+from tfdist.options import Count, Fraction, Size
 
 
 def load(
@@ -23,27 +23,27 @@ def load(
     *,
     year: Count = 2017,
     size: Size = (256, 256),
-    validation: Share = 0.1,
+    validation: Fraction = 0.1,
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:
     """x float32 `[N, H, W, 3]` in [0, 1], y int32 `[N, H, W]`: 0 is background, then the categories by their ids.
 
-    COCO keeps the labels of its test to itself, so its validation split is the test here.
+    COCO does not publish the labels of its test split, so its validation split is the test split here.
 
     Args:
         data_dir: the folder with `annotations/instances_train2017.json`, `train2017/` or `images/train2017/`, and the
             same for `val2017`.
-        year: of the annotations and folders.
-        size: height and width to bring pictures and masks to.
-        validation: the share of the training pictures, drawn at random, that is for validation.
+        year: the year in the names of annotations and folders.
+        size: height and width to which pictures and masks are resized.
+        validation: the fraction of the training pictures, drawn at random, for validation.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        UsageError: no folder.
-        DataError: no such files; when it is read, a picture that cannot be decoded, or is not of the size that the
-            annotations say.
+        UsageError: no folder is given.
+        DataError: the files do not exist; or, during reading, a picture cannot be decoded or does not have the size
+            in the annotations.
     """
     directory = local_files.folder(data_dir, "coco_folder")
     parts = {split: _read(directory, f"{name}{year}") for split, name in (("train", "train"), ("test", "val"))}
@@ -53,11 +53,11 @@ def load(
 def of_parts(
     name: str, parts: Mapping[str, coco.Part], size: Sequence[int], validation: float, cache: str, policy: str
 ) -> PictureSource:
-    """The source of the name `name` of what `tfdist.data.formats.coco.read` gave for "train" and "test"; see `load`."""
+    """The source `name` from the results of `tfdist.data.formats.coco.read` for "train" and "test"; see `load`."""
     (train, names), (test, names_of_test) = parts["train"], parts["test"]
     if names != names_of_test:
         raise DataError(
-            f"The categories of the training pictures of `{name}` are not those of the test",
+            f"The training and test pictures of `{name}` have different categories",
             "use the annotations of one release for both",
         )
     shuffled = np.random.default_rng(0).permutation(len(train))
@@ -76,7 +76,7 @@ def _read(directory: Path, split: str) -> coco.Part:
     pictures = next((folder for folder in folders if folder.is_dir()), None)
     if pictures is None:
         raise DataError(
-            f"`{directory}` has the annotations of `{split}` and not its pictures",
+            f"`{directory}` has the annotations of `{split}`, but not its pictures",
             f"put them into `{folders[0]}` or `{folders[1]}`",
         )
     return coco.read(annotations, pictures)

@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits of 8x8 pixels that scikit-learn carries: real data without a download.
+"""The 1,797 handwritten digits of 8x8 pixels that are part of scikit-learn: real data without a download.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998 (its test set).
@@ -37,16 +37,16 @@ def load(data_dir: str | PathLike[str] | None = None) -> Source:
 
 
 def _read(split: str, count: int) -> Arrays:
-    # Read without importing scikit-learn, which takes longer than a second.
+    # Read without importing scikit-learn, which takes more than a second.
     package = importlib.util.find_spec("sklearn")
     assert package is not None and package.submodule_search_locations
     path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     pixels, labels = np.split(np.loadtxt(path, delimiter=","), [64], axis=1)
     labels = labels[:, 0]
-    # The stored order goes writer by writer; a fixed permutation gives each split all of them.
+    # The stored order is by writer; with a fixed permutation each split has digits of all writers.
     order = np.random.default_rng(0).permutation(len(labels))
     train, validation = SPEC.examples["train"], SPEC.examples["validation"]
     first = {"train": 0, "validation": train, "test": train + validation}[split]
     chosen = order[first : first + count]
-    # The pixels are 0 to 16.
+    # Pixel values are 0 to 16.
     return (pixels[chosen].reshape(-1, 8, 8, 1) / 16).astype(np.float32), labels[chosen].astype(np.int64)

@@ -1,6 +1,6 @@
 """ImageNet (ILSVRC 2012), 1.28 million pictures in 1,000 classes: O. Russakovsky and others, IJCV, 2015.
 
-Its licence wants you to fetch the files yourself, at https://image-net.org/download-images.
+Its licence requires you to download the files yourself, from https://image-net.org/download-images.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def load(
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:
-    """x `[N, *size, 3]` in [0, 1], y int32 `[N]`: a hundredth of the training pictures is for validation.
+    """x `[N, *size, 3]` in [0, 1], y int32 `[N]`: one hundredth of the training pictures is used for validation.
 
-    ImageNet keeps the labels of its test to itself, so its 50,000 validation pictures are the test here.
+    ImageNet does not publish the labels of its test split, so its 50,000 validation pictures are the test split here.
 
     Args:
-        data_dir: the folder of prepared datasets; your archives belong into `downloads/manual` in it.
-        size: height and width to bring the pictures to.
+        data_dir: the folder of prepared datasets; put the archives into its `downloads/manual`.
+        size: height and width to which the pictures are resized.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        DataError: neither prepared nor the archives there; says which are missing, and where they belong.
+        DataError: the dataset is not prepared and archives are missing; the error names them and their folder.
     """
     builder = tfds_records.builder_of("imagenet2012", data_dir, _check_archives)
     label = builder.info.features["label"]
@@ -58,5 +58,5 @@ def _check_archives(folder: Path) -> None:
         raise DataError(
             f"Dataset `imagenet2012` is not prepared in `{folder}`, and `{folder / MANUAL}` has no "
             + " and no ".join(f"`{name}`" for name in missing),
-            "fetch these files at https://image-net.org/download-images (you have to register) and put them there",
+            "download these files from https://image-net.org/download-images (you have to register) and put them there",
         )

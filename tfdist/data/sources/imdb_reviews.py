@@ -18,17 +18,17 @@ def load(
     buckets: bool = False,
     vocabulary: str | None = None,
 ) -> Source:
-    """x int32 `[N, length]`, y int32 `[N]`, negative and positive: 22,500 for training, 2,500 and 25,000.
+    """x int32 `[N, length]`, y int32 `[N]`: 22,500 training, 2,500 validation and 25,000 test reviews.
 
     Args:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
-        length: words of a review at most.
-        words: words of the vocabulary at most.
-        buckets: batches of reviews of similar lengths.
-        vocabulary: a file with the vocabulary of an earlier run; None makes one of the training reviews.
+        length: the largest number of words per review.
+        words: the largest number of words in the vocabulary.
+        buckets: make batches of reviews of similar lengths.
+        vocabulary: a file with the vocabulary of an earlier run; None makes one from the training reviews.
 
     Raises:
-        DataError: neither prepared nor to be downloaded.
+        DataError: the dataset is not prepared and cannot be downloaded.
     """
     builder = tfds_records.builder_of("imdb_reviews", data_dir)
     count = builder.info.splits["train"].num_examples

@@ -15,6 +15,6 @@ def load(data_dir: str | PathLike[str] | None = None) -> Source:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
 
     Raises:
-        DataError: neither prepared nor to be downloaded.
+        DataError: the dataset is not prepared and cannot be downloaded.
     """
     return tfds_images.load("mnist", data_dir)

@@ -18,16 +18,16 @@ def load(
 ) -> PictureSource:
     """x `[N, *size, 3]` in [0, 1], y int32 `[N, *size]`: pet, background and border.
 
-    3,312 training pictures, 368 for validation and 3,669 for the test.
+    There are 3,312 training, 368 validation and 3,669 test pictures.
 
     Args:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
-        size: height and width to bring pictures and masks to.
+        size: height and width to which pictures and masks are resized.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        DataError: neither prepared nor to be downloaded.
+        DataError: the dataset is not prepared and cannot be downloaded.
     """
     builder = tfds_records.builder_of("oxford_iiit_pet", data_dir)
     return tfds_records.source_of(

@@ -36,20 +36,20 @@ def load(
 
     Args:
         data_dir: the folder.
-        train: the two training files, source and target, divided by a comma: `train.en.gz,train.de.gz`.
+        train: the two training files, source and target, separated by a comma: `train.en.gz,train.de.gz`.
         validation: the same for validation.
         test: the same for the test.
-        encoding: of the files.
-        length: words of a sentence at most; longer ones are cut.
-        words: words of each vocabulary at most.
-        buckets: batches of sentences of similar lengths.
-        vocabulary: a file with the source's vocabulary of an earlier run; None makes one of the training sentences.
+        encoding: the encoding of the files.
+        length: the largest number of words per sentence; longer sentences are cut.
+        words: the largest number of words in each vocabulary.
+        buckets: make batches of sentences of similar lengths.
+        vocabulary: a file with the source's vocabulary of an earlier run; None makes one from the training sentences.
         target_vocabulary: the same for the target.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        UsageError: no folder, or not two files.
-        DataError: no such files, files of different length, or a line that is not in that encoding.
+        UsageError: no folder is given, or a split does not have two files.
+        DataError: a file does not exist, the files differ in length, or a line has another encoding.
     """
     directory, bad = local_files.folder(data_dir, "parallel_text"), BadExamples(on_bad_example)
     given = {"train": train, "validation": validation, "test": test}
@@ -76,8 +76,8 @@ def _read(directory: Path, names: str, split: str, encoding: str, bad: BadExampl
     source, target = (list(local_files.lines(path, encoding, bad)) for path in files)
     if len(source) != len(target):
         raise DataError(
-            f"`{files[0]}` has {len(source)} lines, and `{files[1]}` has {len(target)}",
+            f"`{files[0]}` has {len(source)} lines, but `{files[1]}` has {len(target)}",
             "name two files whose lines are translations of each other",
         )
-    # A pair is left out with either of its lines.
+    # If one line of a pair is bad, the pair is left out.
     return [(s, t) for (_, s), (_, t) in zip(source, target, strict=True) if s is not None and t is not None]

@@ -1,9 +1,9 @@
-"""Pictures with masks, a class a pixel, in folders or lists, as CamVid's.
+"""Pictures with masks, one class per pixel, in folders or lists, such as CamVid.
 
-| what is named | example | what it is |
+| split | example | content |
 |---|---|---|
-| a list | `train.txt` | a line `picture mask` an example, relative to the list's folder |
-| two folders | `train,trainannot` | pictures, and masks of the same names but for their endings |
+| a list | `train.txt` | one line `picture mask` per example, relative to the list's folder |
+| two folders | `train,trainannot` | pictures, and masks with the same names except for their suffixes |
 
 Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", Pattern Recognition Letters, 2009;
 in the layout of V. Badrinarayanan, A. Kendall and R. Cipolla, "SegNet", 2015.
@@ -39,20 +39,20 @@ def load(
 
     Args:
         data_dir: the folder.
-        train: a list, or two folders divided by a comma.
+        train: a list, or two folders separated by a comma.
         validation: the same for validation, or None.
         test: the same for the test, or None.
-        classes: the number of classes, the one that is left out included.
+        classes: the number of classes, including the ignored class.
         ignored_class: the label of pixels that loss and metrics leave out, or None.
-        class_names: one name a class, divided by commas.
-        size: height and width to bring pictures and masks to; None is the size of the first picture.
+        class_names: one name per class, separated by commas.
+        size: height and width to which pictures and masks are resized; None is the size of the first picture.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        UsageError: no folder.
-        DataError: no such lists or folders, or a picture without a mask; when it is read, a picture that cannot be
-            decoded, a mask of another size than its picture, or a label outside the classes.
+        UsageError: no folder is given.
+        DataError: a list or folder does not exist, or a picture has no mask; or, during reading, a picture cannot be
+            decoded, a mask does not have the size of its picture, or a label is outside the classes.
     """
     directory = local_files.folder(data_dir, "segmentation_folder")
     given = {"train": train, "validation": validation, "test": test}

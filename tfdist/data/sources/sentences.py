@@ -1,10 +1,10 @@
-"""Text files of sentences with labels, in the three layouts that sentiment datasets come in.
+"""Text files of labelled sentences, in three common layouts of sentiment datasets.
 
-| layout | files | a line |
+| layout | files | line |
 |---|---|---|
-| rt-polarity | one a class: `--data-option train=rt-polarity.neg,rt-polarity.pos` | a sentence |
-| SST-2 | one a split: `--data-option train=stsa.binary.train` | label, space, sentence |
-| tab-separated | one a split: `--data-option train=imdb_train_6000.tsv.xz` | label, tab, ..., tab, sentence |
+| rt-polarity | one per class: `--data-option train=rt-polarity.neg,rt-polarity.pos` | a sentence |
+| SST-2 | one per split: `--data-option train=stsa.binary.train` | label, space, sentence |
+| tab-separated | one per split: `--data-option train=imdb_train_6000.tsv.xz` | label, tab, ..., tab, sentence |
 
 Sources: B. Pang and L. Lee, "Seeing Stars", ACL 2005; R. Socher and others, "Recursive Deep Models for Semantic
 Compositionality Over a Sentiment Treebank", EMNLP 2013; A. Maas and others, "Learning Word Vectors for Sentiment
@@ -47,22 +47,22 @@ def load(
 
     Args:
         data_dir: the folder.
-        train: the training file; or several, divided by commas: one a class, in the order of the classes.
-        validation: the same for validation; None takes the last tenth of the shuffled training sentences.
+        train: the training file; or several, separated by commas: one per class, in the order of the classes.
+        validation: the same for validation; None uses the last tenth of the shuffled training sentences.
         test: the same for the test.
         classes: the number of classes.
-        encoding: of the files.
-        folds: cross-validation in so many parts of the shuffled training sentences, each in turn the test.
-        fold: which of them is the test, from 0.
-        length: words of a sentence at most.
-        words: words of the vocabulary at most, with those for padding and unknown words.
-        buckets: batches of sentences of similar lengths.
-        vocabulary: a file with the vocabulary of an earlier run; None makes one of the training sentences.
+        encoding: the encoding of the files.
+        folds: the number of parts of the shuffled training sentences for cross-validation.
+        fold: the part that is the test split, from 0.
+        length: the largest number of words per sentence.
+        words: the largest number of words in the vocabulary, including padding and unknown words.
+        buckets: make batches of sentences of similar lengths.
+        vocabulary: a file with the vocabulary of an earlier run; None makes one from the training sentences.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        UsageError: no folder, or folds that cannot be.
-        DataError: no such files, a label outside the classes, or a line that is not in that encoding.
+        UsageError: no folder is given, or `fold` and `folds` are out of range.
+        DataError: a file does not exist, a label is outside the classes, or a line has another encoding.
     """
     directory, bad = local_files.folder(data_dir, "sentences"), BadExamples(on_bad_example)
     _check_folds(folds, fold, test)
@@ -83,13 +83,13 @@ def load(
 
 def _check_folds(folds: int, fold: int, test: str | None) -> None:
     if folds and test:
-        raise UsageError("`folds` and `test` are both set", "use one of them: a fold is the test of its run")
+        raise UsageError("`folds` and `test` are both set", "use one of them: a fold is the test split of its run")
     if not 0 <= fold < max(folds, 1) or folds == 1:
         raise UsageError(f"`fold` is {fold} of {folds}", "use 2 folds or more, and a fold from 0 to folds - 1")
 
 
 def _read_all(files: list[Path], classes: int, encoding: str, bad: BadExamples) -> Sentences:
-    """The sentences of a split: of one file in its order, of several, one per class, mixed."""
+    """The sentences of a split: one file in its order, or several files, one per class, shuffled."""
     found: Sentences = []
     for index, path in enumerate(files):
         found += _read(path, index, len(files), classes, encoding, bad)
@@ -111,7 +111,7 @@ def _read(
 
 
 def _divided(line: str) -> tuple[str, str]:
-    """Label and sentence of a line: the first and the last field where there are tabs."""
+    """Label and sentence of a line; with tabs, the first and the last field."""
     if "\t" in line:
         label, *_, sentence = line.split("\t")
     else:
@@ -120,12 +120,12 @@ def _divided(line: str) -> tuple[str, str]:
 
 
 def _mixed(sentences: Sentences) -> Sentences:
-    """The classes among each other, so that the first examples have all of them; the same for the same sentences."""
+    """The sentences, shuffled so that the first examples have all classes; deterministic for the same sentences."""
     return [sentences[index] for index in np.random.default_rng(1).permutation(len(sentences))]
 
 
 def _split(sentences: Sentences, parts: int, part: int) -> tuple[Sentences, Sentences]:
-    """The sentences but for one part of `parts`, and that part; the same for the same sentences."""
+    """All sentences except one part of `parts`, and that part; deterministic for the same sentences."""
     order = np.random.default_rng(0).permutation(len(sentences))
     inside = np.zeros(len(sentences), bool)
     inside[order[part::parts]] = True

@@ -1,14 +1,12 @@
-"""Made-up examples for every task, of any shape, size and number of classes, with targets that can be learned.
+"""Synthetic examples with learnable targets for every task, of any shape, size and number of classes.
 
-| task | what there is to learn |
-|---|---|
-| classification, autoencoding | each class has a template of uniform noise, a picture is its mean with other noise |
-| segmentation | each class has a colour; a picture is a grid of patches of them, under noise |
-| text_classification | half of a sentence's words are words of its class |
-| translation | each source word has one target word, in the same order |
-| characters | each character is followed by one of two others |
+| task | what can be learned | |---|---| | classification, autoencoding | each class has a template of uniform noise; a
+picture is the mean of the template and other noise | | segmentation | each class has a colour; a picture is a grid of
+patches of these colours, with noise | | text_classification | half of the words of a sentence are words of its class |
+| translation | each source word has one target word, in the same order | | characters | each character is followed by
+one of two others |
 
-The more pixels, the easier a class is to tell: a linear classifier suffices.
+The more pixels, the easier the classes are to distinguish; a linear classifier suffices.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSp
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import Count, CountOrZero
 
-# Examples made at once: small beside the dataset, large beside NumPy's overhead.
+# Examples that are generated together: few compared with the dataset, many compared with NumPy's overhead.
 _CHUNK = 1024
 # A patch of a mask is an eighth of its side.
 _PATCHES = 8
@@ -46,24 +44,24 @@ def load(
     test: CountOrZero = 1000,
     seed: CountOrZero = 0,
 ) -> Source:
-    """The examples of a task, as `tfdist.data.spec` describes them; the same numbers for the same options.
+    """The examples of a task, as `tfdist.data.spec` describes them; deterministic for the same options.
 
     Args:
         data_dir: not used; there are no files.
         task: one of `tfdist.data.spec.TASKS`.
-        shape: of one picture; by default `(28, 28, 1)`, for segmentation `(32, 32, 3)`.
-        classes: the number of classes; for characters of different ones.
+        shape: the shape of one picture; by default `(28, 28, 1)`, for segmentation `(32, 32, 3)`.
+        classes: the number of classes; for characters the number of different characters.
         words: the size of a vocabulary, special words included.
-        length: words of a sentence at most; for characters the steps of an example.
-        buckets: batches of sentences of similar lengths.
-        train: training examples.
-        validation: validation examples.
-        test: test examples.
-        seed: of all that is random.
+        length: the largest number of words per sentence; for characters the steps per example.
+        buckets: make batches of sentences of similar lengths.
+        train: the number of training examples.
+        validation: the number of validation examples.
+        test: the number of test examples.
+        seed: the seed of all random numbers.
 
     Raises:
         UnknownNameError: no such task.
-        UsageError: fewer words than a vocabulary needs, or masks for what has no height and width.
+        UsageError: there are fewer words than a vocabulary needs, or segmentation has no height and width.
     """
     del data_dir
     if task not in TASKS:
@@ -72,7 +70,7 @@ def load(
     if words < needed:
         raise UsageError(f"`words` is {words}, too few for `{task}` with {classes} classes", f"use {needed} or more")
     if task == "segmentation" and shape is not None and len(shape) != 3:
-        raise UsageError(f"`shape` is `{tuple(shape)}`, and `segmentation` needs pictures", "use for example `32,32,3`")
+        raise UsageError(f"`shape` is `{tuple(shape)}`, but `segmentation` needs pictures", "use for example `32,32,3`")
     examples = {"train": train, "validation": validation, "test": test}
     spec = _spec(task, tuple(shape) if shape is not None else None, classes, words, length, examples)
     make = _MAKERS[task]
@@ -101,7 +99,7 @@ def _spec(
 
 
 def _shared(seed: int) -> np.random.Generator:
-    """What all splits have in common is drawn from it."""
+    """The generator for properties that all splits share."""
     return np.random.default_rng([seed, len(SPLITS)])
 
 
@@ -137,7 +135,7 @@ def _sentences(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
     generator = np.random.default_rng([seed, stream])
     y = generator.integers(spec.classes, size=count, dtype=np.int32)
     any_word = generator.integers(UNKNOWN + 1, spec.vocabulary_size, size=(count, length), dtype=np.int32)
-    # The words of a class are those whose number has the class as its remainder.
+    # A word belongs to the class that is the remainder of its number modulo `classes`.
     of_class = any_word - any_word % spec.classes + y[:, np.newaxis]
     of_class = np.where((of_class > UNKNOWN) & (of_class < spec.vocabulary_size), of_class, any_word)
     x = np.where(generator.random((count, length)) < 0.5, of_class, any_word)
@@ -160,7 +158,7 @@ def _translations(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
 
 def _characters(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
     (steps,) = spec.input_shape
-    # One of the two is the next in number, so that every character comes.
+    # One of the two is the next number, so that every character occurs.
     next_one, other = (np.arange(spec.classes) + 1) % spec.classes, _shared(seed).permutation(spec.classes)
     followers = np.stack([next_one, other], axis=1).tolist()
     choices = np.random.default_rng([seed, stream]).integers(2, size=count * steps).tolist()
@@ -172,7 +170,7 @@ def _characters(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
 
 
 def _lengths(generator: np.random.Generator, count: int, length: int) -> np.ndarray:
-    """Lengths of sentences, from a quarter of the longest to the longest: `[count, 1]`."""
+    """Random lengths of sentences, from a quarter of the longest to the longest: `[count, 1]`."""
     return generator.integers(max(1, length // 4), length + 1, size=(count, 1))
 
 

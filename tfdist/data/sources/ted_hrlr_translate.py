@@ -25,20 +25,20 @@ def load(
     vocabulary: str | None = None,
     target_vocabulary: str | None = None,
 ) -> Source:
-    """x and y as `parallel_text` has them; of Portuguese and English 51,785, 1,193 and 1,803 pairs.
+    """x and y as in `parallel_text`; Portuguese and English have 51,785, 1,193 and 1,803 pairs per split.
 
     Args:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
-        pair: the languages: az, be, es, fr, gl, he, it, pt, ru or tr to another one, as TFDS names the pair.
-        length: words of a sentence at most; longer ones are cut.
-        words: words of each vocabulary at most.
-        buckets: batches of sentences of similar lengths.
-        vocabulary: a file with the source's vocabulary of an earlier run; None makes one of the training sentences.
+        pair: the languages: az, be, es, fr, gl, he, it, pt, ru or tr to another one, with the name of the pair in TFDS.
+        length: the largest number of words per sentence; longer sentences are cut.
+        words: the largest number of words in each vocabulary.
+        buckets: make batches of sentences of similar lengths.
+        vocabulary: a file with the source's vocabulary of an earlier run; None makes one from the training sentences.
         target_vocabulary: the same for the target.
 
     Raises:
-        UnknownNameError: no such pair.
-        DataError: neither prepared nor to be downloaded.
+        UnknownNameError: there is no such pair.
+        DataError: the dataset is not prepared and cannot be downloaded.
     """
     import tensorflow_datasets as tfds
 

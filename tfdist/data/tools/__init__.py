@@ -1,1 +1,1 @@
-"""What `python -m tfdist.data` does with a dataset, and its download."""
+"""Tools for datasets: pipeline speed, contact sheet and download."""

@@ -1,4 +1,4 @@
-"""A contact sheet: some examples with their labels, masks or words, as one picture."""
+"""A contact sheet: some examples with their labels, masks or words, as one image."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def _draw_pictures(figure: Any, spec: DataSpec, x: np.ndarray, y: np.ndarray) ->
     """Each picture with its class as a title, or beside its mask."""
     masks = spec.task == "segmentation"
     each = 2 if masks else 1
-    places = figure.subplots(ROWS, COLUMNS).reshape(-1)
-    for place in places:
-        place.set_axis_off()
-    for number, example in enumerate(x[: len(places) // each]):
+    axes = figure.subplots(ROWS, COLUMNS).reshape(-1)
+    for panel in axes:
+        panel.set_axis_off()
+    for number, example in enumerate(x[: len(axes) // each]):
         grey = example.shape[-1] == 1
-        place = places[number * each]
-        place.imshow(example[..., 0] if grey else example, cmap="gray" if grey else None, vmin=0, vmax=1)
+        panel = axes[number * each]
+        panel.imshow(example[..., 0] if grey else example, cmap="gray" if grey else None, vmin=0, vmax=1)
         if masks:
-            # 20 colours tell neighbours apart; the class that does not count is left white.
+            # 20 colours distinguish neighbouring classes; ignored pixels stay white.
             shown = np.ma.masked_equal(y[number], -1 if spec.ignored_class is None else spec.ignored_class)
-            places[number * each + 1].imshow(shown % 20, cmap="tab20", vmin=0, vmax=19, interpolation="nearest")
+            axes[number * each + 1].imshow(shown % 20, cmap="tab20", vmin=0, vmax=19, interpolation="nearest")
         elif spec.task == "classification":
-            place.set_title(_class(spec, int(y[number])), size=8)
+            panel.set_title(_class(spec, int(y[number])), size=8)
 
 
 def _lines(spec: DataSpec, x: Any, y: np.ndarray) -> list[str]:
@@ -73,7 +73,7 @@ def _class(spec: DataSpec, label: int) -> str:
 
 def _words(vocabulary: tuple[str, ...], tokens: np.ndarray, longest: int = 150) -> str:
     words = [vocabulary[token] if vocabulary else str(token) for token in tokens if token != PADDING]
-    # A dollar would begin a formula.
+    # Matplotlib would take a dollar for the start of a formula.
     text = " ".join(words).replace("$", r"\$")
     return text if len(text) <= longest else text[: longest - 1] + "…"
 

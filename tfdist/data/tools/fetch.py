@@ -1,4 +1,4 @@
-"""Fetches a dataset, and ends: `python -m tfdist.data.tools.fetch NAME [FOLDER [OPTION=VALUE ...]]`.
+"""Downloads and prepares a dataset: `python -m tfdist.data.tools.fetch NAME [FOLDER [OPTION=VALUE ...]]`.
 
 It runs before the processes of a job start."""
 
@@ -10,7 +10,7 @@ from tfdist import data, registry, terminal
 
 
 def main(name: str, data_dir: str = "", *options: str) -> None:
-    """Makes sure that the dataset lies on the disk."""
+    """Makes sure that the dataset is on the disk."""
     with terminal.errors_shown():
         data.load(name, data_dir or None, **registry.parse_options(options, "OPTION"))
 

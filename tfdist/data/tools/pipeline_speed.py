@@ -1,4 +1,4 @@
-"""How fast a pipeline is, where its time goes, and what the machine could do at best."""
+"""Measures the speed of a pipeline, the time of each stage, and the limit of the machine."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tfdist.data.pipeline.decoding import Decoder
 from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.pipeline.source import ALONE, Source
 
-# Stages are timed one by one on so many examples at most, each for so long.
+# Stages are timed one by one, on at most this number of examples, each for this time.
 _EXAMPLES, _SECONDS = 512, 0.5
 _BYTES_TO_COPY = 1 << 28
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured of a pipeline.
+    """The measurements of a pipeline.
 
     Attributes:
-        examples_per_second: of the whole pipeline, on all cores.
-        bytes_per_example: of x and y, as a step gets them.
-        stage_seconds: of each stage, the time that one core spends on an example.
-        bound: the examples/s that the machine allows, and what sets that bound.
+        examples_per_second: the rate of the whole pipeline, on all cores.
+        bytes_per_example: the size of x and y, as a step gets them.
+        stage_seconds: the time that one core spends on an example, per stage.
+        bound: the largest examples/s that the machine allows, and what limits it.
     """
 
     examples_per_second: float
@@ -43,7 +43,7 @@ class Speed:
 def speed(source: Source, split: str, batch_size: int, augment: str, seed: int, seconds: float) -> Speed:
     """Measures the pipeline of a split, for about `seconds` seconds and a few more for its stages."""
     batches = _epochs(lambda epoch: source.pipeline(split, batch_size, augment=augment, seed=seed, epoch=epoch))
-    first = next(batches)  # builds the pipeline, and reads what goes into memory
+    first = next(batches)  # builds the pipeline, and reads data that are kept in memory
     size = sum(part.nbytes for part in first) // len(first[-1])
     rate = _rate((len(batch[-1]) for batch in batches), seconds)
     if isinstance(source, PictureSource) and not source.in_memory(split, source.augmentation(augment)):
@@ -55,14 +55,14 @@ def speed(source: Source, split: str, batch_size: int, augment: str, seed: int, 
 
 
 def memory_bandwidth() -> float:
-    """Bytes read and written a second when one core copies, the best of three."""
+    """Bytes read and written per second when one core copies; the best of three runs."""
     source, target = np.ones(_BYTES_TO_COPY, np.uint8), np.empty(_BYTES_TO_COPY, np.uint8)
     np.copyto(target, source)
     return max(2 * _BYTES_TO_COPY / _seconds(lambda: np.copyto(target, source)) for _ in range(3))
 
 
 def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str, seed: int) -> dict[str, float]:
-    """Seconds an example: the order of an epoch, the gathering, and what is done to a batch."""
+    """Seconds per example for the order of an epoch, the gathering, and the processing of batches."""
     seconds = {}
     for name in dict.fromkeys(("none", augment)):
         feed = source.host_feed(split, batch_size, seed=seed, augment=name)
@@ -76,7 +76,7 @@ def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str,
 
 
 def _stages_of_files(source: PictureSource, split: str, batch_size: int, augment: str) -> dict[str, float]:
-    """Seconds an example on one core: each stage is what it adds to those before it."""
+    """Seconds per example on one core that each stage adds to the stages before it."""
     augmentation = source.augmentation(augment)
     decoder = Decoder(source.spec, source.files[split], augmentation)
     count = min(len(decoder), _EXAMPLES)
@@ -95,7 +95,7 @@ def _stages_of_files(source: PictureSource, split: str, batch_size: int, augment
         **({augment: whole} if augmentation is not None else {}),
         "batch": whole.batch(in_a_batch, drop_remainder=True),
     }
-    _seconds_an_element(until["decode"])  # the files are then in the memory of the operating system
+    _seconds_an_element(until["decode"])  # afterwards the files are in the cache of the operating system
     totals = {name: _seconds_an_element(dataset) for name, dataset in until.items()}
     totals["batch"] /= in_a_batch
     before = [0.0, *totals.values()]
@@ -109,7 +109,7 @@ def _epochs(make: Callable[[int], tf.data.Dataset]) -> Iterator[list[np.ndarray]
 
 
 def _rate(counts: Iterable[int], seconds: float) -> float:
-    """Examples a second over about `seconds` seconds."""
+    """Examples per second, measured for about `seconds` seconds."""
     began, total = time.perf_counter(), 0
     for count in counts:
         total += count
@@ -119,7 +119,7 @@ def _rate(counts: Iterable[int], seconds: float) -> float:
 
 
 def _seconds_an_element(dataset: tf.data.Dataset) -> float:
-    """Seconds that an element takes one core once the pipeline has started; the elements come again and again."""
+    """Seconds per element on one core, after the pipeline has started; the elements are repeated."""
     options = tf.data.Options()
     options.threading.private_threadpool_size = 1
     options.autotune.enabled = False
