@@ -39,18 +39,19 @@ class AveragingProgram(StepProgram):
     Args:
         strategy: has the `communicator`.
         steps: of training, on the batches of all processes.
-        sync_every: average after so many steps; `None` averages at the end of an epoch alone.
+        sync_every: average after this number of steps; `None` averages at the end of an epoch only.
+        averages: how the processes average; `None` is over all of them.
     """
 
     meets_in_each_step = False
 
-    def __init__(self, strategy: Any, steps: Steps, sync_every: int | None):
+    def __init__(self, strategy: Any, steps: Steps, sync_every: int | None, averages: Averages | None = None):
         self._job = strategy
         rank, size = strategy.communicator.rank, strategy.communicator.size
         in_memory = isinstance(steps.batches, ArrayBatches)
         self._own: Any = (OwnBatches if in_memory else _PartBatches)(steps.batches, rank, size)  # type: ignore[arg-type]
         self._sync_every = sync_every
-        self._averages = _Averages(strategy.communicator, steps.model)
+        self._averages = averages or Averages(strategy.communicator, steps.model)
         self._state: tuple[Any, Any] = (None, None)
         super().__init__(base.OnThisProcess(strategy), dataclasses.replace(steps, batches=self._own, stop_at_nan=False))
 
@@ -87,19 +88,18 @@ class AveragingProgram(StepProgram):
         return tf.cond(has_examples, lambda: step(state, batch), lambda: (tf.constant(True), self._no_logs()))
 
 
-class _Averages:
+class Averages:
     """Averages a model's weights and its optimizer's slots over the processes, in one contiguous array."""
 
     def __init__(self, communicator: Any, model: Any):
-        self._communicator = communicator
-        self._model = model
+        self.communicator = communicator
         # Seeds and counters are no weights.
         weights = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
         self._variables = [*weights, *_slots(model)]
         self._weights = sum(math.prod(v.shape) for v in weights)
         # One copy each way, not one a variable.
-        self._packed = tf.function(self._pack, autograph=False)
-        self._unpack_into = tf.function(self._unpack, autograph=False)
+        self._pack_in_graph = tf.function(self._pack, autograph=False)
+        self._unpack_in_graph = tf.function(self._unpack, autograph=False)
         self._examples = 0
         self.begin_epoch()
 
@@ -115,27 +115,35 @@ class _Averages:
         """Gives every process the mean of the weights."""
         began = time.perf_counter()
         share = np.array([self._examples], np.float64)
-        self._communicator.sum_in_place(share)
+        self.communicator.sum_in_place(share)
         if share[0] == 0:
             return
-        local = self._packed().numpy()
+        local = self.packed()
         mean = local * np.float32(self._examples / share[0])
-        self._communicator.sum_in_place(mean)
-        self._unpack_into(tf.constant(mean))
+        self.communicator.sum_in_place(mean)
+        self.unpack(mean)
         difference = local[: self._weights] - mean[: self._weights]
         distance = np.array([np.dot(difference, difference)], np.float64)
-        self._communicator.sum_in_place(distance)
-        self._disagreements.append(math.sqrt(distance[0] / self._communicator.size))
+        self.communicator.sum_in_place(distance)
+        self._disagreements.append(math.sqrt(distance[0] / self.communicator.size))
         self._examples = 0
         self._seconds += time.perf_counter() - began
 
     def end_epoch(self) -> dict[str, float]:
         self.take()
         # On the chief the mean over the processes; the others know their own.
-        seconds = self._communicator.sum_on(self._seconds)
-        mean = self._seconds if seconds is None else seconds / self._communicator.size
+        seconds = self.communicator.sum_on(self._seconds)
+        mean = self._seconds if seconds is None else seconds / self.communicator.size
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
         return {"disagreement": disagreement, "sync_seconds": mean}
+
+    def packed(self) -> np.ndarray:
+        """The weights and slots of this process in one float32 array."""
+        return self._pack_in_graph().numpy()
+
+    def unpack(self, values: np.ndarray) -> None:
+        """Assigns what `packed` returns in its order."""
+        self._unpack_in_graph(tf.constant(values))
 
     def _pack(self) -> tf.Tensor:
         flat = [tf.reshape(tf.cast(tf_variable(variable), tf.float32), [-1]) for variable in self._variables]

@@ -40,14 +40,14 @@ class MpiSplitStrategy(collective.MultiProcessStrategy):
     def __init__(self, *, sync_every: int | str = EPOCH, **options: Any):
         if sync_every != EPOCH and not (isinstance(sync_every, int) and sync_every >= 1):
             raise UsageError(f"`sync_every` is `{sync_every}`", f"use `{EPOCH}`, or a number of steps from 1")
-        self._sync_every = None if sync_every == EPOCH else int(sync_every)
+        self.sync_every = None if sync_every == EPOCH else int(sync_every)
         super().__init__(**options)
 
     def connect(self) -> mpi.MpiCommunicator:
         return _join()
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"sync_every": self._sync_every or EPOCH}
+        return super().options() | {"sync_every": self.sync_every or EPOCH}
 
     def program(self, steps: Steps) -> Program:
         if steps.kind == "train" and self.world.world_size > 1:
@@ -56,7 +56,7 @@ class MpiSplitStrategy(collective.MultiProcessStrategy):
                     "`mpi_split` divides the data among the processes itself, and `per_process` has them divided",
                     "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
                 )
-            return local_sgd.AveragingProgram(self, steps, self._sync_every)
+            return local_sgd.AveragingProgram(self, steps, self.sync_every)
         return super().program(steps)
 
 
