@@ -159,6 +159,7 @@ class TestSummarize:
         names = [(op.name, op.type) for op in found.ops]
         assert len(set(names)) == len(names) and not any("replica_" in name for name, _ in names)
         assert sum(op.share for op in found.ops) == pytest.approx(1)
+        assert found.steps == LAST - FIRST
         assert any("wide" * 10 in line for line in trace.as_text(found).splitlines())
 
     def test_without_markers_the_wait_is_unknown(self, tmp_path):

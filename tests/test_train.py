@@ -348,13 +348,13 @@ def no_folder():
     [
         ("good", []),
         ("careless", ["ends in probabilities (softmax), and its loss expects logits", "whole numbers up to 255"]),
-        ("reverse", ["ends without an activation, and its loss expects probabilities"]),
+        ("reverse", ["`--learning-rate` has no effect", "ends without an activation, and its loss expects prob"]),
     ],
 )
 def test_what_is_probably_not_meant_in_own_functions_is_told_in_sentences(tmp_path, model, told):
     (tmp_path / "mine.py").write_text(OWN)
     options = ["--model", f"mine:{model}", "--dataset", "mine:data", "--run-dir", "r", "--epochs", 1]
-    done = run("--strategy", "single", *options, cwd=tmp_path)
+    done = run("--strategy", "single", *options, "--learning-rate", 0.01, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("warning:")]
     assert len(lines) == len(told)

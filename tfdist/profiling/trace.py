@@ -157,9 +157,8 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
     files = _newest_trace(Path(log_dir))
     with _aside(files) as links, _silent_stderr():
         ops = _op_costs(_tool(links, "framework_op_stats"))
-        steps = _analyzed_steps(_tool(links, "input_pipeline_analyzer"))
-        if not steps:
-            steps = [step for file in files for step in _marked_steps(_events(file))]
+        marked = [_marked_steps(_events(file)) for file in files]
+        steps = _analyzed_steps(_tool(links, "input_pipeline_analyzer")) or [step for one in marked for step in one]
     if not ops and not steps:
         raise _unreadable(files, "it names no op and no step")
     # In the first one TensorFlow may still build a graph, beside which every wait is short.
@@ -168,7 +167,8 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
     return Summary(
         ops=tuple(ops[:top]),
         input_share=waiting / total if total else None,
-        steps=len(steps),
+        # xprof leaves out steps whose beginning or end it does not find in the threads of every replica.
+        steps=max(map(len, marked)) or len(steps),
         step_seconds=total / len(usual) if usual else None,
     )
 

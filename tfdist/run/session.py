@@ -93,10 +93,11 @@ class Session:
         train = feed("train", augment=config.augment)
         with strategy.scope():
             model = models.build(config.model, source.spec, **self.model_options)
-            if not model.compiled:
+            compiled = model.compiled
+            if not compiled:
                 tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
         if ":" in config.model or ":" in config.dataset:
-            self._advise(model, source)
+            self._advise(model, source, compiled)
         self.record = begin_record(self, strategy, model, source, earlier)
         self.folder.write(self.record)
         vocabularies.keep(self.folder, strategy, source)
@@ -194,8 +195,12 @@ class Session:
             self._show(f"No GPU found: `{config.strategy}` uses {what}{other}.")
         return strategy
 
-    def _advise(self, model: Any, source: data.Source) -> None:
-        """Tells what is probably not meant in a model or a dataset of the user's own."""
+    def _advise(self, model: Any, source: data.Source, compiled: bool) -> None:
+        """Tells what is probably not meant in a model or a dataset of the user's own, and what has no effect."""
+        of_optimizer = ("optimizer", "learning_rate", "momentum", "weight_decay")
+        for name in of_optimizer if compiled else ():
+            if getattr(self.config, name) is not None:
+                self._show(f"warning: The model is compiled already, and `--{name.replace('_', '-')}` has no effect.")
         for sentence in advice.about(model, source):
             self._show(f"warning: {sentence}.")
 
