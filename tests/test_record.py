@@ -167,7 +167,7 @@ class TestRunFolder:
         assert list(folder.path.iterdir()) == []
 
     def test_its_files_lie_in_it(self, folder):
-        names = ["run_json", "history", "curves", "log", "tensorboard", "checkpoints", "model"]
+        names = ["run_json", "history", "curves", "log", "profile", "tensorboard", "checkpoints", "model"]
         paths = [getattr(folder, name) for name in names]
         assert {path.parent for path in paths} == {folder.path}
         assert sorted(path.name for path in paths) == sorted(folders._NAMES)
