@@ -101,12 +101,7 @@ class Session:
         self.record = begin_record(self, strategy, model, source, earlier)
         self.folder.write(self.record)
         vocabularies.keep(self.folder, strategy, source)
-        if source.skipped:
-            count = len(source.skipped)
-            are, them = ("is", "it") if count == 1 else ("are", "them")
-            self._show(f"{terminal.counted(count, 'bad example')} {are} left out; the log names {them}.")
-            print(*source.skipped, sep="\n", file=sys.stderr)
-
+        self._tell_skipped(source)
         strategy.fit(
             model,
             train,
@@ -194,6 +189,13 @@ class Session:
             other = " per process" if config.traits.processes else "; `--devices N` sets another number"
             self._show(f"No GPU found: `{config.strategy}` uses {what}{other}.")
         return strategy
+
+    def _tell_skipped(self, source: data.Source) -> None:
+        count = len(source.skipped)
+        if count:
+            are, them = ("is", "it") if count == 1 else ("are", "them")
+            self._show(f"{terminal.counted(count, 'bad example')} {are} left out; the log names {them}.")
+            print(*source.skipped, sep="\n", file=sys.stderr)
 
     def _advise(self, model: Any, source: data.Source, compiled: bool) -> None:
         """Tells what is probably not meant in a model or a dataset of the user's own, and what has no effect."""
