@@ -43,6 +43,12 @@ FOUND = {
         examples=1,
         eager=True,
     ),
+    "weights that are moved and put back before an optimizer divides by their norm": Case(
+        optimizer="lamb", step=("gradients", "sharpness", "apply"), batch_size=8, examples=3
+    ),
+    "weights that are moved and put back, operation by operation": Case(
+        optimizer="lamb", step=("gradients", "sharpness", "apply"), batch_size=8, examples=3, eager=True
+    ),
     "a metric that vectorizes a function, operation by operation": Case(
         target="marks", loss="binary crossentropy", metrics=("auc, several labels",), eager=True
     ),

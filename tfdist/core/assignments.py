@@ -139,12 +139,47 @@ def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[A
         _require_alike(replica, variable, value)
     if not floats:
         return others
-    sums = replica.all_reduce([_part(replica, variable, value) for variable, value in floats])
-    merged = [
-        (v, tf_variable(v) + total if v.aggregation == "sum" else total)
-        for (v, _), total in zip(floats, sums, strict=True)
+    changes = [(v, value) for v, value in floats if v.aggregation == "sum"]
+    values = [(v, value) for v, value in floats if v.aggregation != "sum"]
+    sums = replica.all_reduce([replica.only_real(value - tf_variable(v)) for v, value in changes])
+    means = mean(replica, [value for _, value in values])
+    return [
+        *((v, tf_variable(v) + total) for (v, _), total in zip(changes, sums, strict=True)),
+        *((v, value) for (v, _), value in zip(values, means, strict=True)),
+        *others,
     ]
-    return merged + others
+
+
+def mean(replica: Replica, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The means of floating-point `values` over the replicas, weighed by the shares.
+
+    Exactly the value where all replicas have the same, as the graph tells: a bias that was 0 is 0 again when what was
+    added to it is taken back, and optimizers that divide by its norm (LAMB) see to it. Without a graph that takes a
+    second exchange.
+    """
+    if not values:
+        return []
+    if tf.executing_eagerly():
+        firsts = replica.all_reduce([_if_first(replica, value) for value in values])
+        differences = [
+            share.weigh(replica, tf.where(value == first, tf.zeros_like(value), value - first))
+            for value, first in zip(values, firsts, strict=True)
+        ]
+        return [first + rest for first, rest in zip(firsts, replica.all_reduce(differences), strict=True)]
+    return replica.all_reduce(
+        [
+            share.weigh(replica, value)
+            if dependencies.depends_on(value, replica.data, replica.alike)
+            else _if_first(replica, value)
+            for value in values
+        ]
+    )
+
+
+def _if_first(replica: Replica, value: tf.Tensor) -> tf.Tensor:
+    """`value` on the first replica, 0 on the others, so that the sum is that of the first."""
+    # A replica that knew its index would leave out what the value comes from, exchanges among it.
+    return tf.where(opaque(tf.constant(replica.index == 0)), value, tf.zeros_like(value))
 
 
 def _require_alike(replica: Replica, variable: Any, value: Any) -> None:
@@ -159,13 +194,6 @@ def _require_alike(replica: Replica, variable: Any, value: Any) -> None:
         f"The step sets `{variable.path}`, of type `{variable.dtype}`, from the examples of one replica",
         "set it from `tfdist.all_reduce(...)` of what is counted, the same on all replicas",
     )
-
-
-def _part(replica: Replica, variable: Any, value: tf.Tensor) -> tf.Tensor:
-    """What a replica adds to the value of `variable` that all agree on."""
-    if variable.aggregation == "sum":
-        return replica.only_real(value - tf_variable(variable))
-    return share.weigh(replica, value)
 
 
 def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
@@ -187,11 +215,9 @@ def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
         value = before + replica.all_reduce([replica.only_real(value - before)])[0]
     elif value.dtype.is_floating:
         if variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            first = opaque(tf.constant(float(replica.index == 0)))
-            part = tf.math.multiply_no_nan(value, tf.cast(first, value.dtype))
+            (value,) = replica.all_reduce([_if_first(replica, value)])
         else:
-            part = share.weigh(replica, value)
-        (value,) = replica.all_reduce([part])
+            (value,) = mean(replica, [value])
 
     def write(values: list[tf.Tensor]) -> None:
         getattr(variable, name)(values[0])

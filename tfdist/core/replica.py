@@ -106,6 +106,7 @@ class Replica:
     def know(self, reduced: list[Any]) -> list[Any]:
         """Notes that these gradients are those of the global batch already; returns them."""
         self._reduced += reduced
+        self.alike += [gradient for gradient in reduced if isinstance(gradient, tf.Tensor)]
         return reduced
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
