@@ -301,11 +301,12 @@ def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) ->
     """Writes how the run ended, unless it had ended already; `stderr` may be gone."""
     if session is None or (session.record is not None and session.record.status != "running"):
         return
-    session.close(status, reason)
+    # Said first: to draw the curves may take longer than a process has that is to end.
     if session.record is not None and status == "interrupted":
         with contextlib.suppress(OSError):
             again = f"python -m tfdist.train --resume --run-dir {session.folder.path}"
             click.echo(f"Interrupted; continue with `{again}`", file=stderr)
+    session.close(status, reason)
 
 
 def _arguments() -> list[str]:
