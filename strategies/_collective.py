@@ -149,7 +149,7 @@ class MultiProcessStrategy(base.Strategy):
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         return self.communicator.all_gather(number[tf.newaxis], "numbers")
 
-    def share_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
         for index, variable in enumerate(variables):
             value = tf.convert_to_tensor(tf_variable(variable))
             tf_variable(variable).assign(self.communicator.broadcast(value, f"variable.{index}"))

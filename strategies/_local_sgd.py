@@ -114,12 +114,12 @@ class Averages:
     def take(self) -> None:
         """Gives every process the mean of the weights."""
         began = time.perf_counter()
-        share = np.array([self._examples], np.float64)
-        self.communicator.sum_in_place(share)
-        if share[0] == 0:
+        examples = np.array([self._examples], np.float64)
+        self.communicator.sum_in_place(examples)
+        if examples[0] == 0:
             return
         local = self.packed()
-        mean = local * np.float32(self._examples / share[0])
+        mean = local * np.float32(self._examples / examples[0])
         self.communicator.sum_in_place(mean)
         self.unpack(mean)
         difference = local[: self._weights] - mean[: self._weights]
@@ -215,7 +215,7 @@ class OwnBatches(Batches):
         return self.whole.even and self.whole.batch_size % self.size == 0
 
     def _end(self, state: Any, step: Any) -> Any:
-        """Where step `step` begins in this process' examples: the same share of them as of all, rounded."""
+        """Where step `step` begins in this process' examples: the same fraction of them as of all examples, rounded."""
         (_, positions), examples = state
         seen = tf.cast(tf.minimum(step * self.whole.batch_size, examples), tf.int64)
         own_count, examples = tf.cast(tf.shape(positions[0])[0], tf.int64), tf.cast(examples, tf.int64)

@@ -173,19 +173,19 @@ def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None
         beside = arguments.get("colocate_with")
         if isinstance(beside, Table):
             del arguments["colocate_with"]
-            places = [{"colocate_with": part} for part in beside.variables] if beside.shape == value.shape else None
+            placements = [{"colocate_with": part} for part in beside.variables] if beside.shape == value.shape else None
         else:
             large = value.shape.rank and value.shape.num_elements() * value.dtype.size > _thread.largest_bytes
-            places = [{}] * min(parts, value.shape[0]) if large and beside is None else None
-        if not places or len(places) < 2:
+            placements = [{}] * min(parts, value.shape[0]) if large and beside is None else None
+        if not placements or len(placements) < 2:
             return make(initial_value=value, name=name, **arguments)
         name = name or "table"
-        ends = np.cumsum([len(rows) for rows in np.array_split(np.arange(value.shape[0]), len(places))])
+        ends = np.cumsum([len(rows) for rows in np.array_split(np.arange(value.shape[0]), len(placements))])
         made: list[tf.Variable] = []
         for number, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
             with tf.device(FIRST_SERVER):
                 rows = value[first:end]
-            made.append(make(initial_value=rows, name=f"{name}/part_{number}", **arguments, **places[number]))
+            made.append(make(initial_value=rows, name=f"{name}/part_{number}", **arguments, **placements[number]))
         return Table(made, name)
 
     def update(apply: Callable[..., Any], variable: Any, function: Any, arguments: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ Every strategy answers
 one whose replicas are in several processes also
 
     exchange(message)        what each process says
-    share_variables(...)     gives the chief's values to all
+    broadcast_variables(...)     gives the chief's values to all
     numbers_of_all(number)   a number of each process, inside a graph
     sum_metrics(...)         what metrics are over all replicas
     coordinate(steps, stop)  what all do next; lock-step, unless it is overridden
@@ -185,7 +185,7 @@ class Strategy(KerasMethods):
             inner_loop.PredictProgram(self, steps) if steps.kind == "predict" else inner_loop.StepProgram(self, steps)
         )
 
-    def share_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
         """Gives Keras `variables` the chief's values in every process."""
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
@@ -209,7 +209,7 @@ class OnThisProcess(Strategy):
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
         self.seed, self.seed_is_given = strategy.seed, strategy.seed_is_given
         # What is made on the way must be the same in all processes.
-        self.share_variables = strategy.share_variables  # type: ignore[method-assign]
+        self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]
 
     @property
     def alone(self) -> bool:

@@ -1,6 +1,6 @@
 """`horovod`: Horovod's operations add the gradients; a copy of every variable in each process of a job.
 
-    horovodrun, mpirun                      have set the places of the processes; Horovod finds the others itself
+    horovodrun, mpirun                      have set the ranks of the processes; Horovod finds the others itself
     TF_CONFIG, Slurm, `--workers N`         tfdist brings the processes together, over Gloo
 
 Source: Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, arXiv:1802.05799, 2018.

@@ -218,7 +218,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             return self.communicator.all_gather(one, "numbers")
         return _all_gather(self.tf_strategy)(one)[:: len(self.devices)]
 
-    def share_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
         def on_replica(replica: base.Replica) -> None:
             values = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
             mine = tf.constant(replica.index == 0)

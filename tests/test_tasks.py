@@ -138,7 +138,7 @@ def test_the_state_of_streams_survives_the_command_on_any_number_of_replicas():
         with strategy.scope():
             model = models.build("stateful_rnn", source.spec, streams=4, width=0.05)
             tasks.compile(model, source.spec, keras.optimizers.SGD(0.5))
-        history = strategy.fit(model, source.feed("train", 4, places=True), epochs=2, verbose=0).history
+        history = strategy.fit(model, source.feed("train", 4, stream_positions=True), epochs=2, verbose=0).history
         losses.append(history["loss"])
         hidden = next(layer for layer in model.layers if isinstance(layer, StreamLSTM)).states[0]
         assert hidden.shape[0] == 4 and np.abs(hidden.numpy()).min(axis=1).all()
@@ -148,7 +148,7 @@ def test_the_state_of_streams_survives_the_command_on_any_number_of_replicas():
 def test_the_feed_says_where_each_example_is_in_its_stream():
     text = np.arange(14 * 3).reshape(14, 3) % 5
     source = Source.from_arrays("text", classes=5, train=(text, text), task="characters", vocabulary_size=5)
-    feed = source.feed("train", 4, places=True)
+    feed = source.feed("train", 4, stream_positions=True)
     state = feed.start(0, 0)
     for step in range(feed.num_batches):
         (x, _), _ = feed.batches.part(state, feed.batches.fetch(state, step), 0, 1)[0], None

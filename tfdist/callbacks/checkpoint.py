@@ -330,7 +330,7 @@ class Checkpoint(ClockedCallback):
             steps_per_epoch=self.params.get("steps"),
             seed=self._seed,
             callbacks=states,
-            data=None if data is None or self._data is None else self._data.place,
+            data=None if data is None or self._data is None else self._data.position_in_passes,
         )
         arrays += [*training_state.random_state(), *(data or [])]
         self.saved = self._store.write(header, [*entries, *arrays])

@@ -50,7 +50,7 @@ def listen_anywhere() -> socket.socket:
 
 def hang_up(host: str, port: int) -> int:
     """Ends all connections of this process to a port; returns how many there were."""
-    places = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    addresses = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     ended = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def hang_up(host: str, port: int) -> int:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     peer = connection.getpeername()
-                    if (str(peer[0]).removeprefix("::ffff:"), peer[1]) in places:
+                    if (str(peer[0]).removeprefix("::ffff:"), peer[1]) in addresses:
                         connection.shutdown(socket.SHUT_RDWR)
                         ended += 1
     return ended

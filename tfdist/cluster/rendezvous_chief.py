@@ -176,10 +176,10 @@ class ChiefServer:
         )
 
     def _twice(self, one: _Peer, other: _Peer, rank: int) -> Refusal:
-        places = " and ".join(f"`{peer.socket.getpeername()[0]}`" for peer in (one, other))
+        hosts = " and ".join(f"`{peer.socket.getpeername()[0]}`" for peer in (one, other))
         return Refusal(
             differing=False,
-            sentence=f"Two processes, on {places}, say that they are {self._named(rank)}",
+            sentence=f"Two processes, on {hosts}, say that they are {self._named(rank)}",
             hint="give every process a `task` of its own in `TF_CONFIG`, and start each once",
         )
 

@@ -47,10 +47,10 @@ def parse(environment: Mapping[str, str]) -> tuple[int, tuple[Task, ...], str]:
             f"{sum(counts)} tasks in {f'`{counts_name}`' if counts_name else 'equal parts'}"
         )
     hosts = [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
-    places = [place for count in counts for place in range(count)]
-    if LOCAL_RANK in environment and number(environment, LOCAL_RANK) != places[rank]:
+    local_ranks = [local_rank for count in counts for local_rank in range(count)]
+    if LOCAL_RANK in environment and number(environment, LOCAL_RANK) != local_ranks[rank]:
         raise UsageError(
-            f"`{LOCAL_RANK}` is {environment[LOCAL_RANK]}, and rank {rank} would be number {places[rank]} "
+            f"`{LOCAL_RANK}` is {environment[LOCAL_RANK]}, and rank {rank} would be number {local_ranks[rank]} "
             f"on its node if the ranks of `{nodes_name}` followed each other node by node",
             "start the tasks with `srun --distribution=block`",
         )
@@ -58,8 +58,8 @@ def parse(environment: Mapping[str, str]) -> tuple[int, tuple[Task, ...], str]:
     first_port = FIRST_PORT + job * PORTS_PER_JOB % PORTS
     roles = _roles(environment, size)
     tasks = tuple(
-        Task(role, roles[:position].count(role), f"{host}:{first_port + place}")
-        for position, (role, host, place) in enumerate(zip(roles, hosts, places, strict=True))
+        Task(role, roles[:position].count(role), f"{host}:{first_port + local_rank}")
+        for position, (role, host, local_rank) in enumerate(zip(roles, hosts, local_ranks, strict=True))
     )
     names = [RANK, size_name, nodes_name, counts_name or "", JOB, PARAMETER_SERVERS]
     return rank, tasks, f"Slurm ({', '.join(name for name in names if name in environment)})"

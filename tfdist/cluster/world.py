@@ -27,8 +27,8 @@ from tfdist.cluster.task import ROLES, Task, means_itself
 from tfdist.cluster.variables import number
 from tfdist.errors import UsageError
 
-# What sets the places of processes, and no addresses: rank, world size, local rank, local world size.
-PLACES = {
+# Environment variables that set no addresses: rank, world size, local rank, local world size.
+VARIABLES_OF_RANKS = {
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "mpirun of Open MPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -76,7 +76,7 @@ class World:
         """
         if environment.get(tf_config.TF_CONFIG, "").strip():
             return _of_tasks(*tf_config.parse(environment[tf_config.TF_CONFIG]), tf_config.TF_CONFIG)
-        for source, names in PLACES.items():
+        for source, names in VARIABLES_OF_RANKS.items():
             if names[0] in environment:
                 return _from_places(source, names, environment)
         if slurm.RANK in environment:

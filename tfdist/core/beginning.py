@@ -74,7 +74,7 @@ def begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: i
         getattr(model, _NEXT_PASS, 0),
     )
     begin = tuple(consensus.broadcast_from_chief(strategy, begin))
-    building.share(strategy, model)
+    building.broadcast(strategy, model)
     return begin
 
 

@@ -70,7 +70,7 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
     with tensorflow_internals.scratch_graph(strategy.scope) as outside:
         batch = tensorflow_internals.placeholders(keras_data.without_optionals(spec))
         logs = _rehearse(model, kind, batch, outside, randomness.unseeded_of(strategy))
-    _share_new(strategy, model, before)
+    _broadcast_new(strategy, model, before)
     if kind == "predict" or not isinstance(logs, dict) or set(logs) == metrics.names(model):
         return None
     return tf.nest.map_structure(_float_spec, logs)
@@ -88,18 +88,18 @@ def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None
     before = len(_variables(model))
     with tensorflow_internals.variables_made_in(strategy.scope) as outside, keras_variables.assigning_nothing():
         _rehearse(model, kind, batch, outside, randomness.unseeded_of(strategy))
-    _share_new(strategy, model, before)
+    _broadcast_new(strategy, model, before)
 
 
-def share(strategy: Strategy, model: Any) -> None:
+def broadcast(strategy: Strategy, model: Any) -> None:
     """Gives all that a model and its optimizers hold the chief's values in every process."""
-    strategy.share_variables(_variables(model))
+    strategy.broadcast_variables(_variables(model))
 
 
-def _share_new(strategy: Strategy, model: Any, before: int) -> None:
+def _broadcast_new(strategy: Strategy, model: Any, before: int) -> None:
     variables = _variables(model)
     if len(variables) > before:
-        strategy.share_variables(variables)
+        strategy.broadcast_variables(variables)
 
 
 def _variables(model: Any) -> list[Any]:

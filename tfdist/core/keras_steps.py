@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 def install() -> None:
     """Has Keras call the functions here, once; outside of a replica's step each of them calls Keras' own."""
     keras_patches.install()
-    for place, function in _IN_STEP.items():
-        keras_patches.around(place, functools.partial(_in_step, function))
-    for place, function in _DRAWS.items():
-        keras_patches.around(place, functools.partial(_drawing, function))
-    for place in ("scale_loss", "unscale_loss"):
-        keras_patches.around(place, _as_it_is)
+    for name, function in _IN_STEP.items():
+        keras_patches.around(name, functools.partial(_in_step, function))
+    for name, function in _DRAWS.items():
+        keras_patches.around(name, functools.partial(_drawing, function))
+    for name in ("scale_loss", "unscale_loss"):
+        keras_patches.around(name, _as_it_is)
 
 
 def _in_step(function: Callable[..., Any], original: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -255,7 +255,7 @@ def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs
     is_first = not programs.any_made(model, kind)
     program = programs.program(strategy, model, kind, feed)
     if is_first and kind == "train":
-        building.share(strategy, model)
+        building.broadcast(strategy, model)
     model.reset_metrics()
     program.begin_epoch()
     logs = program.run(feed.start(0, 0), 0, 1).logs

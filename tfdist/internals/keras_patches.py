@@ -31,7 +31,7 @@ _thread = _Thread()
 
 
 # The functions of Keras that can be replaced, see `around`.
-PLACES: dict[str, tuple[Any, str]] = {
+REPLACEABLE: dict[str, tuple[Any, str]] = {
     "loss": (keras.losses.Loss, "__call__"),
     "reduce_weighted_values": (loss_module, "reduce_weighted_values"),
     "reduce_values": (loss_module, "reduce_values"),
@@ -64,9 +64,9 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-def around(place: str, call: Callable[..., Any]) -> None:
-    """From now on Keras' function at a place of `PLACES` is `call(original, *args, **named)`."""
-    owner, name = PLACES[place]
+def around(function: str, call: Callable[..., Any]) -> None:
+    """From now on Keras' function with a name of `REPLACEABLE` is `call(original, *args, **named)`."""
+    owner, name = REPLACEABLE[function]
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -44,12 +44,12 @@ def step_operations(model: str, spec: Any, batch_size: int, options: Mapping[str
 def _operations(layer: Any, length: int) -> int:
     """Forward FLOPs per example: 2 x kernel size x output positions.
 
-    A recurrent layer makes a state at each of the `length` places of its input, whichever of them it returns.
+    A recurrent layer makes a state at each of the `length` positions of its input, whichever of them it returns.
     """
     kernels = [weight for weight in layer.trainable_weights if len(weight.shape) >= 2]
     if not kernels or isinstance(layer, keras.layers.Embedding):  # looked up, not multiplied
         return 0
     output = keras.tree.flatten(layer.output)[0]
     recurrent = isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional)
-    places = length if recurrent else math.prod(size or length for size in output.shape[1:-1])
-    return sum(2 * math.prod(kernel.shape) * places for kernel in kernels)
+    positions = length if recurrent else math.prod(size or length for size in output.shape[1:-1])
+    return sum(2 * math.prod(kernel.shape) * positions for kernel in kernels)

@@ -87,7 +87,7 @@ class Session:
 
         def feed(split: str, **options: Any) -> Any:
             if _keeps_streams(config):
-                options["places"] = True
+                options["stream_positions"] = True
             return source.feed(split, config.batch_size, world=strategy.world, seed=config.seed, **options)
 
         train = feed("train", augment=config.augment)

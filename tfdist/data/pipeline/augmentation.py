@@ -153,10 +153,10 @@ def random_boxes(picture_size: tf.Tensor, draws: tf.Tensor, area: tuple[float, f
     """
     import tensorflow as tf
 
-    share = area[0] + draws[:, 0] * (area[1] - area[0])
+    fraction = area[0] + draws[:, 0] * (area[1] - area[0])
     low, high = np.log(CROPPED_RATIO).astype(np.float32)
     ratio = tf.exp(low + draws[:, 1] * (high - low)) * tf.cast(picture_size[0] / picture_size[1], tf.float32)
-    height, width = tf.minimum(tf.sqrt(share / ratio), 1.0), tf.minimum(tf.sqrt(share * ratio), 1.0)
+    height, width = tf.minimum(tf.sqrt(fraction / ratio), 1.0), tf.minimum(tf.sqrt(fraction * ratio), 1.0)
     top, left = draws[:, 2] * (1 - height), draws[:, 3] * (1 - width)
     sides = tf.stack([top, left, top + height, left + width], axis=1)
     return tf.where(draws[:, 4:5] < 0.5, sides, tf.gather(sides, [0, 3, 2, 1], axis=1))

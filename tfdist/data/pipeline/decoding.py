@@ -222,8 +222,8 @@ def _whole(found: tf.Tensor, size: Any, keep_all: bool) -> tf.Tensor:
         return tf.constant([[0.0, 0.0, 1.0, 1.0]])
     height, width = tf.cast(found[0], tf.float32), tf.cast(found[1], tf.float32)
     scale = tf.minimum(height / size[0], width / size[1])
-    share = tf.stack([scale * size[0] / height, scale * size[1] / width])
-    return tf.concat([(1 - share) / 2, (1 + share) / 2], 0)[tf.newaxis]
+    fraction = tf.stack([scale * size[0] / height, scale * size[1] / width])
+    return tf.concat([(1 - fraction) / 2, (1 + fraction) / 2], 0)[tf.newaxis]
 
 
 def _is_class(mask: Any, spec: DataSpec) -> Any:

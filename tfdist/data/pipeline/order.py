@@ -58,7 +58,7 @@ def streams(examples: int, batch_size: int) -> np.ndarray:
     return rows.T.reshape(-1)
 
 
-def places(examples: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+def stream_positions(examples: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The stream of each stored example in `streams`, and its position in the stream.
 
     Returns:

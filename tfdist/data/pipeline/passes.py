@@ -62,7 +62,7 @@ class Passes:
         return self._pass + (self.position > 0)
 
     @property
-    def place(self) -> dict[str, int]:
+    def position_in_passes(self) -> dict[str, int]:
         """Where the data stand, as `resume` takes it."""
         return {"number": self._pass, "position": self.position}
 

@@ -90,9 +90,9 @@ class PictureSource(Source):
         seed: int = 0,
         shuffle: bool | None = None,
         augment: str = "none",
-        places: bool = False,
+        stream_positions: bool = False,
     ) -> Feed:
-        del places  # pictures are in no stream
+        del stream_positions  # pictures are in no stream
         if self.in_memory(split, self.augmentation(augment)):
             return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
         from tfdist.data.pipeline.file_feed import FileFeed

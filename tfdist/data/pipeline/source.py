@@ -190,7 +190,7 @@ class Source:
         seed: int = 0,
         shuffle: bool | None = None,
         augment: str = "none",
-        places: bool = False,
+        stream_positions: bool = False,
     ) -> Feed:
         """A split as `strategy.fit(model, feed)`, `evaluate` and `predict` take it: all epochs of global batches.
 
@@ -201,8 +201,8 @@ class Source:
             seed: with the epoch, all that order and augmentation depend on.
             shuffle: whether to shuffle; None shuffles "train" alone. Characters stay in order.
             augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
-            places: of characters, x is a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row in its
-                batch, and "position" `[b]`, how many come before it in that stream: for models that keep a state.
+            stream_positions: of characters, x is a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row in
+                its batch, and "position" `[b]`, how many come before it in that stream: for models that keep a state.
 
         Raises:
             UsageError: a batch size below 1, or an augmentation that the examples cannot have.
@@ -210,7 +210,9 @@ class Source:
         """
         del world
         augmentation = self.augmentation(augment)
-        return self._array_feed(split, global_batch_size, seed, shuffle, augmentation, on_host=False, places=places)
+        return self._array_feed(
+            split, global_batch_size, seed, shuffle, augmentation, on_host=False, stream_positions=stream_positions
+        )
 
     def pipeline(
         self,
@@ -297,7 +299,7 @@ class Source:
         augmentation: Augmentation | None,
         *,
         on_host: bool,
-        places: bool = False,
+        stream_positions: bool = False,
     ) -> ArrayFeed:
         from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
 
@@ -306,8 +308,8 @@ class Source:
         if on_host and split not in self._tensors:
             # TensorFlow copies what it is given: once for all epochs, not once an epoch.
             self._tensors[split] = tensors(*arrays, on_host=True)
-        if places:
-            stream, position = order.places(len(arrays[1]), batch_size)
+        if stream_positions:
+            stream, position = order.stream_positions(len(arrays[1]), batch_size)
             arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
         held = self._tensors[split] if on_host else tensors(*arrays)
         return ArrayFeed(held, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed))
