@@ -30,16 +30,20 @@ strategy.fit(model, x, x[:, :1], batch_size=8, epochs=3, verbose=0, callbacks=[S
 # In one piece, since the others write there too.
 sys.stdout.write("END\\n")
 """
-ENGINES = pytest.mark.parametrize(
-    ("strategy", "options", "launch"),
-    [
-        pytest.param("multiworker", {}, (), id="sockets"),
-        pytest.param("multiworker", {"communication": "ring"}, (), id="ring", marks=THOROUGH),
-        pytest.param("horovod", {}, (), id="Gloo"),
-        pytest.param("horovod", {}, ("--mpi",), id="MPI", marks=THOROUGH),
-        pytest.param("mpi_split", {}, ("--mpi",), id="mpi4py"),
-    ],
-)
+ENGINES = {
+    "sockets": ("multiworker", {}, ()),
+    "ring": ("multiworker", {"communication": "ring"}, ()),
+    "Gloo": ("horovod", {}, ()),
+    "MPI": ("horovod", {}, ("--mpi",)),
+    "mpi4py": ("mpi_split", {}, ("--mpi",)),
+}
+
+
+def engines(*quick):
+    """Runs a test over all engines; all but the `quick` ones are left to `make test-all`."""
+    marks = {name: () if name in quick else THOROUGH for name in ENGINES}
+    cases = [pytest.param(*case, id=name, marks=marks[name]) for name, case in ENGINES.items()]
+    return pytest.mark.parametrize(("strategy", "options", "launch"), cases)
 
 
 def busy(tmp_path, strategy, launch, seconds, **options):
@@ -52,7 +56,7 @@ def busy(tmp_path, strategy, launch, seconds, **options):
     return RunningJob(*arguments, cwd=tmp_path)
 
 
-@ENGINES
+@engines("sockets")
 def test_a_chief_that_saves_for_longer_than_others_may_be_silent_is_waited_for(tmp_path, strategy, options, launch):
     with busy(tmp_path, strategy, launch, 10, timeout_seconds=3.0, **options) as job:
         code, out, err = job.end()
@@ -63,7 +67,7 @@ def test_a_chief_that_saves_for_longer_than_others_may_be_silent_is_waited_for(t
     assert re.search(rf"Waiting for {who} 0\b.*: alive, and busy for [3-6] s so far", line)
 
 
-@ENGINES
+@engines("Gloo")
 def test_that_wait_can_be_bounded(tmp_path, strategy, options, launch):
     limits = {"timeout_seconds": 2.0, "callback_timeout_seconds": 4.0}
     with busy(tmp_path, strategy, launch, 100, **limits, **options) as job:
@@ -74,7 +78,7 @@ def test_that_wait_can_be_bounded(tmp_path, strategy, options, launch):
     assert "Traceback" not in out + err
 
 
-@ENGINES
+@engines("sockets", "mpi4py")
 def test_one_that_is_stopped_while_it_is_busy_is_found_in_time(tmp_path, strategy, options, launch):
     with busy(tmp_path, strategy, launch, 100, timeout_seconds=5.0, **options) as job:
         job.wait_for(lambda: _said(tmp_path, "saving"))

@@ -238,6 +238,8 @@ data = {
     "generator": dict(x=per_process(batch for batch in batches(mine))),
     "PyDataset": dict(x=per_process(Sequence()), shuffle=False),
 }
+if "quick" in options:
+    data = {case: data[case] for case in ("arrays", "dataset of unknown length", "generator")}
 expected, found = {}, {}
 for case, arguments in data.items():
     epochs = 1 if case == "generator" else 2
@@ -259,12 +261,15 @@ print(json.dumps([found, expected]), flush=True)
 """
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("workers", "which"), [(2, ["quick"]), *(pytest.param(n, [], marks=pytest.mark.thorough) for n in (2, 3))]
+)
 @pytest.mark.parametrize(("strategy", "options"), ENGINES)
 def test_parts_of_each_process_give_what_one_device_makes_of_them_together(
-    tmp_path, script, strategy, options, workers
+    tmp_path, script, strategy, options, workers, which
 ):
-    found, expected = printed(script, OWN_PARTS, strategy, json.dumps(options), cwd=tmp_path, workers=workers)
+    arguments = (strategy, json.dumps(options), *which)
+    found, expected = printed(script, OWN_PARTS, *arguments, cwd=tmp_path, workers=workers)
     for case, values in expected.items():
         for value, wanted in zip(found[case], values, strict=True):
             np.testing.assert_allclose(value, wanted, rtol=5e-5, atol=5e-5, err_msg=case)

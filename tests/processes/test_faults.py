@@ -42,7 +42,7 @@ def test_a_run_leaves_the_chiefs_files_and_the_same_history_in_every_rank(unbrok
     assert sorted(path.name for path in (unbroken / "rank-1").iterdir()) == ["history.csv", "log.txt", "run.json"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_all_end_when_a_worker_is_killed_and_the_error_names_it(tmp_path, rank):
     run_dir = tmp_path / "run"
     with train(*LONG, run_dir=run_dir) as job:

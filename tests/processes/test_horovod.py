@@ -274,7 +274,8 @@ class TestFaults:
         assert record(tmp_path / "run")["status"] == "failed"
         assert reason in record(tmp_path / "run")["reason"]
 
-    @RATHER_MPI
+    @THOROUGH  # as under `mpi_split`
+    @ENGINES
     def test_all_end_when_a_rank_raises_and_it_is_named(self, tmp_path, engine, script):
         began = time.monotonic()
         done = run(sys.executable, "-m", "tfdist.launch", "--verbose", *engine, script, "{}", "--raise", cwd=tmp_path)

@@ -132,12 +132,14 @@ def test_values_cross_the_processes(over):
 
 
 def test_the_launcher_starts_it_over_gloo(tmp_path):
-    (tmp_path / "which.py").write_text("import tfdist.horovod as hvd; hvd.init(); print('gloo', hvd.gloo_enabled())")
-    for program in (["which.py"], ["-m", "tests.processes.facade_job", tmp_path, "sgd", "values"]):
-        with RunningJob("--verbose", "--workers", SIZE, *program, cwd=tmp_path) as job:
-            code, out, err = job.end()
-        assert code == 0, err
-        assert out.count("gloo True") == (SIZE if program == ["which.py"] else 0)
+    (tmp_path / "which.py").write_text(
+        "import runpy; import tfdist.horovod as hvd; hvd.init(); print('gloo', hvd.gloo_enabled(), flush=True)\n"
+        "runpy.run_module('tests.processes.facade_job', run_name='__main__')"
+    )
+    with RunningJob("--verbose", "--workers", SIZE, "which.py", tmp_path, "sgd", "values", cwd=tmp_path) as job:
+        code, out, err = job.end()
+    assert code == 0, err
+    assert out.count("gloo True") == SIZE
     results = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(SIZE)]
     check_equal_to_one_process(results[0], ["sgd"])
     assert [found["values"]["size"] for found in results] == [SIZE] * SIZE

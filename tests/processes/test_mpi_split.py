@@ -135,7 +135,7 @@ def test_a_run_resumed_at_the_end_of_an_epoch_equals_an_unbroken_one(tmp_path):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
 def test_all_end_when_a_rank_is_killed_or_stopped_and_it_is_named(tmp_path, number):
     with train(*LONG, run_dir=tmp_path / "run", strategy="mpi_split") as job:
         job.wait_for(lambda: epochs_done(tmp_path / "run") >= 2)

@@ -24,7 +24,7 @@ from tests.processes.test_contract import CALLBACKS, EQUALITY, ORDER, equality_c
 from tfdist.errors import UsageError
 
 # What is done otherwise to a variable in parts; with several servers, the contract's variables all are.
-SHARDED = ["adamw", "lamb", "ema", "gradient accumulation", "constraint", "sparse gradients, adam", "auc"]
+SHARDED = ["lamb", "ema", "gradient accumulation", "sparse gradients, adam"]
 WHOLE = ["remainder 1", "mixed float16, inf on one replica", "own train_step"]
 
 SCRIPT = """
@@ -274,12 +274,10 @@ def test_processes_that_disagree_are_refused_with_each_ones_value(tmp_path):
             assert "`--batch-size`: chief 0" in err and "has `64`, worker 0" in err and "has `32`" in err
 
 
-def test_a_killed_parameter_server_is_named_and_the_job_goes_on_from_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_killed_parameter_server_is_named_and_the_job_goes_on_from_its_checkpoint(tmp_path, compared):
     """With a part of every variable on each server: the checkpoint has them whole, and gives each its part again."""
     options = ("--epochs", "6", "--limit", "640", "--ps", "2", "--staleness", "0", "--shard-bytes", "0")
-    with serving(*options, run_dir=tmp_path / "unbroken") as job:
-        code, _, err = job.end()
-    assert code == 0, err
     run_dir = tmp_path / "run"
     with serving(*options, "--restarts", "1", run_dir=run_dir) as job:
         code, _, err = after_two_epochs(job, run_dir, "ps", 1, signal.SIGKILL)
@@ -287,8 +285,12 @@ def test_a_killed_parameter_server_is_named_and_the_job_goes_on_from_its_checkpo
     assert "ps 1 was ended by SIGKILL" in err
     assert "Starting the job again, 1 of 1" in err
     assert [epoch["epoch"] for epoch in record(run_dir)["epochs"]] == list(range(1, 7))
-    for found, wanted in zip(weights(run_dir), weights(tmp_path / "unbroken"), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    if compared:
+        with serving(*options, run_dir=tmp_path / "unbroken") as job:
+            code, _, err = job.end()
+        assert code == 0, err
+        for found, wanted in zip(weights(run_dir), weights(tmp_path / "unbroken"), strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.thorough
