@@ -108,6 +108,17 @@ def test_each_type_is_scattered_and_rows_that_do_not_divide_belong_to_nobody(dty
     np.testing.assert_array_equal(np.array(parts, np.float64).reshape(-1), 3.0 * np.arange(3 * rows))
 
 
+@pytest.mark.parametrize("dtype", [tf.complex64, tf.complex128])
+def test_complex_numbers_are_added_with_their_imaginary_parts(dtype):
+    def sums(found):
+        values = tf.cast(tf.complex([1.0, 2.0, 3.0, 4.0], float(found.rank)), dtype)
+        return found.all_reduce([values], "whole")[0].numpy(), found.reduce_scatter(values, "parts").numpy()
+
+    for rank, (whole, part) in enumerate(together(2, sums)):
+        np.testing.assert_array_equal(whole, np.array([2, 4, 6, 8]) + 1j)
+        np.testing.assert_array_equal(part, whole[2 * rank : 2 * rank + 2])
+
+
 def test_a_scattered_sum_sends_each_byte_of_the_other_parts_once():
     def sent(found):
         counted, send = [], found._send_some

@@ -77,6 +77,8 @@ class Communicator:
 
     def reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Part `rank` of the sum of `tensor` `[size * n, ...]` over the processes: `[n, ...]`."""
+        if tensor.dtype.is_complex:
+            return _given_back(self.reduce_scatter(_carried(tensor), name), tensor.dtype)
         if tensor.dtype in self.added:
             return self._reduce_scatter(opaque(tensor), name)
         return tf.cast(self._reduce_scatter(opaque(tf.cast(tensor, _wide(tensor.dtype))), name), tensor.dtype)
@@ -138,6 +140,8 @@ class Communicator:
     def _all_reduce_one(self, tensor: Any, name: str) -> Any:
         if isinstance(tensor, tf.IndexedSlices):
             return self._all_reduce_slices(tensor, name)
+        if tensor.dtype.is_complex:
+            return _given_back(self._all_reduce_one(_carried(tensor), name), tensor.dtype)
         if tensor.dtype in self.added:
             return self._sum(opaque(tensor), name)
         if tensor.dtype == tf.bfloat16:
