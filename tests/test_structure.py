@@ -1,4 +1,4 @@
-"""The house as DESIGN has it: who imports whom, read from the source, imports inside functions included."""
+"""The structure of the package: what imports what, read from the source, imports inside functions included."""
 
 import ast
 import graphlib
@@ -82,10 +82,28 @@ def test_no_files_import_each_other_in_a_circle(house):
     assert not circle(house)
 
 
-def test_no_rooms_import_each_other_in_a_circle(house):
-    rooms = {}
+@pytest.fixture(scope="module")
+def rooms(house):
+    """The rooms that each room imports from."""
+    found = {}
     for name, imported in house.items():
-        rooms.setdefault(room(name), set()).update({room(other) for other in imported} - {room(name)})
+        found.setdefault(room(name), set()).update({room(other) for other in imported} - {room(name)})
+    return found
+
+
+def test_the_picture_in_contributing_is_that_of_the_code(rooms):
+    """A room stands one floor above the highest room that it imports from."""
+    floors = []
+    left = dict(rooms)
+    while left:
+        floor = sorted(name for name, imported in left.items() if not imported & set(left))
+        floors.append(", ".join(name.removeprefix("tfdist.") for name in floor))
+        left = {name: imported for name, imported in left.items() if name not in floor}
+    picture = "\n".join(reversed(floors))
+    assert picture in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), f"put this there:\n{picture}"
+
+
+def test_no_rooms_import_each_other_in_a_circle(rooms):
     assert {"tfdist.core", "tfdist.cluster", "tfdist.strategies"} <= set(rooms)
     assert not circle(rooms)
 
