@@ -187,6 +187,8 @@ def possible(case):
         callbacks = tuple(name for name in callbacks if name != "swapped averages")
     if case.data != "arrays" or case.class_weights or case.examples < 2:
         changes["validation"] = "none" if case.validation == "split" else case.validation
+    if "tokens and positions of one table" in case.layers:
+        changes["eager"] = False  # docs/contract.md: without a graph the two lookups cannot be distinguished
     # A weight per example does not weigh positions: Keras lays it along them where there are as many of both.
     if case.loss == "dice of each channel" or case.target == "tags":
         changes["sample_weights"] = False
