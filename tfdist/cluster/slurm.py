@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from tfdist.cluster.environment_values import number, shortened
 from tfdist.cluster.task import Task
-from tfdist.cluster.variables import number, shortened
 from tfdist.errors import UsageError
 
 RANK = "SLURM_PROCID"

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, ValidationError
 
+from tfdist.cluster.environment_values import shortened
 from tfdist.cluster.task import ROLES, Task, means_itself
-from tfdist.cluster.variables import shortened
 from tfdist.errors import UsageError
 
 TF_CONFIG = "TF_CONFIG"

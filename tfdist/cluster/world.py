@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import slurm, tf_config
+from tfdist.cluster.environment_values import number
 from tfdist.cluster.task import ROLES, Task, means_itself
-from tfdist.cluster.variables import number
 from tfdist.errors import UsageError
 
 # Environment variables that set no addresses: rank, world size, local rank, local world size.
