@@ -169,7 +169,8 @@ def mean(replica: Replica, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return replica.all_reduce(
         [
             share.weigh(replica, value)
-            if dependencies.depends_on(value, replica.data, replica.alike)
+            # A number that is there before the graph is run is the same on all replicas.
+            if tf.is_symbolic_tensor(value) and dependencies.depends_on(value, replica.data, replica.alike)
             else _if_first(replica, value)
             for value in values
         ]

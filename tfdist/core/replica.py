@@ -106,7 +106,7 @@ class Replica:
     def know(self, reduced: list[Any]) -> list[Any]:
         """Notes that these gradients are those of the global batch already; returns them."""
         self._reduced += reduced
-        self.alike += [gradient for gradient in reduced if isinstance(gradient, tf.Tensor)]
+        self.alike += [one for one in reduced if isinstance(one, tf.Tensor) and tf.is_symbolic_tensor(one)]
         return reduced
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
