@@ -137,6 +137,19 @@ def run_script(script, *arguments, cwd, options=()):
     return done.stdout
 
 
+def launched(*arguments, cwd, timeout):
+    """A job that the launcher has started, once it has ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "tfdist.launch", *arguments],
+        cwd=cwd,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+
+
 class Several:
     """Scripts that the processes of one job run one after the other: starting it takes longer than most of them.
 
@@ -152,16 +165,8 @@ class Several:
         for name, (text, _) in scripts.items():
             (folder / f"{name}.py").write_text(text)
         what = json.dumps([[name, arguments] for name, (_, arguments) in scripts.items()])
-        launch = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), *options]
-        self._done = subprocess.run(
-            [*launch, "-m", "tests.processes.several", str(folder), what],
-            cwd=folder,
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
+        program = ("-m", "tests.processes.several", str(folder), what)
+        self._done = launched("--workers", str(workers), *options, *program, cwd=folder, timeout=600)
 
     def printed(self, name):
         """What each process has printed in this script, by rank."""

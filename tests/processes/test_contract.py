@@ -1,13 +1,11 @@
 """The contract suite, run by the processes of a job together: each of them passes all of its tests."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes.jobs import ROOT, clean_environment
+from tests.processes.jobs import ROOT, launched
 
 EQUALITY, CALLBACKS, CALL, ORDER, STEPS, BUILDING, BETWEEN_STEPS = (
     f"tests/contract/test_{name}.py"
@@ -33,20 +31,9 @@ QUICK_CALLBACKS = "EarlyStopping or CSVLogger or all_hooks or backup_and_restore
 
 def run_together(strategy, workers, *arguments, cwd, ps=0, options=()):
     """Runs the tests `arguments` in every process of a job, and returns pytest's last line in the chief."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--ps", str(ps)),
-            *options,
-            *("--log-dir", str(cwd / "logs"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *("--strategies", strategy, *arguments),
-        ],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1800,
-    )
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--strategies", strategy, *arguments)
+    processes = ("--workers", str(workers), "--ps", str(ps), *options)
+    done = launched(*processes, "--log-dir", str(cwd / "logs"), *tests, cwd=ROOT, timeout=1800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     return done.stdout.splitlines()[-1]
 

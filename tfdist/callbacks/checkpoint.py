@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import resume
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
@@ -145,9 +144,8 @@ class Checkpoint(ClockedCallback):
         """The seed of the order of examples in the checkpoint to go on from; `None` without one."""
         if not self.resume:
             return None
-        with warnings.catch_warnings(action="ignore"):  # of a damaged file, which `on_train_begin` tells
-            header = checkpoint_format.latest(self.folder)
-        return None if header is None else header.seed
+        stored = self._store.read_ahead()
+        return None if stored is None else stored.header.seed
 
     def batches_until_hook(self, batch: int) -> int | None:
         """To the next multiple of `every_steps`."""

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import keras
-
 from tfdist.core import metrics, programs, steps_per_call
 from tfdist.core.inner_loop import Program
 from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.passes import Passes
+from tfdist.internals import keras as keras_internals
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -132,7 +131,7 @@ class EpochRunner:
     def _steps_at_most(self) -> int | None:
         """The bound on the steps of a call, `None` for no bound but the clock's."""
         # The inner loop watches Keras' own loss for NaN; that of a user's step is seen in the logs of a call.
-        own_step = self._kind == "train" and type(self._model).train_step is not keras.Model.train_step
+        own_step = self._kind == "train" and keras_internals.has_own_step(self._model, "train")
         unwatched = own_step and steps_per_call.stops_at_nan(self._callbacks.callbacks)
         # The outputs of each call go to the host; a loop that is no graph gains nothing from being long.
         if self._kind == "predict" or self._model.run_eagerly or unwatched:

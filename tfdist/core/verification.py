@@ -60,7 +60,6 @@ def verify(strategy: Strategy, model: Any, batches: Sequence[Any]) -> Report:
     Raises:
         VerificationError: they differ, in any of the processes.
     """
-    require_as_one_device(strategy)
     exact_step.install()
     groups = training_state.variables(model)
     unseeded = [randomness.unseeded_of(strategy).state]

@@ -100,10 +100,9 @@ async def copy(
             part = b"".join(prefix + line + b"\n" for line in lines)
         if out is not None:
             await out.write(part)
-    if noise is not None and out is not None:
-        await out.write(noise.end())
-    if begun and out is not None:
-        await out.write(prefix + begun + b"\n")
+    rest = begun + (noise.end() if noise is not None else b"")
+    if rest and out is not None:
+        await out.write(prefix + rest + b"\n" if by_line else rest)
 
 
 async def _read_some(reader: asyncio.StreamReader) -> bytes:

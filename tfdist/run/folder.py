@@ -41,12 +41,10 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
         self.path = Path(path)
-        try:
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
         found = sorted(name for name in _NAMES if (self.path / name).exists())
         if found and not resume:
             names = ", ".join(f"`{name}`" for name in found)
@@ -135,16 +133,12 @@ class RunFolder:
         """
         if not record.epochs:
             return
-        try:
+        with writing(self.curves):
             files.write_whole(self.curves, lambda path: curves.draw(record, path))
-        except OSError as error:
-            raise _cannot_write(self.curves, error) from error
 
     def _write_text(self, path: Path, text: str) -> None:
-        try:
+        with writing(path):
             files.write_text(path, text)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
 
 
 _NAMES = (
@@ -160,8 +154,8 @@ _NAMES = (
 
 
 @contextlib.contextmanager
-def writing(folder: RunFolder) -> Iterator[None]:
-    """In this context an error of the file system is reported as one of the run folder.
+def writing(path: Path) -> Iterator[None]:
+    """In this context an error of the file system is reported as one of the run folder, at `path` in it.
 
     Raises:
         RunFolderError: a file cannot be written.
@@ -170,8 +164,8 @@ def writing(folder: RunFolder) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFolderError(
-            f"The run folder `{folder.path}` cannot be written: {error.strerror}",
-            "make room, or choose another `--run-dir`",
+            f"The run folder cannot be written: `{path}`: {error.strerror or error}",
+            "choose a folder that you can write, with room on its disk, with `--run-dir`",
         ) from error
 
 
@@ -207,13 +201,6 @@ def load_record(path: str | os.PathLike[str]) -> RunRecord:
 
 class _Versioned(BaseModel):
     schema_version: int = Field(ge=1)
-
-
-def _cannot_write(path: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        f"The run folder cannot be written: `{path}`: {error.strerror or error}",
-        "choose a folder that you can write, with room on its disk, with `--run-dir`",
-    )
 
 
 def _invalid(file: Path, problem: str) -> RunFolderError:

@@ -113,7 +113,7 @@ class Session:
         if source.spec.examples["test"]:
             self.record.test_metrics = strategy.evaluate(model, feed("test"), return_dict=True, verbose=0)
         if strategy.world.is_chief:
-            with writing(self.folder):
+            with writing(self.folder.path):
                 files.write_whole(self.folder.model, model.save)
             self.usage = usage.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
@@ -162,7 +162,7 @@ class Session:
         if source is not None:
             return source
         paths = {name: getattr(self.folder, name) for name in of_chief if data.knows(self.config.dataset, name)}
-        with writing(self.folder):
+        with writing(self.folder.path):
             for name, path in paths.items():
                 text.write_vocabulary(path, of_chief[name])
         return self._load(**{name: str(path) for name, path in paths.items()})
@@ -246,7 +246,7 @@ class Session:
         """Leaves what the task shows in the run's folder; a model that was compiled already has another task."""
         assert self.record is not None
         run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
-        with writing(self.folder):
+        with writing(self.folder.path):
             tasks.show(run)
         self._shown = run.files
         if run.scores:
@@ -254,7 +254,7 @@ class Session:
 
     def _keep_profile(self) -> None:
         text = trace.as_text(trace.summarize(self.folder.tensorboard))
-        with writing(self.folder):
+        with writing(self.folder.path):
             files.write_text(self.folder.profile, text + "\n")
         self._show(text)
 

@@ -35,7 +35,7 @@ def keep(folder: RunFolder, strategy: Any, source: data.Source) -> None:
         facts |= {f"the words of `{split}`": _fingerprint_of_numbers(source, split) for split in splits}
         consensus.require_equal(strategy, facts)
     if strategy.world.is_chief:
-        with writing(folder):
+        with writing(folder.path):
             for name, tokens in found.items():
                 text.keep_vocabulary(getattr(folder, name), tokens)
 

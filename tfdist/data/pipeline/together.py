@@ -43,7 +43,7 @@ def shared(feed: Feed, strategy: Strategy) -> Feed:
     if isinstance(feed, ArrayFeed):
         mine = fingerprint(feed.arrays).numpy().tobytes().hex()
         consensus.require_equal_fingerprints(strategy, "arrays", mine)
-    return _SharedFeed(feed, given(strategy)) if isinstance(feed, DatasetFeed) else feed
+    return _SharedFeed(feed, strategy) if isinstance(feed, DatasetFeed) else feed
 
 
 def fingerprint(data: Any, before: tf.Tensor | None = None) -> tf.Tensor:
@@ -63,14 +63,9 @@ def _fingerprint(row: tf.Tensor) -> tf.Tensor:
 
 
 class Given:
-    """The batches that this process was given so far, as one fingerprint.
+    """The batches that this process was given so far, as one fingerprint."""
 
-    Args:
-        numbers_of_all: a whole number of each process, by rank: int32 `[world_size]` of an int32 scalar, in a graph.
-    """
-
-    def __init__(self, numbers_of_all: Callable[[tf.Tensor], tf.Tensor]):
-        self.numbers_of_all = numbers_of_all
+    def __init__(self) -> None:
         with tf.init_scope(), without_strategy(), tf.device("CPU:0"):
             self._seen = tf.Variable(tf.zeros([1, 8], tf.uint8), trainable=False)
 
@@ -93,7 +88,7 @@ _given: weakref.WeakKeyDictionary[Any, Given] = weakref.WeakKeyDictionary()
 def given(strategy: Strategy) -> Given:
     """The batches that this process was given so far, for a strategy of several processes."""
     if strategy not in _given:
-        _given[strategy] = Given(strategy.numbers_of_all)
+        _given[strategy] = Given()
     return _given[strategy]
 
 
@@ -125,11 +120,11 @@ class _Around(Feed):
 
 
 class _SharedFeed(_Around):
-    """A feed whose batches are alike in all processes; `given` takes note of them."""
+    """A feed whose batches are alike in all processes, which take note of them."""
 
-    def __init__(self, feed: DatasetFeed, given: Given):
+    def __init__(self, feed: DatasetFeed, strategy: Strategy):
         super().__init__(feed)
-        self._given = given
+        self._strategy = strategy
         self._endless = feed.endless
 
     def first(self, count: int) -> list[Any]:
@@ -137,7 +132,7 @@ class _SharedFeed(_Around):
 
     @property
     def batches(self) -> Batches:
-        return SharedBatches(self._feed.batches, self._given, self._endless)
+        return SharedBatches(self._feed.batches, given(self._strategy), self._strategy.numbers_of_all, self._endless)
 
 
 class PartFeed(_Around):
@@ -186,7 +181,7 @@ class JoinedFeed(_Around):
         # The end of this process' data is to be seen, whatever it is for the loop.
         own = replace(own, even=False) if isinstance(own, ArrayBatches) else replace(own, length_known=False)
         world = self._strategy.world
-        return JoinedBatches(own, world.rank, world.world_size, self._length_known, given(self._strategy))
+        return JoinedBatches(own, world.rank, world.world_size, self._length_known, self._strategy.numbers_of_all)
 
 
 @dataclass(frozen=True)
@@ -201,12 +196,17 @@ class Found:
         return self.there
 
 
+# A whole number of each process, by rank: int32 `[world_size]` of an int32 scalar, in a graph.
+NumbersOfAll = Callable[[tf.Tensor], tf.Tensor]
+
+
 @dataclass(frozen=True)
 class SharedBatches(Batches):
     """Batches that are alike in all processes, which end together."""
 
     whole: Batches
     given: Given
+    numbers_of_all: NumbersOfAll
     endless: bool
 
     def of_any_length(self) -> SharedBatches:
@@ -225,7 +225,7 @@ class SharedBatches(Batches):
         _either(there, lambda: self.given.note(batch.get_value()), self.given.forget)
         if not self.endless:
             # One that has no further batch must not leave the others alone in the middle of a step.
-            there = tf.reduce_all(self.given.numbers_of_all(tf.cast(there, tf.int32)) > 0)
+            there = tf.reduce_all(self.numbers_of_all(tf.cast(there, tf.int32)) > 0)
         return Found(there, batch.get_value)
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
@@ -263,7 +263,7 @@ class JoinedBatches(Batches):
     rank: int
     world_size: int
     length_known: bool
-    given: Given
+    numbers_of_all: NumbersOfAll
 
     def of_any_length(self) -> JoinedBatches:
         return replace(self, part_of=self.part_of.of_any_length())
@@ -273,7 +273,7 @@ class JoinedBatches(Batches):
         if not self.part_of.length_known:
             mine = _value_or_nothing(mine)
         examples = next(batch_parts.length(tensor) for tensor in tree.flatten(mine) if tensor is not None)
-        sizes = self.given.numbers_of_all(tf.cast(examples, tf.int32))
+        sizes = self.numbers_of_all(tf.cast(examples, tf.int32))
         if self.length_known:
             return mine, sizes
         return Found(tf.reduce_sum(sizes) > 0, lambda: (mine, sizes))
