@@ -1,6 +1,7 @@
 """Three logical CPU devices for every test, or the other processes of its job, before anything starts TensorFlow."""
 
 import os
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -37,6 +38,17 @@ def pytest_addoption(parser):
         default="single,mirrored,custom",
         help="strategies that the contract suite holds to its promises; `stock_mirrored` is Keras' own fit",
     )
+
+
+@pytest.fixture
+def working_folder(tmp_path, monkeypatch):
+    """An empty working directory whose modules can be imported, and are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -308,18 +308,6 @@ def test_an_unknown_option_lists_the_known_ones():
 # The user's own
 
 
-@pytest.fixture
-def working_folder(tmp_path, monkeypatch) -> Iterator[Path]:
-    """An empty working directory whose modules can be imported, and are forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
 def test_the_example_of_the_documentation_is_a_dataset(working_folder):
     text = (ROOT / "docs" / "datasets.md").read_text()
     code = re.search(r"```python\n# two_moons\.py\n(.*?)```", text, re.DOTALL)

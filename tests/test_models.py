@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import math
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -300,17 +299,6 @@ def test_an_unknown_option_lists_the_known_ones():
 def test_a_convolution_over_examples_that_are_no_images_is_refused(name):
     with pytest.raises(UsageError, match=rf"`{name}` takes images .* of shape `\(16,\)`"):
         tfdist.models.build(name, spec_of(16))
-
-
-@pytest.fixture
-def working_folder(tmp_path, monkeypatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def test_the_example_of_the_documentation_is_a_model(working_folder):

@@ -377,12 +377,9 @@ def test_what_is_probably_not_meant_in_own_functions_is_told_in_sentences(tmp_pa
     ],
 )
 def test_an_own_function_that_is_written_otherwise_is_answered_with_how_to_write_it(
-    tmp_path, monkeypatch, option, name, words
+    working_folder, option, name, words
 ):
-    (tmp_path / "mine.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (working_folder / "mine.py").write_text(OWN)
     config = {"strategy": "single", "model": "mlp", "dataset": "digits"} | {option[2:]: name}
     with pytest.raises(UsageError) as refused:
         asked = configs.TrainConfig(**config)
