@@ -9,8 +9,8 @@ Synopsis:
     >>> strategies.having("elastic")
     ['horovod', 'multiworker']
 
-A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. The names, and what a module
-says about its strategy in `TRAITS`, are found without importing TensorFlow.
+A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. The names of strategies and
+their traits, the constant `TRAITS` of a module, are found without importing TensorFlow.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def names() -> list[str]:
-    """The names that `create` knows."""
+    """The names of all strategies of this folder."""
     return [name for name in registry.names(__name__) if name != "base"]
 
 
 @functools.cache
 def traits(name: str) -> Traits:
-    """What the file of the strategy `name`, or the module of the user's own `module:Class`, says in `TRAITS`.
+    """The `TRAITS` in the file of the strategy `name`, or in the module of the user's own `module:Class`.
 
     Raises:
         UnknownNameError: no strategy has that name.
@@ -54,11 +54,11 @@ def having(trait: str) -> list[str]:
 
 
 def create(name: str, **options: Any) -> Strategy:
-    """The strategy `name` with its options.
+    """Makes the strategy `name`.
 
     Args:
         name: one of `names()`, or the user's own class as `module:Class`.
-        options: of the strategy.
+        options: the keyword arguments of the strategy's class.
 
     Raises:
         UnknownNameError: no strategy, or no device, has that name.

@@ -1,7 +1,7 @@
-"""What the strategies over a `Communicator` share: one replica per process, which meets the others by its operations.
+"""What the strategies over a `Communicator` share: one replica per process, and its operations between processes.
 
 The variables are ordinary ones, a copy in each process: every process computes the same updates from the same reduced
-gradients. A metric's state is each process' own part, and is added up when it is read.
+gradients. Each process has its part of a metric's state, and the parts are summed when the metric is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfdist.strategies import base
 
 
 class CollectiveReplica(base.Replica):
-    """This process' replica while its step is traced."""
+    """The replica of this process, while its step is traced."""
 
     alone = False
 
@@ -36,7 +36,7 @@ class CollectiveReplica(base.Replica):
         super().__init__(communicator.rank, communicator.size)
         self.packing = packing
         self._communicator = communicator
-        self._exchanges = 0  # of this step so far: the same in all processes, however often each traces
+        self._exchanges = 0  # counted within the step, so that names agree however often each process traces
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         return self._communicator.all_reduce(tensors, self._next_name()) if tensors else []
@@ -53,25 +53,25 @@ class CollectiveReplica(base.Replica):
 
 
 class MultiProcessStrategy(base.Strategy):
-    """Trains on all processes of a job, of which each has one device.
+    """Trains on all processes of a job, with one device per process.
 
     Args:
         timeout_seconds: how long a process may be silent.
         callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
-            is without end.
-        start_timeout_seconds: how long the start waits for all; `None` is what the launcher says, else 60.
-        job_settings: what must be the same in all processes besides the versions.
+            is without limit.
+        start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
+        job_settings: settings that must be the same in all processes, as the versions of packages must.
         options: see `tfdist.strategies.base.Strategy`.
 
     Raises:
-        UsageError: an unknown option, or the engine is not installed.
-        ClusterError: a process is missing, or differs.
+        UsageError: an option is unknown, or the engine is not installed.
+        ClusterError: a process is missing, or has other versions or settings.
     """
 
     metrics_by_process = True
     seconds_per_call = 2.0
     packing = gradient_reduction.Packing()
-    parallel_steps = 1  # the exchanges of a step have the names of those of the step before
+    parallel_steps = 1  # exchanges are told apart by names, which each step uses again
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class MultiProcessStrategy(base.Strategy):
                 raise told from error
 
     def _explain(self, message: str) -> ClusterError | None:
-        """What an error of the engine says about the other processes; `None` if it is about none of them."""
+        """The error to raise for a message of the engine; `None` if it is not about the other processes."""
         mismatch = next((line for line in message.splitlines() if "Mismatched" in line), None)
         if mismatch is not None:
             return DisagreementError(
@@ -178,7 +178,7 @@ class MultiProcessStrategy(base.Strategy):
 
 
 def summed(communicator: Communicator, tensors: Sequence[tf.Tensor], name: str) -> list[Any]:
-    """The sums of `tensors` over the processes, sent in one buffer; `name` is that of the exchange."""
+    """The sums of `tensors` over the processes, sent in one buffer; `name` names the exchange."""
     reduce = gradient_reduction.packed(
         lambda sent: communicator.all_reduce(sent, name), gradient_reduction.Packing(None)
     )
@@ -187,10 +187,10 @@ def summed(communicator: Communicator, tensors: Sequence[tf.Tensor], name: str) 
 
 @functools.cache
 def _heartbeat(communicator: Communicator, world: World, limits: Limits) -> Heartbeat:
-    """That of this process, whose threads live as long as it does."""
+    """The heartbeat of this process, whose threads live as long as the process."""
 
     def give_up(error: ClusterError) -> None:
-        # The engine waits for ever for processes that are silent, and nothing can end its waiting.
+        # The engine waits for silent processes without limit, and its wait cannot be interrupted.
         process_exit.end_process(error, communicator.abort)
 
     return Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)

@@ -14,8 +14,8 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
     """The names of the devices to use, such as `GPU:0` or `CPU:1`.
 
     Args:
-        devices: how many, or which; `None` is all GPUs or, without a GPU, `default_cpus` logical CPU devices.
-            Without a GPU a number makes that many logical CPU devices.
+        devices: their number or their names; `None` is all GPUs or, without a GPU, `default_cpus` logical CPU devices.
+            Without a GPU, a number makes that many logical CPU devices.
 
     Raises:
         UsageError: there are not that many devices and no more can be made.
@@ -32,10 +32,10 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
 
 
 def set_threads(threads: int, alone: bool) -> None:
-    """Lets each operation compute with `threads` threads; where one thread does all, `alone`, also one after the other.
+    """Lets each operation compute with `threads` threads; with `alone`, operations run one after the other.
 
     Raises:
-        UsageError: fewer than one, or TensorFlow has already started with another number.
+        UsageError: `threads` is below 1, or TensorFlow has already started with another number.
     """
     if threads < 1:
         raise UsageError(f"`threads` is {threads}", "use 1 or more, or leave it out")

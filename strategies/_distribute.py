@@ -1,7 +1,7 @@
 """What the strategies over one of TensorFlow's own strategies share.
 
-Their scope makes the variables, a copy on each device, and their `run` calls the step on each. Those of several
-processes meet before TensorFlow's servers start.
+The scope of TensorFlow's strategy makes the variables, a copy on each device, and its `run` calls the step on each
+device. The processes of a job meet before TensorFlow's servers start.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class MirroredReplica(base.Replica):
     alone = False
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        # One by one: what is reduced in one call comes out of one operation, so that each sum seems to be computed of
-        # all the tensors. TensorFlow's graph optimizer then drops an order that follows from that (a variable is read
-        # before it is assigned), and the operation itself afterwards. Seen in TensorFlow 2.21.0.
+        # One by one: one call for several tensors makes one operation, whose every result seems to depend on every
+        # tensor. TensorFlow's graph optimizer then drops control dependencies that follow from that (a variable is
+        # read before it is assigned), and later the operation itself. Seen in TensorFlow 2.21.0.
         context = tf.distribute.get_replica_context()
         return [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in tensors]
 
@@ -65,8 +65,8 @@ class DistributeStrategy(base.Strategy):
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
-        # A callback may call `model.predict`: Keras' own fails in this scope, where a replica has no examples or other
-        # processes have some.
+        # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
+        # other processes take part in its batches.
         with keras_patches.led_to(model, self):
             return super()._in_loop(method, model, *arguments, **named)
 
@@ -85,7 +85,7 @@ class DistributeStrategy(base.Strategy):
                 )
 
     def made_outside(self, what: str) -> UsageError:
-        """The error for what was not made in the scope."""
+        """The error for a variable or a model, `what`, that was not made in the scope."""
         return UsageError(
             f"The {what} was made outside the scope of the strategy `{self.name}`",
             "make and compile the model, and make its optimizer and metrics, inside `with strategy.scope():`",
@@ -97,7 +97,7 @@ class DistributeStrategy(base.Strategy):
 
 
 def require_addresses(world: World, strategy: str) -> None:
-    """Refuses a job whose processes do not know each other's addresses."""
+    """Raises `UsageError` for a job whose processes do not know each other's addresses."""
     if world.world_size > 1 and not world.tasks:
         raise UsageError(
             f"{world.source} names no addresses, and `{strategy}` needs them",
@@ -106,16 +106,16 @@ def require_addresses(world: World, strategy: str) -> None:
 
 
 def seed_tensorflow(strategy: base.Strategy) -> None:
-    """Sets TensorFlow's global seed, unless the user has: what draws without a seed is then alike in all processes."""
+    """Sets TensorFlow's global seed, unless the user has: unseeded random operations then agree in all processes."""
     if strategy.world.world_size > 1 and global_seed() is None:
         tf.random.set_seed(strategy.seed)
 
 
 def start_timeout_seconds(wanted: float | None) -> float:
-    """How long the start waits for all processes: what is wanted, else what the launcher says, else 60.
+    """How long the start waits for all processes: `wanted`, else the launcher's setting, else 60.
 
     Raises:
-        UsageError: it is no length of time.
+        UsageError: it is not a positive, finite number.
     """
     if wanted is not None:
         return checked_seconds("start_timeout_seconds", wanted)
@@ -123,10 +123,10 @@ def start_timeout_seconds(wanted: float | None) -> float:
 
 
 def callback_timeout_seconds(wanted: float | None) -> float | None:
-    """How long a process may be busy while others wait for it; `None` is without end.
+    """How long a process may be busy while others wait for it; `None` is without limit.
 
     Raises:
-        UsageError: it is no length of time.
+        UsageError: it is not a positive, finite number.
     """
     return None if wanted is None else checked_seconds("callback_timeout_seconds", wanted)
 

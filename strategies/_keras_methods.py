@@ -1,4 +1,4 @@
-"""What users call: Keras' own methods of a model, with a strategy."""
+"""The methods of a strategy that users call: those of a Keras model, and `verify` and `prepare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.internals import keras_patches
 
 
 class KerasMethods:
-    """`fit`, `evaluate`, `predict`, those of single batches, `verify` and `prepare`, over what a strategy answers."""
+    """`fit`, `evaluate`, `predict`, their variants on one batch, `verify` and `prepare`, for any strategy."""
 
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
@@ -24,11 +24,11 @@ class KerasMethods:
         return self._in_loop("fit", model, *arguments, **named)
 
     def evaluate(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.evaluate` with this strategy: every example once, metrics merged by their state."""
+        """`keras.Model.evaluate` with this strategy: every example counts once, metrics are merged by their state."""
         return self._in_loop("evaluate", model, *arguments, **named)
 
     def predict(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """`keras.Model.predict` with this strategy: one answer an example, in the order of the input."""
+        """`keras.Model.predict` with this strategy: one output per example, in the order of the input."""
         return self._in_loop("predict", model, *arguments, **named)
 
     def train_on_batch(self, model: Any, *arguments: Any, **named: Any) -> Any:
@@ -50,20 +50,20 @@ class KerasMethods:
             return getattr(outer_loop, method)(self, model, *arguments, **named)
 
     def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        """Compares a few steps of `model` on one device and on this strategy; `model` stays as it is.
+        """Compares a few steps of `model` on one device and on this strategy, on copies of `model`.
 
-        See `tfdist.core.verification`, which says what is compared and how closely.
+        `tfdist.core.verification` says what is compared and how closely.
 
         Args:
             model: compiled.
             arguments: `x`, `y`, `batch_size`, `sample_weight` and `class_weight`, as `fit` takes them.
-            named: the same by name; and `steps`, the number of global batches, 3 unless set.
+            named: the same by name, and `steps`, the number of global batches, 3 unless set.
 
         Returns:
             The `tfdist.core.verification_report.Report`.
 
         Raises:
-            VerificationError: the steps differ by more than rounding; names the layer and the likely cause.
+            VerificationError: the steps differ by more than rounding; the error names the layer and the likely cause.
             UsageError: this strategy does not compute what one device does, by design.
         """
         return self._in_loop("verify", model, *arguments, **named)
@@ -71,8 +71,8 @@ class KerasMethods:
     def prepare(self: Any, model: Any, *, verify: bool = False) -> Any:
         """Makes Keras' `fit`, `evaluate`, `predict` and `..._on_batch` this strategy's own for `model`; returns it.
 
-        A class' own `fit` that calls `super().fit` so trains with this strategy. With `verify`, the next `fit` calls
-        `verify` with its first batches before it trains.
+        A `fit` of the model's own class that calls `super().fit` then trains with this strategy. With `verify=True`,
+        the next `fit` calls `verify` with its first batches before it trains.
         """
         self.check(model)
         if verify:
@@ -85,7 +85,7 @@ class KerasMethods:
 
 
 def _noted(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """The method `scope` of a strategy, in which models note that they are made there, see `keras_patches.Scope`."""
+    """A method `scope` whose context marks the models that are made in it, see `keras_patches.Scope`."""
 
     @functools.wraps(scope)
     def method(strategy: Any) -> contextlib.AbstractContextManager[Any]:

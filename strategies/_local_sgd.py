@@ -1,16 +1,15 @@
-"""The inner loop of processes that train each on its own part of the data, and average their weights now and then.
+"""The inner loop of local SGD: each process trains on its own part of the data, and the weights are averaged at times.
 
     run(state, first, count)
         steps up to the next averaging         Keras' plain train_step, on this process' examples alone
-        weights = their mean over the processes, weighed by the examples that each has seen since the last one;
-            and what the optimizer keeps for each weight, so that all go on from the same place
+        weights and slots = their mean over the processes, weighted by the examples of each since the last averaging
         metrics = their sums over the processes
 
-With an averaging after each step and SGD that is synchronous training: the mean of the new weights is a step along the
-mean gradient. Else the weights drift apart in between; how far is measured before they are averaged.
+SGD with an averaging after each step is synchronous training: the mean of the new weights is a step along the mean
+gradient. Otherwise the weights drift apart between averagings; the distance is measured before each.
 
-Source: Stich, Local SGD converges fast and communicates little, ICLR 2019; of what the optimizer keeps, Wang et al.,
-SlowMo, ICLR 2020.
+Source: Stich, Local SGD converges fast and communicates little, ICLR 2019; on averaging the optimizer's slots, Wang et
+al., SlowMo, ICLR 2020.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class AveragingProgram(StepProgram):
         self._averages.begin_epoch()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        """Runs `count` of the steps that all processes count alike; some may have no example for this process."""
+        """Runs `count` global steps; in some of them this process may have no example."""
         if state is not self._state[0]:
             self._state = state, self._own.state(state)
         done, ended = 0, False
@@ -77,7 +76,7 @@ class AveragingProgram(StepProgram):
         return Outcome(done, ended, own | {name: value for name, value in merged.items() if name in own})
 
     def end_epoch(self) -> dict[str, float]:
-        """Averages, and returns what the epoch's averagings were like."""
+        """Averages, and returns the logs about the epoch's averagings."""
         return self._averages.end_epoch()
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
@@ -93,11 +92,11 @@ class Averages:
 
     def __init__(self, communicator: Any, model: Any):
         self.communicator = communicator
-        # Seeds and counters are no weights.
+        # Seeds and counters, which are integers, are not averaged.
         weights = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
         self._variables = [*weights, *_slots(model)]
         self._weights = sum(math.prod(v.shape) for v in weights)
-        # One copy each way, not one a variable.
+        # One copy to NumPy and one back, instead of one per variable.
         self._pack_in_graph = tf.function(self._pack, autograph=False)
         self._unpack_in_graph = tf.function(self._unpack, autograph=False)
         self._examples = 0
@@ -108,7 +107,7 @@ class Averages:
         self._seconds = 0.0
 
     def note(self, examples: int) -> None:
-        """This process has trained on so many examples more."""
+        """Counts `examples` more that this process has trained on."""
         self._examples += examples
 
     def take(self) -> None:
@@ -131,7 +130,7 @@ class Averages:
 
     def end_epoch(self) -> dict[str, float]:
         self.take()
-        # On the chief the mean over the processes; the others know their own.
+        # The mean over the processes on the chief; on the others their own.
         seconds = self.communicator.sum_on(self._seconds)
         mean = self._seconds if seconds is None else seconds / self.communicator.size
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
@@ -142,7 +141,7 @@ class Averages:
         return self._pack_in_graph().numpy()
 
     def unpack(self, values: np.ndarray) -> None:
-        """Assigns what `packed` returns in its order."""
+        """Assigns `values`, in the order of `packed`."""
         self._unpack_in_graph(tf.constant(values))
 
     def _pack(self) -> tf.Tensor:
@@ -156,7 +155,7 @@ class Averages:
 
 
 def _slots(model: Any) -> list[Any]:
-    """What the model's optimizers keep for each weight: what has its shape, unlike a learning rate."""
+    """The slots of the model's optimizers: those of their variables that have the shape of a weight."""
     shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
     variables = [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
     return [v for v in variables if _is_float(v) and tuple(v.shape) in shapes]
@@ -170,7 +169,7 @@ def _is_float(variable: Any) -> bool:
 class OwnBatches(Batches):
     """The examples of one process, which are the same in every epoch: its part of `np.array_split`.
 
-    Its part of a step's global batch are as many of them as make all processes end an epoch with the same step.
+    Each step takes such a number of them that all processes end an epoch with the same step.
     """
 
     whole: ArrayBatches
@@ -179,7 +178,7 @@ class OwnBatches(Batches):
     length_known: bool = True
 
     def state(self, state: Any) -> Any:
-        """This process' part of a pass, in the order of the pass, and how many examples all have."""
+        """This process' part of a pass, in the order of the pass, and the number of examples of all processes."""
         arrays, positions = state
         order = positions[0].numpy()
         lengths = [len(part) for part in np.array_split(order, self.size)]
@@ -188,7 +187,7 @@ class OwnBatches(Batches):
         return (arrays, tuple(tf.constant(of_each.numpy()[own]) for of_each in positions)), len(order)
 
     def examples(self, state: Any, first: int, steps: int) -> int:
-        """How many examples this process has in `steps` steps from `first` on."""
+        """The number of examples of this process in `steps` steps from `first` on."""
         return int(self._end(state, first + steps) - self._end(state, first))
 
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -215,7 +214,7 @@ class OwnBatches(Batches):
         return self.whole.even and self.whole.batch_size % self.size == 0
 
     def _end(self, state: Any, step: Any) -> Any:
-        """Where step `step` begins in this process' examples: the same fraction of them as of all examples, rounded."""
+        """The position of step `step` in this process' examples: the same fraction as in all examples, rounded."""
         (_, positions), examples = state
         seen = tf.cast(tf.minimum(step * self.whole.batch_size, examples), tf.int64)
         own_count, examples = tf.cast(tf.shape(positions[0])[0], tf.int64), tf.cast(examples, tf.int64)
@@ -224,7 +223,7 @@ class OwnBatches(Batches):
 
 @dataclasses.dataclass(frozen=True)
 class _PartBatches(Batches):
-    """Batches that are not in memory cannot be split once: each process takes its part of every one."""
+    """Batches that are not in memory and so cannot be split once: each process takes its part of every batch."""
 
     whole: Batches
     rank: int

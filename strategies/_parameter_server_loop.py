@@ -1,11 +1,11 @@
 """The inner loop of workers that share the variables of parameter servers, each at its own pace.
 
     run(state, first, count)            on the coordinator
-        cut the steps into closures     whichever worker is free takes the next one
+        cut the steps into closures     a worker that is free takes the next one
         on a worker: its steps          read the variables from the servers, and send updates to them
-        add up the metrics              a closure returns what it added to them, so that nothing is lost
+        sum the metrics                 a closure returns what its steps added to the metrics
 
-A closure that was begun twice, because its worker was gone or silent, counts once.
+The metrics of a closure that ran twice, because its first worker died or was silent, count once.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 
 STEPS_OF_A_CLOSURE = 10
-# So many that a worker which is done early finds another one.
+# More than one, so that a worker which is done early finds another closure.
 CLOSURES_OF_A_WORKER = 3
-# The steps of a whole closure are unrolled where one has fewer operations: it takes some 5 s to trace so many.
+# A closure unrolls its steps if a step has fewer operations: 10 steps of 1000 operations take some 5 s to trace.
 OPERATIONS_OF_A_SMALL_STEP = 1000
 BYTES_OF_A_SMALL_STATE = 1 << 16
 SECONDS_BETWEEN_LOOKS = 0.1
-# TensorFlow takes so long to notice that a worker was dropped, and to give its steps to others.
+# The time that TensorFlow takes to notice that a worker was dropped, and to give its steps to others.
 SECONDS_TO_GO_ON = 30.0
 
 
@@ -53,13 +53,13 @@ class ClosureProgram(StepProgram):
     def __init__(self, strategy: Any, steps: Steps):
         self._sender = _Sender(strategy, steps.batches)
         self._trains = steps.kind == "train"
-        self._late = _Late()
+        self._staleness = _Staleness()
         self._operations = math.inf  # of a step, not known before it is traced
         super().__init__(strategy, dataclasses.replace(steps, batches=self._sender.batches))
         self._codec = _Codec(_Result.spec(steps.model.metrics_variables, self._own_logs or {}))
 
     def begin_epoch(self) -> None:
-        self._late = _Late()
+        self._staleness = _Staleness()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         before = self._iterations()
@@ -74,18 +74,18 @@ class ClosureProgram(StepProgram):
             if results:
                 own = results[-1].own_logs
             if self._trains:
-                self._late.note(results)
+                self._staleness.note(results)
             ended = sum(closure.steps for closure in work) < wanted
             if ended or not all(result.finite for result in results):
                 break
         with self._strategy.scope():
             metrics.add(self._model.metrics_variables, added)
         self._note_repeated(self._iterations() - before - done)
-        late = self._late.logs() if self._strategy.staleness != 0 else {}  # with no other's updates, none of it
-        return Outcome(done, ended, self._results(own) | late if done else {})
+        staleness = self._staleness.logs() if self._strategy.staleness != 0 else {}  # a bound of 0 needs no measurement
+        return Outcome(done, ended, self._results(own) | staleness if done else {})
 
     def _rounds(self, count: int) -> list[int]:
-        """Within a round of S + 1 steps, at most S updates come between a step's reading and its writing."""
+        """The lengths of the rounds: in one of S + 1 steps, no step can be staler than S."""
         if self._strategy.staleness is None or not self._trains:
             return [count]
         each = self._strategy.staleness + 1
@@ -110,14 +110,14 @@ class ClosureProgram(StepProgram):
 
             return tf.function(closure, autograph=False, reduce_retracing=True)
 
-        # A loop that several processes run makes them send each other more than tensors: a third of a small step.
+        # A `tf.while_loop` over several processes exchanges control messages: a third of a small step.
         self._unrolled, looped = make(unrolled=True), make(unrolled=False)
         return looped, looped
 
     def _closure(self, state: Any, count: tf.Tensor, *, unrolled: bool) -> tf.Tensor:
-        """Up to `count` steps on a worker; all that the coordinator must know of them comes back in one vector.
+        """Up to `count` steps on a worker; returns a packed `_Result`.
 
-        Where they are `unrolled`, these are all steps of a whole closure, also after a loss that is not finite.
+        If `unrolled`, it runs all steps of a whole closure, even after a loss that is not finite.
         """
 
         def proceed(done: tf.Tensor, finite: tf.Tensor, *carried: Any) -> tf.Tensor:
@@ -126,11 +126,11 @@ class ClosureProgram(StepProgram):
 
         def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, values: Any, own: Any) -> Any:
             del finite, own
-            values, late, logs = self._worker_step(state, self._batches.fetch(state, done), values)
+            values, staleness, logs = self._worker_step(state, self._batches.fetch(state, done), values)
             own = logs if self._own_logs is not None else {}
             if not unrolled:
                 self._operations = len(done.graph.get_operations())
-            return done + 1, self._finite(values), total + late, tf.maximum(largest, late), values, own
+            return done + 1, self._finite(values), total + staleness, tf.maximum(largest, staleness), values, own
 
         states = _small_states(self._model)
         begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in states]
@@ -142,25 +142,25 @@ class ClosureProgram(StepProgram):
             carried = tf.while_loop(proceed, body, start)
         done, finite, total, largest, values, own = carried
         for variable, before, after in zip(states, begun, values[len(nothing) :], strict=True):
-            tf_variable(variable).assign_add(after - before)  # others may have added theirs
+            tf_variable(variable).assign_add(after - before)  # other workers may have added to it meanwhile
         return self._codec.pack(_Result(done, finite, total, largest, values[: len(nothing)], own))
 
     def _worker_step(self, state: Any, batch: Any, values: Any) -> tuple[Any, tf.Tensor, Logs]:
-        """One step of one worker: what it carries, how many updates came in between, the step's logs."""
+        """One step of one worker: returns the carried values, the step's staleness, and its logs."""
         carried = self._model.metrics_variables + _small_states(self._model)
 
         def on_replica(replica: Any) -> Any:
             part = self._batches.part(state, batch, replica.index, replica.count)
             replica.begin(*part, randomness.unseeded_of(self._strategy))
             replica.updates = assignments.Carried(replica, carried, values)
-            with replica.timed(self._model.optimizer if self._trains else None) as late:
+            with replica.measuring_staleness(self._model.optimizer if self._trains else None) as staleness:
                 logs = exact_step.in_step(replica, self._step_function(replica))
                 self._metrics_updated |= replica.updates.metrics_updated
-                return replica.updates.values, late(), tf.nest.map_structure(_as_float, logs)
+                return replica.updates.values, staleness(), tf.nest.map_structure(_as_float, logs)
 
         with fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=True), self._own_metrics():
-            ((values, late, logs),) = self._strategy.run(on_replica)
-        return values, late, logs
+            ((values, staleness, logs),) = self._strategy.run(on_replica)
+        return values, staleness, logs
 
     def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
         if not self._stop_at_nan:
@@ -173,7 +173,7 @@ class ClosureProgram(StepProgram):
         return int(keras_internals.iterations(self._model.optimizer).numpy()) if self._trains else 0
 
     def _note_repeated(self, steps: int) -> None:
-        # An update that the optimizer left out, for a loss that is not finite, counts for nothing.
+        # `steps` is negative where loss scaling skipped updates, for gradients that were not finite.
         if self._trains and steps > 0:
             warnings.warn(f"{steps} steps ran twice, since a worker was gone or silent", stacklevel=2)
 
@@ -211,9 +211,9 @@ class Closure:
     """Some steps, as the arguments of the function that a worker runs.
 
     Attributes:
-        arguments: the data, and how many steps.
-        steps: the same number.
-        whole: there are as many as a closure can have, and each has a full batch.
+        arguments: the data, and the number of steps.
+        steps: the number of steps.
+        whole: it has as many steps as a closure can have, each with a full batch.
     """
 
     arguments: tuple[Any, ...]
@@ -222,21 +222,21 @@ class Closure:
 
 
 class _Result(NamedTuple):
-    """What the coordinator must know of a closure: tensors on the worker, NumPy arrays on the coordinator.
+    """The result of a closure: tensors on the worker, NumPy arrays on the coordinator.
 
     Attributes:
-        steps: how many it ran.
-        finite: whether the loss still is.
-        late_total: the staleness of its steps, added up.
-        late_max: the largest staleness of a step.
-        metrics: what it added to each variable of the metrics.
-        own_logs: what the last step returned, where that is not the results of the metrics.
+        steps: the number of steps that ran.
+        finite: whether the loss is finite.
+        staleness_total: the sum of the staleness of its steps.
+        staleness_max: the largest staleness of a step.
+        metrics: what its steps added to each variable of the metrics.
+        own_logs: the logs of the last step, where they are not the results of the metrics.
     """
 
     steps: Any
     finite: Any
-    late_total: Any
-    late_max: Any
+    staleness_total: Any
+    staleness_max: Any
     metrics: list[Any]
     own_logs: Logs
 
@@ -276,8 +276,8 @@ class _Codec:
         return tf.nest.pack_sequence_as(self._spec, arrays)
 
 
-class _Late:
-    """The staleness of an epoch's steps: the updates of others between a step's reading and its own update."""
+class _Staleness:
+    """The staleness of an epoch's steps: the updates by others between a step's reads and its own update."""
 
     def __init__(self) -> None:
         self._steps = self._total = self._max = 0
@@ -285,8 +285,8 @@ class _Late:
     def note(self, results: Sequence[_Result]) -> None:
         for result in results:
             self._steps += int(result.steps)
-            self._total += int(result.late_total)
-            self._max = max(self._max, int(result.late_max))
+            self._total += int(result.staleness_total)
+            self._max = max(self._max, int(result.staleness_max))
 
     def logs(self) -> Logs:
         if not self._steps:
@@ -297,8 +297,8 @@ class _Late:
 class _Sender:
     """Cuts a pass over the data into closures.
 
-    Arrays are sent to each worker once, and a closure has the indices of its examples; other batches are fetched by the
-    coordinator, one for each closure.
+    Arrays are sent to each worker once, and a closure gets the indices of its examples. Other batches are fetched by
+    the coordinator, one per closure.
     """
 
     def __init__(self, strategy: Any, batches: Batches):
@@ -308,7 +308,7 @@ class _Sender:
         self._sent: tuple[Any, Any] = (None, None)
 
     def closures(self, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
-        """The work of `count` steps from batch `first` of the pass on; less when the data end."""
+        """The closures of `count` steps from batch `first` of the pass on; fewer when the data end."""
         if not isinstance(self._fetching, ArrayBatches):
             fetched = self._fetching.take(state, first, count)
             yield from (Closure((batch, tf.constant(1)), 1) for batch in fetched)
@@ -330,10 +330,10 @@ def _received(arrays: Any) -> Any:
 
 
 def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
-    """What was scheduled returned, as NumPy arrays; what a silent worker has is given to another one.
+    """The results of `scheduled` closures, as NumPy arrays; closures of a silent worker are given to another one.
 
     Raises:
-        ClusterError: no worker finishes anything any more.
+        ClusterError: no worker has finished a closure for too long.
     """
     pending, last_news, patience = list(scheduled), time.monotonic(), strategy.timeout_seconds
     while pending:
@@ -356,7 +356,7 @@ def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
 
 
 def _small_states(model: Any) -> list[Any]:
-    """Seeds, moving averages and the like: a closure reads them once, and adds what its steps have changed."""
+    """Seeds, moving averages and the like: a closure reads them once, and adds the change that its steps made."""
     return [
         variable
         for variable in model.non_trainable_variables

@@ -1,13 +1,13 @@
 """Variables too large for one server: each server has some of the rows.
 
     Table                                a variable in parts, where Keras expects one
-        read          the parts of the servers, one after the other
-        look rows up  each server gathers its own, and sends no others
-        gradient      that of the parts, in the rows of the whole; sparse where those of the parts are
-    above(size)                          a larger variable is made in parts
-    by_part(optimizer)                   each server updates its part, and those of the optimizer's slots, by itself
+        read          concatenates the parts of the servers
+        look rows up  each server gathers and sends its own rows alone
+        gradient      the gradients of the parts, with the row numbers of the whole; sparse if they are sparse
+    above(size)                          larger variables are made in parts
+    by_part(optimizer)                   each server updates its part of the variable and of the optimizer's slots
 
-What is not done by part is done on the whole table, which is slower and gives the same.
+An update that cannot be made by part is made on the whole table, which is slower and gives the same.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tfdist.internals.keras import tf_variable
 
 FIRST_SERVER = "/job:ps/task:0/device:CPU:0"
 
-# Those that compute each element of an update from the same element of gradient, variable and slots alone. The others
-# take norms, means or products over a variable.
+# Optimizers that compute each element of an update from the same element of gradient, variable and slots alone. The
+# others take norms, means or products over a variable.
 BY_ELEMENT: tuple[type, ...] = (
     keras.optimizers.SGD,
     keras.optimizers.Adam,
@@ -49,11 +49,11 @@ class _GradientOfParts:
     """How TensorFlow's tape takes the gradient of a `Table`."""
 
     def get_gradient_components(self, table: Table) -> list[tf.Tensor]:
-        """What the tape knows instead."""
+        """The tensors that the tape records in the place of `table`."""
         return [part.handle for part in table.variables]
 
     def replace_gradient_components(self, table: Table, gradients: Sequence[Any]) -> Any:
-        """The gradient of the whole from those of the parts."""
+        """The gradient of the whole from the gradients of the parts."""
         if all(gradient is None for gradient in gradients):
             return None
         of_parts = list(zip(gradients, table.variables, table.first_rows, strict=True))
@@ -77,7 +77,7 @@ class Table(tensorflow_internals.ShardedVariable):
 
     def __init__(self, parts: Sequence[tf.Variable], name: str):
         super().__init__(list(parts), name=name)
-        for part in parts:  # so that Keras' optimizers know whose slots they are to take
+        for part in parts:  # so that Keras' optimizers find the slots of the whole
             tensorflow_internals.set_container(part, self)
 
     @property
@@ -87,12 +87,12 @@ class Table(tensorflow_internals.ShardedVariable):
 
     @property
     def handle(self) -> Table:
-        """What Keras gives to the tape in the place of a variable."""
+        """The object that Keras gives to the tape for a variable."""
         return self
 
     @property
     def device(self) -> str:
-        """That of the first part."""
+        """The device of the first part."""
         return str(self.variables[0].device)
 
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
@@ -106,7 +106,7 @@ class Table(tensorflow_internals.ShardedVariable):
         return np.concatenate([part.numpy() for part in self.variables]).astype(dtype or self.dtype.as_numpy_dtype)
 
     def split(self, value: Any) -> list[Any]:
-        """What each part needs of `value`: its rows if it has the shape of the whole, else all of it."""
+        """`value` for each part: the rows of the part if `value` has the shape of the whole, else all of it."""
         if isinstance(value, Table):
             return value.variables
         if isinstance(value, tf.IndexedSlices):
@@ -118,8 +118,8 @@ class Table(tensorflow_internals.ShardedVariable):
 
 
 class _Thread(threading.local):
-    largest_bytes = math.inf  # of a variable that is left whole
-    slots: Sequence[Any] | None = None  # of the optimizer whose update is made by part
+    largest_bytes = math.inf  # the size of the largest variable that is not made in parts
+    slots: Sequence[Any] | None = None  # of the optimizer that updates by part
 
 
 _thread = _Thread()
@@ -127,7 +127,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def above(size_bytes: float) -> Iterator[None]:
-    """A variable that is made in this context is a `Table` if it is larger."""
+    """Variables larger than `size_bytes` that are made in this context are `Table`s."""
     before = _thread.largest_bytes
     _thread.largest_bytes = size_bytes
     try:
@@ -138,7 +138,7 @@ def above(size_bytes: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_part(optimizer: Any) -> Iterator[None]:
-    """While an update is traced in this context, `optimizer` updates each part of a table, where its formula allows."""
+    """Updates that are traced in this context are made by part, where the optimizer's formula allows it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if type(inner) in BY_ELEMENT:
         _thread.slots = [slot for slot in inner.variables if isinstance(tf_variable(slot), Table)]
@@ -150,7 +150,7 @@ def by_part(optimizer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reduced_to(part: int, table: Table) -> Iterator[None]:
-    """Meanwhile the optimizer finds in the slots of `table` those of one part."""
+    """In this context the optimizer's slots for `table` are those of one part."""
     slots = [slot for slot in _thread.slots or () if tf_variable(slot).shape == table.shape]
     wholes = [(slot, tf_variable(slot)) for slot in slots]
     for slot, whole in wholes:
@@ -163,10 +163,10 @@ def _reduced_to(part: int, table: Table) -> Iterator[None]:
 
 
 def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None:
-    """From now on `strategy` makes a `Table` of up to `parts` parts of a large variable (see `above`)."""
+    """Lets `strategy` make large variables (see `above`) as `Table`s of up to `parts` parts."""
 
     def create(make: Callable[..., Any], *, initial_value: Any, name: str | None = None, **arguments: Any) -> Any:
-        # Made as a whole, so that the values are those of one device, and not here, where no table is to be.
+        # The value is made as a whole, so that it is that of one device, and on a server, since it may not fit here.
         with tf.device(FIRST_SERVER):
             value = initial_value() if callable(initial_value) else initial_value
             value = tf.convert_to_tensor(value, arguments.get("dtype"))
@@ -193,7 +193,7 @@ def install(strategy: tf.distribute.ParameterServerStrategy, parts: int) -> None
             return apply(variable, function, arguments)
         if _thread.slots is None:
             return function(variable, *arguments)
-        with tf.device(None):  # where the gradient is: a server gets the rows of its part alone
+        with tf.device(None):  # on the gradient's device, so that a server is sent the rows of its part alone
             pieces = [variable.split(argument) for argument in arguments]
         for number, part in enumerate(variable.variables):
             with _reduced_to(number, variable):

@@ -4,7 +4,7 @@
     with StockKerasStrategy(communicator).scope():
         model = ...
 
-The strategies of tfdist, which are exact for uneven batches and merge metrics, do not need it.
+The strategies of tfdist do not need it: they are exact for uneven batches, and merge metrics.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tfdist.internals import tensorflow as tensorflow_internals
 class StockKerasStrategy(tf.distribute.Strategy):
     """One replica per process.
 
-    Each process feeds its replica with its own data. Gradients are packed and added up before Keras' optimizer sees
-    them. What `fit` under this strategy logs is each process' own.
+    Each process feeds its replica with its own data. Gradients are packed and summed over the processes before Keras'
+    optimizer gets them. The logs of `fit` under this strategy are each process' own.
 
     Args:
-        communicator: brings the processes together.
-        packing: how gradients travel.
-        device: of this process' replica.
+        communicator: connects the processes.
+        packing: how gradients are packed to be sent.
+        device: the device of this process' replica.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""What commands must know of a strategy before they start processes, and before TensorFlow is imported.
+"""Traits: what commands must know of a strategy before they start processes, and before TensorFlow is imported.
 
-A strategy's file says it in one assignment of constants, which is read from the source:
+The file of a strategy states its traits in one assignment of constants, which is read from the source:
 
     TRAITS = Traits(processes=True, elastic=True, options=("compression",))
 
-One that has none trains in one process and needs nothing.
+A strategy without `TRAITS` trains in one process and needs no other package.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Traits:
-    """What commands must know of a strategy.
+    """The traits of a strategy.
 
     Attributes:
         processes: its replicas are in several processes.
         servers: some of its processes are parameter servers.
         elastic: its workers may come and go while a job runs.
         mpi: its processes are started by `mpirun`.
-        package: the Python package that it needs beside those that tfdist always needs.
-        options: those of its options that `python -m tfdist.train` has an option for.
+        package: a Python package that it needs and that tfdist otherwise does without.
+        options: the arguments of its class that `python -m tfdist.train` has an option for.
     """
 
     processes: bool = False

@@ -8,12 +8,12 @@ Every strategy answers
 
 one whose replicas are in several processes also
 
-    exchange(message)        what each process says
-    broadcast_variables(...)     gives the chief's values to all
-    numbers_of_all(number)   a number of each process, inside a graph
-    sum_metrics(...)         what metrics are over all replicas
-    coordinate(steps, stop)  what all do next; lock-step, unless it is overridden
-    guard()                  says which process is missing when one is
+    exchange(message)         the messages of all processes
+    broadcast_variables(...)  gives the chief's values to all processes
+    numbers_of_all(number)    a number of each process, inside a graph
+    sum_metrics(...)          the state of metrics, summed over all replicas
+    coordinate(steps, stop)   what all processes do next; lock-step, unless it is overridden
+    guard()                   says which process is missing when one is
 
 and one with an algorithm of its own
 
@@ -53,22 +53,22 @@ class Strategy(KerasMethods):
     """Trains, evaluates and predicts with a compiled Keras model on this strategy's replicas.
 
     Args:
-        devices: how many, or which, such as `"GPU:1"` or `["CPU:0", "CPU:1"]`; `None` is all GPUs that the strategy can
-            use or, without a GPU, as many logical CPU devices as the strategy says.
+        devices: the number of devices, or their names, such as `"GPU:1"` or `["CPU:0", "CPU:1"]`; `None` is all GPUs
+            that the strategy can use or, without a GPU, `default_cpus` logical CPU devices.
         seed: the order of the examples follows from it and the epoch; `None` draws one from Python's `random`, which
-            `keras.utils.set_random_seed` makes repeatable; a run that is resumed takes that of its checkpoint.
-        threads: how many CPU threads compute one operation; `None` leaves it to TensorFlow, which takes all cores.
-            Small steps are faster with one. TensorFlow fixes it for the life of the process when it first computes.
+            `keras.utils.set_random_seed` makes repeatable; a run that is resumed takes the seed of its checkpoint.
+        threads: the number of CPU threads that compute one operation; `None` leaves it to TensorFlow, which takes all
+            cores. Small steps are faster with one. TensorFlow fixes the number when it first computes.
         fused: update each variable with one kernel where the optimizer allows.
-        steps_per_call: how many steps one call of the inner loop runs at most; `None` chooses by the clock.
+        steps_per_call: the largest number of steps in one call of the inner loop; `None` chooses it by the clock.
     """
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
     as_one_device: ClassVar[bool] = True  # N replicas compute what one device does
-    metrics_by_process: bool = False  # each has its own part of a metric's state, in an ordinary variable
-    seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback wants to see more
-    parallel_steps: int = 10  # how many steps of the inner loop may be begun at a time
+    metrics_by_process: bool = False  # each process has its own part of a metric's state, in an ordinary variable
+    seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback asks for shorter calls
+    parallel_steps: int = 10  # the largest number of steps that the inner loop runs at the same time
 
     def __init__(
         self,
@@ -115,20 +115,20 @@ class Strategy(KerasMethods):
         return contextlib.nullcontext()
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
-        """The values over all replicas of `variables` of metrics, of which a replica may have its part.
+        """The sums over all replicas of `variables`, the state of metrics, of which each replica may have a part.
 
-        Called in the strategy's scope, inside a graph or outside; `name` tells it from other sums of the same step.
+        Called in the strategy's scope, inside a graph or outside; `name` tells the sum from others of the same step.
         """
         del name
         return [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
 
     def on_this_process(self) -> Strategy:
-        """One replica on the first device, as if there were no others."""
+        """A strategy of one replica, on the first device of this process."""
         return OnThisProcess(self)
 
     @property
     def alone(self) -> bool:
-        """Whether one replica computes the steps, and never meets others."""
+        """Whether there is one replica, which exchanges nothing with others."""
         return False
 
     def runs_eagerly(self, model: Any) -> bool:
@@ -137,16 +137,16 @@ class Strategy(KerasMethods):
 
     @property
     def single_threaded(self) -> bool:
-        """Whether one thread computes all, so that handing operations from thread to thread gains nothing."""
+        """Whether one thread computes everything, so that handing operations to other threads gains nothing."""
         on_one_cpu = self.num_replicas == 1 and self.devices[0].startswith("CPU")
         return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1
 
     def run(self, step: Step) -> list[Any]:
-        """Calls `step(replica)` for each replica of this process and returns what each of them returned."""
+        """Calls `step(replica)` for each replica of this process and returns the results of the calls."""
         raise NotImplementedError
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """What each process of the job says, by rank; all processes must call it."""
+        """The messages of all processes of the job, by rank; all processes must call it."""
         return [message]
 
     def coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
@@ -174,7 +174,7 @@ class Strategy(KerasMethods):
             raise
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
-        """A whole number of each process, int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
+        """The `number` of each process, an int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
         return number[tf.newaxis]
 
     def program(self, steps: Steps) -> Program:
@@ -189,26 +189,26 @@ class Strategy(KerasMethods):
         """Gives Keras `variables` the chief's values in every process."""
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of all that processes do together: it says which of them is missing when one is."""
+        """The context of all work of several processes; its errors say which process is missing."""
         return contextlib.nullcontext()
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` when `model` cannot be trained by this strategy."""
 
     def options(self) -> dict[str, Any]:
-        """What was chosen, for the run's record."""
+        """The options in effect, for the run's record."""
         return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
 
 
 class OnThisProcess(Strategy):
-    """One replica, on the first device of another strategy, as if there were no others."""
+    """One replica, on the first device of another strategy, with that strategy's options."""
 
-    def __init__(self, strategy: Strategy):  # the options are the other one's
+    def __init__(self, strategy: Strategy):
         self.name = strategy.name  # type: ignore[misc]
         self.world, self.devices = World(), strategy.devices[:1]
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
         self.seed, self.seed_is_given = strategy.seed, strategy.seed_is_given
-        # What is made on the way must be the same in all processes.
+        # Variables that are made while it runs must be the same in all processes.
         self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]
 
     @property
@@ -221,10 +221,10 @@ class OnThisProcess(Strategy):
 
 
 def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
-    """What each replica of this process returned from `strategy.run`, one structure a replica."""
+    """The results of `strategy.run`, as one structure per replica of this process."""
     count = len(strategy.extended.worker_devices)
     flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
-    flat = [values if len(values) == count else values * count for values in flat]  # one tensor for all of them
+    flat = [values if len(values) == count else values * count for values in flat]  # one tensor is that of all replicas
     return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
 
 

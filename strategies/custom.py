@@ -1,8 +1,8 @@
-"""`custom`: data parallelism by hand on the devices of this machine. The fast one.
+"""`custom`: data parallelism on the devices of this machine in a graph of our own. The fastest strategy.
 
 There is one copy of the variables, on the first device. Each replica computes the gradients of its part of the batch on
-its own device; they are packed, added on the first device, and one fused update follows, all inside one graph that runs
-many steps. With one copy nothing can drift apart, no scope is needed, and models and checkpoints are plain Keras.
+its own device. The gradients are packed, added on the first device, and applied in one fused update, all inside one
+graph that runs many steps. One copy cannot drift apart and needs no scope; models and checkpoints are plain Keras.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.strategies import base
 
 
 class Tower(base.Replica):
-    """A replica that shares the variables with the others and meets them to add and to update."""
+    """A replica that shares the variables with the others, and meets them to add gradients and to update variables."""
 
     alone = False
     metrics_in_parts = False
@@ -57,7 +57,7 @@ def _meet(function: Callable[..., Any], values: list[Any]) -> Any:
 
 
 class CustomStrategy(base.Strategy):
-    """Trains on all GPUs, or on the CPU as one device, unless `devices` says more; one copy of the variables."""
+    """Trains on all GPUs, or on the CPU as one device, unless `devices` is set; one copy of the variables."""
 
     name = "custom"
 

@@ -1,7 +1,7 @@
 """`horovod`: Horovod's operations add the gradients; a copy of every variable in each process of a job.
 
-    horovodrun, mpirun                      have set the ranks of the processes; Horovod finds the others itself
-    TF_CONFIG, Slurm, `--workers N`         tfdist brings the processes together, over Gloo
+    horovodrun, mpirun                      set the ranks of the processes, and Horovod connects them
+    TF_CONFIG, Slurm, `--workers N`         tfdist connects the processes, over Gloo
 
 Source: Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, arXiv:1802.05799, 2018.
 """
@@ -25,7 +25,7 @@ from tfdist.errors import UnknownNameError
 from tfdist.strategies import _collective as collective
 from tfdist.strategies._traits import Traits
 
-# Horovod looks for new tensors so often, in milliseconds. Its default, 1, is a part of a small step.
+# The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step.
 CYCLE_TIME_MS = "0.1"
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
@@ -34,11 +34,11 @@ class HorovodStrategy(collective.MultiProcessStrategy):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
-        compression: "none"; "bf16" or "fp16": gradients travel in that type, half the bytes.
-        buffer_bytes: gradients below this size travel together, in buffers of this size.
-        dense_below_bytes: gradients of tables below this size are sent whole, where only some rows have one; not
-            for adaptive optimizers, see `tfdist.communicators.Communicator`.
-        timeline: a file for Horovod's timeline of this job, see `tfdist.communicators.horovod_timeline`.
+        compression: "none"; "bf16" or "fp16" send gradients in that type, half the bytes.
+        buffer_bytes: gradients below this size are sent together, in buffers of this size.
+        dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
+            optimizers, see `tfdist.communicators.Communicator`.
+        timeline: the file to write Horovod's timeline of this job to, see `tfdist.communicators.horovod_timeline`.
         options: see `tfdist.strategies._collective.MultiProcessStrategy`.
     """
 
@@ -84,7 +84,7 @@ def _join(world: World, timeout_seconds: float, start_timeout_seconds: float, ti
         settings |= gloo.meet(world, {"strategy": HorovodStrategy.name}, start_timeout_seconds)
     gloo.set_unless_set(settings)
     if timeline is not None:
-        # The second is known to a Horovod that scripts/install_horovod.sh has built; others write that of rank 0.
+        # The second is known to a Horovod that scripts/install_horovod.sh has built; others write rank 0's alone.
         os.environ["HOROVOD_TIMELINE"] = str(timelines.begin(timeline, world.rank))
         os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
     communicator = engine.HorovodCommunicator()
@@ -104,7 +104,7 @@ def _settings(timeout_seconds: float) -> dict[str, str]:
         "HOROVOD_CYCLE_TIME": CYCLE_TIME_MS,
         # Gradients come packed; Horovod's own packing would copy them once more.
         "HOROVOD_FUSION_THRESHOLD": "0",
-        # It takes one that is busy for one that is gone; `tfdist.cluster.heartbeat` tells them apart.
+        # It takes a busy process for a dead one; `tfdist.cluster.heartbeat` tells them apart.
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
     }

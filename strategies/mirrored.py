@@ -1,6 +1,6 @@
 """`mirrored`: `tf.distribute.MirroredStrategy`, a copy of every variable on each device of this machine.
 
-TensorFlow keeps the copies and carries the reductions; the step is Keras' own `train_step`, made exact (see
+TensorFlow keeps the copies and computes the all-reduce; the step is Keras' own `train_step`, made exact (see
 docs/contract.md), in the shared loop.
 """
 
@@ -12,7 +12,7 @@ from tfdist.strategies import _distribute as distribute
 
 
 class MirroredStrategy(distribute.DistributeStrategy):
-    """Trains on several devices of this machine: all GPUs, or two logical CPU devices, unless `devices` says more."""
+    """Trains on several devices of this machine: all GPUs, or two logical CPU devices, unless `devices` is set."""
 
     name = "mirrored"
     default_cpus = 2

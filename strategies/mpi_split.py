@@ -1,7 +1,8 @@
 """`mpi_split`: each process of MPI's world trains on its own part of the data, and the weights are averaged.
 
-The baseline of comparisons between MPI and TensorFlow's own strategies: the data are split once by `np.array_split`,
-process 0 broadcasts the initial weights, mpi4py averages outside the graph. `evaluate` and `predict` are exact.
+The baseline that published comparisons of MPI with TensorFlow's own strategies use: the data are split once by
+`np.array_split`, process 0 broadcasts the initial weights, and mpi4py averages outside the graph. `evaluate` and
+`predict` are exact.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ EPOCH = "epoch"
 class MpiSplitStrategy(collective.MultiProcessStrategy):
     """Trains on the processes that `mpirun` has started.
 
-    With `sync_every=1` and SGD, with momentum or without, the result is that of synchronous training on the batches
-    that the processes' batches make together. Otherwise weights of N processes drift apart for up to `sync_every`
-    steps: for SGD of rate r on gradients no larger than G, each by at most r * G * sync_every from where they were the
-    same. The norm of the difference from the mean, before averaging, is logged as `disagreement`.
+    With `sync_every=1` and SGD, with or without momentum, the result is that of synchronous training on the joined
+    batches of the processes. Otherwise the weights of the processes drift apart for up to `sync_every` steps: with SGD
+    of rate r and gradients of norm at most G, each moves at most r * G * sync_every from the last average. The norm of
+    the difference from the mean, before averaging, is logged as `disagreement`.
 
     Args:
         sync_every: "epoch", or the number of steps after which the weights are averaged.
@@ -64,7 +65,7 @@ class MpiSplitStrategy(collective.MultiProcessStrategy):
 def _join() -> mpi.MpiCommunicator:
     """Joins MPI's world, which a process can do once."""
     communicator = mpi.MpiCommunicator()
-    # Whoever waits for this process in MPI would wait for ever.
+    # The other processes would wait in MPI for ever for a process that has failed.
     process_exit.at_failure(communicator.abort)
     return communicator
 

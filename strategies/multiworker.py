@@ -1,7 +1,7 @@
 """`multiworker`: `tf.distribute.MultiWorkerMirroredStrategy`, a copy of every variable in each process of a job.
 
 Every process runs the same program on the same data and takes its part of each global batch. Sockets, or TensorFlow's
-collectives, add what the processes must add; the rest of Keras' step is local.
+collectives, compute the all-reduce; the rest of Keras' step is local.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMUNICATIONS = {
 }
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16}
 BUFFER_BYTES = 1 << 20
-# A firewall may swallow the attempt; TensorFlow's ring is at hand.
+# A firewall may drop the packets of a connection; then TensorFlow's ring is used.
 SECONDS_TO_CONNECT = 10.0
 
 
@@ -60,7 +60,7 @@ class WorkerReplica(distribute.MirroredReplica):
 
         def gather(tensor: tf.Tensor) -> tf.Tensor:
             numbers = _as_gathered(tensor)
-            # A tensor that was made elsewhere, such as a graph's input, has no device to gather on.
+            # A tensor from outside the step, such as an input of the graph, has no device to gather on.
             gathered = context.all_gather(tf.identity(numbers), axis=0)
             return tf.bitcast(gathered, tensor.dtype) if _is_bitcast(tensor) else tf.cast(gathered, tensor.dtype)
 
@@ -72,26 +72,27 @@ class ConnectedReplica(collective.CollectiveReplica, distribute.MirroredReplica)
 
 
 class MultiWorkerStrategy(distribute.DistributeStrategy):
-    """Trains on all processes that TF_CONFIG, or Slurm, describes: on all GPUs of each, or on its CPU as one device.
+    """Trains on all processes that TF_CONFIG, or Slurm, names: on all GPUs of each, or on its CPU as one device.
 
     Args:
         communication: how replicas exchange tensors. "ring" and "nccl" are TensorFlow's; "sockets" is faster than
             "ring" on CPUs; "auto" is NCCL where there are GPUs, else sockets if the processes can connect, else "ring".
-        compression: "none", or "bf16": gradients travel as bfloat16, half the bytes, rounded to 8 bits.
+        compression: "none", or "bf16", which sends gradients as bfloat16: half the bytes, rounded to 8 bits.
         timeout_seconds: how long a collective operation waits for processes that are silent.
         callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None`
-            is without end.
-        start_timeout_seconds: how long the start waits for them; `None` is what the launcher says, else 60.
-        job_settings: what must be the same in all processes besides the versions, checked before TensorFlow starts.
+            is without limit.
+        start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
+        job_settings: settings that must be the same in all processes, as the versions of packages must; compared
+            before TensorFlow starts.
         options: see `tfdist.strategies.base.Strategy`.
 
     Raises:
         UsageError: TensorFlow has already started, the job has parameter servers, or an option is unknown.
-        ClusterError: a process is missing, or differs.
+        ClusterError: a process is missing, or has other versions or settings.
     """
 
     name = "multiworker"
-    # Between calls the processes agree, and add up the metrics.
+    # Between calls the processes agree on the next one, and sum the metrics.
     seconds_per_call = 2.0
 
     def __init__(
@@ -123,7 +124,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         distribute.seed_tensorflow(self)
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
-        # Nothing may start TensorFlow before it knows the cluster, so that devices are only counted here.
+        # TensorFlow must know the cluster before it starts, so the devices are only counted here.
         gpus = len(tf.config.list_physical_devices("GPU"))
         available = gpus or 1
         count = available if wanted is None else wanted
@@ -197,7 +198,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         outside = [one for one in variables if not self.is_ours(one)]
-        if outside:  # each process has its own, of which nobody knows that it is a part
+        if outside:  # an ordinary variable, which does not say whether each process has a part of the state or all
             raise self.made_outside(f"variable `{outside[0].path}` of a metric")
         if self.communicator is None:
             return super().sum_metrics(variables, name)
@@ -241,14 +242,14 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             if failure is None and self._heartbeat is not None:
                 failure = self._heartbeat.error
             if isinstance(error, ClusterError) and error is not failure:
-                raise  # it is told already
+                raise  # it names the process already
             told = self._explain(str(error), failure)
             if told is None or told is error:
                 raise
             raise told from error
 
     def _explain(self, message: str, failure: ClusterError | None) -> ClusterError | None:
-        """What an error says about the other processes, by its message and by what sockets found; `None` if nothing."""
+        """The error to raise for a message of TensorFlow or a failure of sockets; `None` if no other process failed."""
         if self.world.world_size == 1:
             return None
         shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", message)
@@ -265,13 +266,13 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
 
 def _is_in_parts(variable: Any) -> bool:
-    """Whether each replica has a part of it, as of the state of a metric."""
+    """Whether each replica has a part of `variable`, as of the state of a metric."""
     value, on_read, of_parts = tf_variable(variable), tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
     return value.synchronization == on_read and value.aggregation == of_parts
 
 
 def _summable(value: tf.Tensor) -> tf.Tensor:
-    """Collectives add numbers only of these types."""
+    """`value` in a dtype that collectives can sum."""
     return value if value.dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else tf.cast(value, tf.float32)
 
 
@@ -283,7 +284,7 @@ def _heartbeat(
     communicator: SocketCommunicator | None,
     limits: Limits,
 ) -> Heartbeat:
-    """That of this process, whose threads live as long as it does."""
+    """The heartbeat of this process, whose threads live as long as the process."""
 
     def counts() -> tuple[int, int]:
         of_tensorflow, of_sockets = watch.counts(), (0, 0) if communicator is None else communicator.counts()
@@ -308,7 +309,7 @@ def _exchange_by(
 
 
 def _as_gathered(tensor: tf.Tensor) -> tf.Tensor:
-    """Collectives gather numbers only of some types; the others travel as one of them that has all their values."""
+    """`tensor` in a dtype that collectives can gather, without loss."""
     if _is_bitcast(tensor):
         return tf.bitcast(tensor, CARRIED_AS[tensor.dtype])
     if tensor.dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
@@ -321,11 +322,11 @@ def _is_bitcast(tensor: tf.Tensor) -> bool:
 
 
 def _exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
-    """What each process of the job says, by rank."""
-    replicas = len(strategy.extended.worker_devices)  # each of a process' replicas says it
+    """The messages of all processes of the job, by rank."""
+    replicas = len(strategy.extended.worker_devices)  # of this process, each of which sends the message
 
     def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-        # Collectives carry no bytes, so four of them travel as a number; and TensorFlow's crash where there is none.
+        # Collectives carry no bytes, so four of them are sent as an int32; with no element at all they crash.
         words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
         ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
         parts = np.split(_all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
@@ -353,7 +354,7 @@ def _all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
 def _connected(
     world: World, strategy: tf.distribute.Strategy, timeout_seconds: float, required: bool
 ) -> SocketCommunicator | None:
-    """Connections of this process that live as long as it does; `None` if there can be none and none are required."""
+    """Sockets that live as long as this process; `None` if the processes cannot connect and need not."""
     try:
         return SocketCommunicator(
             world, functools.partial(_exchange, strategy), min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds
@@ -373,7 +374,7 @@ def _join(
     start_timeout_seconds: float,
     job_settings: tuple[Any, ...],
 ) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, watchdog.Watch | None]:
-    """Joins the job, which a process can do once; a job of several has a watch on its collectives."""
+    """Joins the job, which a process can do once; a job of several processes has a watch on its collectives."""
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATIONS[communication])
     if world.world_size == 1:
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), None

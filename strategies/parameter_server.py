@@ -1,7 +1,7 @@
 """`parameter_server`: `tf.distribute.ParameterServerStrategy`, one copy of the variables, on servers.
 
-    chief     runs the user's program, and hands out the steps       (the coordinator)
-    worker    computes steps, whichever comes next, at its own pace
+    chief     runs the user's program, and schedules the steps       (the coordinator)
+    worker    computes the next step as soon as it is free
     ps        has its part of the variables, and updates them
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
@@ -43,7 +43,7 @@ SECONDS_WITHOUT_CHIEF = 6.0
 
 
 class ServedReplica(base.Replica):
-    """A worker's step on a whole batch; others update the same variables meanwhile."""
+    """A worker's step on a whole batch, while other workers update the same variables."""
 
     alone = False
 
@@ -52,7 +52,8 @@ class ServedReplica(base.Replica):
         self._home: str | None = None  # the server that counts the steps
 
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
-        # What an update needs beside the gradients comes from the servers, and need not travel to the worker and back.
+        # An update reads more than the gradients, all of it from the servers; on a server it need not be sent to the
+        # worker and back.
         with tf.device(self._home), sharded_variable.by_part(optimizer):
             self.update_each_copy(apply, list(gradients))
 
@@ -61,11 +62,11 @@ class ServedReplica(base.Replica):
             function(values)
 
     @contextlib.contextmanager
-    def timed(self, optimizer: Any) -> Iterator[Callable[[], tf.Tensor]]:
-        """Counts the updates of others between the reading of the variables in this context and `optimizer`'s update.
+    def measuring_staleness(self, optimizer: Any) -> Iterator[Callable[[], tf.Tensor]]:
+        """Measures the staleness: the updates by others between the reads of variables here and `optimizer`'s update.
 
-        Yields a function for the number, int32 scalar, to be called at the end. The count is read as the step begins,
-        together with the variables and not before them: to wait for it costs as much as a third of a small step.
+        Yields a function that returns it, an int32 scalar, to be called at the end. The count of updates is read as the
+        step begins, together with the variables and not before them: waiting for it costs a third of a small step.
         """
         if optimizer is None:
             yield lambda: tf.constant(0)
@@ -77,9 +78,9 @@ class ServedReplica(base.Replica):
         def count(variable: Any) -> None:
             counted.append(tf.convert_to_tensor(variable.assign_add(1, read_value=True)))
 
-        def late() -> tf.Tensor:
+        def staleness() -> tf.Tensor:
             with tf.device(self._home):
-                # An update under a condition, such as loss scaling's, is only seen from outside, a little later.
+                # A count inside a condition, such as loss scaling's, is out of reach; it is read again, a little later.
                 inside = counted and counted[-1].graph is read.graph
                 written = counted[-1] if inside else counter.read_value()
                 return tf.maximum(tf.cast(written - read, tf.int32) - 1, 0)
@@ -88,31 +89,31 @@ class ServedReplica(base.Replica):
         with tf.device(self._home):
             read = tf.identity(counter.read_value())
         with keras_patches.counting(inner, count):
-            yield late
+            yield staleness
 
 
 class ParameterServerStrategy(distribute.DistributeStrategy):
     """Trains on the workers of a job, with the variables on its parameter servers.
 
-    Every process of the job makes the strategy with the same program. In the chief that returns, and the program goes
-    on; a worker or a parameter server serves the chief until it ends, and exits.
+    Every process of the job runs the same program and makes the strategy. On the chief the constructor returns, and the
+    program continues; a worker or a parameter server serves the chief until the chief ends, and exits.
 
-    Each step is one worker's, on a whole batch, with the variables as they are when it reads them: steps do not wait
-    for each other. `staleness` bounds how many updates of others may come between a step's reading and its own update.
+    Each step runs on one worker, on a whole batch, with the variables as they are when it reads them: steps do not wait
+    for each other. The staleness of a step is the number of updates by others between its reads and its own update.
 
     Args:
-        staleness: at most so many; `None` for no bound. Bounds as in Ho et al., More Effective Distributed ML via a
-            Stale Synchronous Parallel Parameter Server, NeurIPS 2013; with 0 the steps come one after the other, and
-            the result is that of one device.
+        staleness: the largest staleness of a step; `None` for no bound. Bounds as in Ho et al., More Effective
+            Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013; with 0 the steps run one
+            after the other, and the result is that of one device.
         shard_bytes: the rows of a variable that is larger than this are spread over the servers.
         timeout_seconds: how long to wait for a worker that is silent, before its steps are given to another.
-        start_timeout_seconds: how long the start waits for all processes; `None` is what the launcher says, else 60.
-        job_settings: what must be the same in all processes besides the versions.
+        start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
+        job_settings: settings that must be the same in all processes, as the versions of packages must.
         options: see `tfdist.strategies.base.Strategy`.
 
     Raises:
         UsageError: the job has no chief or no parameter servers, or TensorFlow has already started.
-        ClusterError: a process is missing, or differs.
+        ClusterError: a process is missing, or has other versions or settings.
     """
 
     name = "parameter_server"
@@ -166,7 +167,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     @property
     def num_workers(self) -> int:
-        """The workers of the job."""
+        """The number of workers of the job."""
         return len(self._job.tasks_of("worker"))
 
     @property
@@ -174,7 +175,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return False
 
     def runs_eagerly(self, model: Any) -> bool:
-        return False  # workers run what they are sent, and can be sent graphs alone
+        return False  # only graphs can be sent to workers
 
     @property
     def servers(self) -> dict[str, str]:
@@ -194,11 +195,11 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return base.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(ServedReplica())))
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
-        """Has a worker that is free run `function(*arguments)`; returns a `RemoteValue`."""
+        """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""
         return self._coordinator.schedule(function, args=tuple(arguments))
 
     def on_each_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function` returns on each worker, as an argument of what is scheduled."""
+        """The results of `function` on all workers, to be passed as an argument to `schedule`."""
         return tensorflow_internals.on_each_worker(self._coordinator, function, *arguments)
 
     def names_of(self, role: str) -> list[str]:
@@ -206,13 +207,13 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return [str(task) for task in self._job.tasks_of(role)]
 
     def unreachable(self, role: str) -> list[str]:
-        """Those of a role that do not answer, as messages name them."""
+        """The tasks of a role that do not answer, as messages name them."""
         return [str(task) for task in self._silent(role)]
 
     def drop_silent_workers(self) -> list[str]:
-        """Ends the connections to workers that do not answer, and says which, as messages name them.
+        """Ends the connections to workers that do not answer, and returns their names as messages have them.
 
-        What waits for such a worker then fails, as if the worker had ended; if it ever answers, it is taken back.
+        Closures on such a worker then fail as if the worker had ended; if it answers again, it gets closures again.
         """
         silent = self._silent("worker")
         for task in silent:
@@ -261,7 +262,7 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
         intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
         inter_op_parallelism_threads=max(present, needed),
     )
-    # Threads that look for work without a pause take the cores from those that have some: a sixth of a small step.
+    # Threads that spin while they wait for work take cores from threads that compute: a sixth of a small step.
     config.experimental.disable_thread_spinning = needed > present
     server = tf.distribute.Server(
         cluster, job_name=task.role, task_index=task.index, protocol="grpc", config=config, start=True
@@ -277,7 +278,7 @@ def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
 
 
 def _threads_needed(world: World) -> int:
-    """Closures wait for each other for ever where a server has fewer threads than closures that it takes part in.
+    """The threads of a server: with fewer threads than closures that it takes part in, closures would deadlock.
 
     Source: TensorFlow's guide on parameter server training, which asks for one more than there are workers.
     """

@@ -1,6 +1,6 @@
 """`single`: one device, the baseline that the others are compared with.
 
-No `tf.distribute.Strategy` at all: variables are plain, and a step is Keras' own `train_step` in the shared loop.
+No `tf.distribute.Strategy` is involved: variables are plain, and a step is Keras' own `train_step` in the shared loop.
 """
 
 from __future__ import annotations

@@ -189,6 +189,9 @@ def test_a_setting_that_an_optimizer_does_not_have_is_refused():
     with pytest.raises(UsageError, match=r"The optimizer `adam` cannot have `momentum` 0\.9: .*\n\nhint: leave it out"):
         optimizers.make(made, 10)
     cosine = config.TrainConfig(strategy="single", model="mlp", dataset="digits", schedule="cosine")
+    warm = config.TrainConfig(strategy="single", model="mlp", dataset="digits", warmup_epochs=1.0)
+    with pytest.raises(UsageError, match="`--warmup-epochs` counts steps, and the dataset `digits` does not say"):
+        optimizers.make(warm, None)
     with pytest.raises(UsageError, match="`--schedule cosine` counts steps, and the dataset `digits` does not say"):
         optimizers.make(cosine, None)
 

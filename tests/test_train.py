@@ -328,6 +328,11 @@ def reverse(spec):
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
+def binary(spec):
+    model = keras.Sequential([good(spec), keras.layers.Dense(1, activation="sigmoid")])
+    model.compile("adam", "binary_crossentropy")
+    return model
+
 def no_spec():
     return 1
 
@@ -348,6 +353,10 @@ def no_folder():
     [
         ("good", []),
         ("careless", ["ends in probabilities (softmax), and its loss expects logits", "whole numbers up to 255"]),
+        (
+            "binary",
+            ["`--learning-rate` has no effect", "need a model that returns [2] per example, and `sequential_1`"],
+        ),
         ("reverse", ["`--learning-rate` has no effect", "ends without an activation, and its loss expects prob"]),
     ],
 )

@@ -1,15 +1,15 @@
-"""What can go wrong, as one tree; a command turns a leaf into one message and an exit code.
+"""The exceptions of tfdist, as one tree; a command turns one into a message and an exit code.
 
     TfdistError                  exit code 2: the user's input, or the machine, needs a change
     ├── UsageError               an option or argument that cannot work (also a ValueError)
     │   └── UnknownNameError     a name that is not registered; lists the known ones
     ├── DataError                a dataset that is missing, empty or inconsistent
     ├── NonFiniteLossError       the loss became NaN or infinite at a step
-    ├── VerificationError        steps on several replicas are not those of one device
+    ├── VerificationError        steps on several replicas differ from those of one device
     ├── CheckpointError          no usable checkpoint, or one that cannot be written
     ├── RunFolderError           a run folder that cannot be written or read
-    └── ClusterError             a process of the job is missing, gone or silent; exit code 3
-        └── DisagreementError    processes of a job were given different things to do; exit code 2
+    └── ClusterError             a process of the job is missing, has died or does not answer; exit code 3
+        └── DisagreementError    processes of a job have different settings; exit code 2
 
 Synopsis:
 
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 
 EXIT_USAGE = 2
 EXIT_CLUSTER = 3
-EXIT_RESHAPED = 75  # the processes of an elastic job want to be started again; `EX_TEMPFAIL` of sysexits.h
+EXIT_RESHAPED = 75  # the processes of an elastic job ask to be restarted; `EX_TEMPFAIL` of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
@@ -69,7 +69,7 @@ class VerificationError(TfdistError):
     """Steps on the replicas of a strategy differ from those of one device by more than rounding.
 
     Attributes:
-        layer: the layer, or the metric, loss or model, where it shows first.
+        layer: the layer, metric, loss or model with the first difference.
         report: the `tfdist.core.verification_report.Report`.
     """
 
@@ -88,26 +88,26 @@ class RunFolderError(TfdistError):
 
 
 class ClusterError(TfdistError):
-    """A process of the job is missing, gone or silent."""
+    """A process of the job is missing, has died or does not answer."""
 
     exit_code = EXIT_CLUSTER
 
     @classmethod
     def lost(cls, sentence: str) -> ClusterError:
-        """The error for processes that were there when the job began."""
+        """The error for the loss of processes that were there when the job began."""
         return cls(sentence, "see that process' own output; start the job again with `--resume`")
 
 
 class DisagreementError(ClusterError):
-    """Processes of a job were given different things to do."""
+    """Processes of a job have different settings."""
 
     exit_code = EXIT_USAGE
 
     @classmethod
     def among(cls, settings_by_rank: Mapping[str, Mapping[str, object]]) -> DisagreementError | None:
-        """The error that shows, for each thing that differs, who has which value; `None` where nothing differs.
+        """The error that shows the value of each process for each setting that differs; `None` if none differs.
 
-        `settings_by_rank` has, by who, each one's value by name.
+        `settings_by_rank` has the settings of each process, by a name of the process such as "rank 1".
         """
         names = dict.fromkeys(name for settings in settings_by_rank.values() for name in settings)
         differing = [name for name in names if len({settings.get(name) for settings in settings_by_rank.values()}) > 1]

@@ -1,4 +1,4 @@
-"""What the options of commands, models, datasets and strategies may be; their functions say it in their annotations.
+"""The types of the options of commands, models, datasets and strategies; functions use them as annotations.
 
 Synopsis:
 
@@ -38,19 +38,19 @@ def _of_square(size: Any) -> Any:
 Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2), BeforeValidator(_of_square)]
 
 
-# Eleven days: what takes longer is no deadline, and clocks of libraries count milliseconds in 32 bits.
+# Eleven days; libraries count milliseconds in 32 bits, and no timeout needs to be longer.
 LONGEST_SECONDS = 1_000_000
 
 
 def checked_seconds(option: str, value: float | str) -> float:
-    """A length of time as a number, where it is one that clocks can count to.
+    """A duration as a number of seconds, checked to be above 0 and at most `LONGEST_SECONDS`.
 
     Args:
-        option: what messages call it.
+        option: its name in messages.
         value: as the user wrote it.
 
     Raises:
-        UsageError: no number, not above 0, infinite, or longer than `LONGEST_SECONDS`.
+        UsageError: it is no number, not above 0, infinite, or longer than `LONGEST_SECONDS`.
     """
     try:
         found = float(value)
@@ -63,15 +63,15 @@ def checked_seconds(option: str, value: float | str) -> float:
 
 
 def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: str, name: str) -> dict[str, Any]:
-    """The options as `function`'s annotations have them: a number that is written as a text is a number.
+    """The options, converted to the types of `function`'s annotations: a number written as text becomes a number.
 
-    An option stays as it is without an annotation, or with one that nothing can be checked by, such as a dataclass.
+    An option without an annotation, or with one that pydantic cannot check, such as a dataclass, stays as it is.
 
     Args:
-        function: what takes the options.
+        function: the function or class that takes the options.
         options: values by name.
-        kind: what the function gives, such as "model".
-        name: its own.
+        kind: the kind of its result, such as "model".
+        name: its name in messages.
 
     Raises:
         UsageError: a value that its annotation does not allow.
@@ -86,7 +86,7 @@ def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: s
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
-    except Exception:  # a user's annotations may say anything, or name what is not imported
+    except Exception:  # a user's annotations may be anything, or name what is not imported
         return {}
 
 

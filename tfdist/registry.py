@@ -1,4 +1,4 @@
-"""Functions found by name: a file in one of our folders, or the user's own as `module:function`.
+"""Finds functions by name: a file in a folder of tfdist, or the user's own as `module:function`.
 
 The file is the registration: a module's name is the name that users type, and it is read from the folder
 without importing anything, so that `--help` and misspelt names answer at once.
@@ -47,13 +47,13 @@ def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., An
 
     Args:
         name: a module of `package`, or the user's own as `module:function`.
-        kind: what is looked for, for messages: "model", "dataset".
-        package: the dotted name of the folder of our own.
+        kind: the kind of function, for messages: "model", "dataset".
+        package: the dotted name of tfdist's folder for this kind.
         attribute: the function's name in a module of `package`.
 
     Raises:
         UnknownNameError: `package` has no such module.
-        UsageError: `module:function` leads to nothing that can be called.
+        UsageError: `module:function` does not name something that can be called.
     """
     if ":" in name:
         return resolve(name, kind)
@@ -62,7 +62,7 @@ def find(name: str, kind: str, package: str, attribute: str) -> Callable[..., An
 
 
 def require_known(name: str, kind: str, known: Sequence[str]) -> None:
-    """Raises `UnknownNameError` for a name of none of ours; one that seems to be the user's own is written right."""
+    """Raises `UnknownNameError` for a name not in `known`; its hint corrects one that looks like the user's module."""
     if name in known:
         return
     module, _, attribute = name.removesuffix(".py").rpartition(".")
@@ -82,8 +82,8 @@ def _dotted(path: str) -> str:
 def resolve(reference: str, kind: str) -> Callable[..., Any]:
     """The user's own function, from `module:function`; `kind` names what it makes, for messages.
 
-    The working directory is importable, as with `python -m`. An error that is raised inside the user's
-    module, an `ImportError` for something that it needs included, comes through as it is.
+    The working directory is importable, as with `python -m`. An error that the user's module raises is
+    passed on unchanged, including an `ImportError` for a module that it imports.
 
     Raises:
         UsageError: the reference is malformed, or the module or the function is missing or cannot be called.
@@ -113,7 +113,7 @@ def resolve(reference: str, kind: str) -> Callable[..., Any]:
 
 
 def source_file(module_name: str) -> Path | None:
-    """The source of a module, which is not imported, though the packages around it are; `None` where there is none."""
+    """The source file of a module, `None` if there is none; imports its parent packages, but not the module."""
     _make_importable(os.getcwd())
     try:
         found = importlib.util.find_spec(module_name)
@@ -126,8 +126,8 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     """Calls `function(*arguments, **options)`, after a check that it takes these options.
 
     Raises:
-        UsageError: an option that the function does not take, which lists those it takes; one that it needs; or a
-            value that its annotations do not allow.
+        UsageError: the function does not take an option (the message lists those that it takes), an option that it
+            needs is missing, or its annotations do not allow a value.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if arguments:
@@ -156,7 +156,7 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
 
 
 def _require_first(parameters: Sequence[inspect.Parameter], kind: str, name: str) -> None:
-    """Refuses a function that does not take what functions of its kind are given first."""
+    """Refuses a function that does not take the first argument of its kind."""
     wanted, meaning = FIRST_ARGUMENT_OF[kind]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = parameters[0] if parameters else None
@@ -176,14 +176,14 @@ def _is_option(parameter: inspect.Parameter, wanted: str) -> bool:
 
 
 def parse_options(settings: Sequence[str], option: str) -> dict[str, Any]:
-    """`NAME=VALUE` settings as a function's options; a value is a number, a truth or a tuple, else a text.
+    """`NAME=VALUE` settings as a function's options; a value is a Python literal, such as a number, else a string.
 
     Args:
-        settings: what the user wrote, one a use of the option.
+        settings: the user's settings, one per use of the option.
         option: its name, for messages.
 
     Raises:
-        UsageError: one that is not of that form, or is set twice.
+        UsageError: a setting is not of that form, or a name is set twice.
     """
     options: dict[str, Any] = {}
     for setting in settings:
@@ -212,7 +212,7 @@ def _value(text: str) -> Any:
 def _make_importable(directory: str) -> None:
     if directory not in sys.path and "" not in sys.path:
         sys.path.insert(0, directory)
-    # A file that was written after the interpreter last looked into its folder is found too.
+    # Files that were written after the interpreter last listed their folder are then found too.
     importlib.invalidate_caches()
 
 

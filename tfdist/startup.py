@@ -1,4 +1,4 @@
-"""What must be so before TensorFlow and Keras are imported, and the check that it was."""
+"""Prepares the import of TensorFlow and Keras, and checks that Keras uses TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from tfdist.errors import UsageError
 
-# Packages that few programs use, a third of the time that importing Keras and TensorFlow took with them. Those of Keras
-# import scikit-learn, SciPy's statistics and Matplotlib; `keras.src` is its own, seen in 3.15. Those of TensorFlow are
-# the interface of its first version and what repeats it, hundreds of modules of names, seen in 2.21.
+# Packages that few programs use, and that took a third of the time of importing Keras and TensorFlow. Those of Keras
+# 3.15 import scikit-learn, SciPy's statistics and Matplotlib; `keras.src` is private. Those of TensorFlow 2.21 are the
+# API of TensorFlow 1 and its copies, hundreds of modules of names.
 SELDOM_USED = {
     "keras.visualization",
     "keras._tf_keras.keras.visualization",
@@ -32,10 +32,10 @@ SELDOM_USED = {
 
 
 def require_tensorflow_backend() -> None:
-    """Makes sure that Keras runs on TensorFlow, without importing it where that can be told otherwise.
+    """Imports Keras and checks that it runs on TensorFlow; a wrong `KERAS_BACKEND` is refused before the import.
 
     Raises:
-        UsageError: `KERAS_BACKEND` says another backend, or Keras was imported with another one.
+        UsageError: `KERAS_BACKEND` names another backend, or Keras was imported with another one.
     """
     hint = "unset `KERAS_BACKEND` or set it to `tensorflow` before Keras is imported"
     if "keras" not in sys.modules:
@@ -50,20 +50,20 @@ def require_tensorflow_backend() -> None:
 
 
 def prepare_imports() -> None:
-    """Has TensorFlow compute with oneDNN, and what few programs use of it and of Keras load only when it is used.
+    """Makes TensorFlow use oneDNN, and delays the import of the packages `SELDOM_USED` until they are used.
 
-    For programs that import TensorFlow and Keras themselves; without effect on what they have imported before.
+    For programs that import TensorFlow and Keras themselves; has no effect on modules that are imported already.
     """
     _prefer_onednn()
-    if not any(isinstance(finder, _SeldomUsed) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _SeldomUsed())
+    if not any(isinstance(finder, _LazyFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _LazyFinder())
 
 
 def _prefer_onednn() -> None:
-    """Lets TensorFlow compute with oneDNN's kernels on every x86 CPU, where it is not imported and told nothing yet.
+    """Makes TensorFlow use oneDNN's kernels on every x86 CPU, unless it is imported or the user has set this option.
 
-    By itself it does so only where the CPU has instructions for neural networks. On others too steps of convolutions,
-    attention or wide layers are up to twice as fast with them (benchmarks/README.md); results agree to rounding.
+    By default it uses them only on CPUs with instructions for neural networks. On other CPUs, steps of convolutions,
+    attention or wide layers are also up to twice as fast with them (benchmarks/README.md); results agree to rounding.
 
     Source: the release notes of TensorFlow 2.9.
     """
@@ -74,8 +74,7 @@ def _prefer_onednn() -> None:
 def _import_keras() -> None:
     """Imports Keras, and TensorFlow with it, without garbage collection: of a million new objects, none is garbage.
 
-    To look through them was a sixth of the time that the imports took, and more in the first steps, so that they are
-    never looked through later either.
+    Scanning them took a sixth of the time of the imports, and more in the first steps; later collections skip them too.
     """
     prepare_imports()
     enabled = gc.isenabled()
@@ -88,21 +87,21 @@ def _import_keras() -> None:
             gc.enable()
 
 
-class _SeldomUsed(importlib.abc.MetaPathFinder):
-    """Finds the packages `SELDOM_USED`, whose code runs when something of them is used."""
+class _LazyFinder(importlib.abc.MetaPathFinder):
+    """Finds the packages `SELDOM_USED`, whose code runs when one of their attributes is used."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a package that few programs use; None of all others."""
+        """The spec of a package in `SELDOM_USED`; `None` for all others."""
         spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in SELDOM_USED else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _WhenUsed(spec.loader)
+            spec.loader = _LazyLoader(spec.loader)
         return spec
 
 
-class _WhenUsed(importlib.abc.Loader):
-    """Runs the code of a module when something of it is used.
+class _LazyLoader(importlib.abc.Loader):
+    """Runs the code of a module when one of its attributes is used.
 
     `importlib.util.LazyLoader` would run it at once: the import system and `inspect` look at names of every module.
     """
@@ -113,7 +112,7 @@ class _WhenUsed(importlib.abc.Loader):
         self._begun = False
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leaves the module empty until then."""
+        """Leaves the module empty until one of its attributes is used."""
 
         def get(name: str) -> Any:
             if not name.startswith("__") or name == "__all__":  # which `import *` asks for

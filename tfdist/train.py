@@ -1,6 +1,6 @@
 """`python -m tfdist.train`: trains a model on a dataset with a strategy, and leaves a run folder.
 
-This module alone knows every room. Nothing slow is imported until the options have been checked:
+This module alone knows all parts of a run. Nothing slow is imported until the options have been checked:
 
     parse → TrainConfig → RunFolder → (TensorFlow) strategy → data → model → fit → evaluate → record → table
 """
@@ -69,7 +69,7 @@ Examples:
 
 
 class _TrainCommand(terminal.Command):
-    """A command whose options, with `--resume`, are those of the run that it continues, unless others are given."""
+    """A command that, with `--resume`, takes the options that are not given from the run that it continues."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.default_map = self._options_of_earlier_run(ctx, args)
@@ -92,7 +92,7 @@ class _TrainCommand(terminal.Command):
         from tfdist.run.folder import load_record
 
         if given.get("strategy") and not (Path(given["run_dir"]) / "run.json").exists():
-            return {}  # a run that ended before it had begun
+            return {}  # the run ended before it wrote a record
         earlier = self._parsed(ctx, load_record(given["run_dir"]).command[2:])
         recipe = earlier.pop("recipe", None)
         for name in ("resume", "run_dir"):
@@ -100,14 +100,14 @@ class _TrainCommand(terminal.Command):
         return (recipes.load(recipe) if recipe else {}) | {name: _last_of_each(v) for name, v in earlier.items()}
 
     def _parsed(self, ctx: click.Context, args: Sequence[str]) -> dict[str, Any]:
-        """What is given for each parameter, as text."""
+        """The text that is given for each parameter."""
         parser = self.make_parser(ctx)
         parser.ignore_unknown_options = True
         return parser.parse_args(list(args))[0]
 
 
 def _last_of_each(value: Any) -> Any:
-    """Of settings NAME=VALUE, which may be repeated, the last one of each name."""
+    """The last setting of each name, of a list of settings NAME=VALUE; any other value itself."""
     if not isinstance(value, list):
         return value
     return list({setting.partition("=")[0]: setting for setting in value}.values())
@@ -144,7 +144,7 @@ def _last_of_each(value: Any) -> Any:
 @_optimisation("--warmup-epochs", type=float, default=0.0, help="epochs in which the learning rate rises from 0")
 @_optimisation("--gradient-accumulation", type=int, default=1, show_default=True, help="batches per update")
 @_optimisation("--seed", type=int, default=0, show_default=True, help="seed of weights, order and random layers")
-@_optimisation("--target-accuracy", type=float, metavar="SHARE", help="stop at this validation accuracy")
+@_optimisation("--target-accuracy", type=float, metavar="FRACTION", help="stop at this validation accuracy")
 @_strategy("--strategy", required=True, metavar="NAME", help=_names(strategies.names(), own="Class"))
 @_strategy("--strategy-option", multiple=True, metavar="NAME=VALUE", help="an option of the strategy; may be repeated")
 @_strategy("--devices", metavar="N|NAMES", help="number or names of the devices of a process, such as GPU:0,GPU:1")
@@ -240,7 +240,7 @@ def run(config: TrainConfig, world: World) -> int:
     """Trains as `config` says and returns the exit code.
 
     Raises:
-        TfdistError: before training began; later ones are shown, recorded and returned as their exit code.
+        TfdistError: an error before the session begins; a later one is shown, recorded and returned as exit code.
     """
     from tfdist.run.folder import RunFolder
 
@@ -251,7 +251,7 @@ def run(config: TrainConfig, world: World) -> int:
         config = dataclasses.replace(config, run_dir=run_dir, resume=True)
     if not world.is_chief:
         config = dataclasses.replace(config, quiet=not config.verbose)
-    # One that serves has its log there, and goes on with it when it comes back.
+    # With parameter servers, a process that is restarted finds its log there, and continues it.
     serves = config.traits.servers and not world.is_chief
     path = run_dir if world.is_chief else run_dir / f"rank-{world.rank}"
     folder = RunFolder(path, resume=config.resume or serves)
@@ -261,7 +261,7 @@ def run(config: TrainConfig, world: World) -> int:
 
 
 def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:
-    """Runs the session and says, on the terminal and in the record, how it ended."""
+    """Runs the session, and reports its end on the terminal and in the record."""
     session: Session | None = None
     try:
         startup.require_tensorflow_backend()
@@ -292,16 +292,16 @@ def _run(session: Session) -> RunRecord:
     try:
         return session.run()
     except Exception:
-        # Of processes that are interrupted together one may end first; that the others miss it is no failure.
+        # If processes are interrupted together and one ends first, the errors of the others are no failures.
         session.raise_if_interrupted()
         raise
 
 
 def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) -> None:
-    """Writes how the run ended, unless it had ended already; `stderr` may be gone."""
+    """Records the end of the run, unless it is recorded already; `stderr` may be closed."""
     if session is None or (session.record is not None and session.record.status != "running"):
         return
-    # Said first: to draw the curves may take longer than a process has that is to end.
+    # Shown first: drawing the curves may take longer than the time that a terminated process has left.
     if session.record is not None and status == "interrupted":
         with contextlib.suppress(OSError):
             again = f"python -m tfdist.train --resume --run-dir {session.folder.path}"

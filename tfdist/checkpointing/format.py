@@ -2,12 +2,12 @@
 
     magic line            which format this is
     length of the header  8 bytes, little-endian
-    header                JSON: the position, what callbacks know, and where each array lies
+    header                JSON: the position, the states of callbacks, and the offset of each array
     arrays                raw bytes, little-endian, each at a multiple of 64 bytes
     SHA-256               32 bytes, of everything before
 
-Nothing is pickled, so that reading a file runs no code of it. A file that is cut or altered fails its checksum; the one
-before it is used then, with a warning.
+Nothing is pickled, so that reading a file runs no code from it. A file that is cut or altered fails its checksum; then
+the previous checkpoint is used, with a warning.
 
 Synopsis:
 
@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import ml_dtypes  # noqa: F401 - teaches NumPy the names of bfloat16 and its like
+import ml_dtypes  # noqa: F401 - registers bfloat16 and similar dtypes with NumPy
 import numpy as np
 
 from tfdist import files
@@ -49,22 +49,22 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint knows besides its arrays; all of it plain numbers, strings, lists and dicts.
+    """The content of a checkpoint besides its arrays: plain numbers, strings, lists and dicts.
 
     Attributes:
-        epoch: the epoch that goes on, counted from 0: so many epochs are finished.
-        batch: how many of its batches are done; 0 at the end of the epoch before.
-        step: how many steps the run has taken, over all its epochs.
+        epoch: the epoch to continue with, counted from 0, which is the number of finished epochs.
+        batch: the number of its finished batches; 0 at the end of the previous epoch.
+        step: the number of steps of the run, over all its epochs.
         optimizer: the optimizer's class.
-        stopped: a callback had ended the training.
+        stopped: whether a callback had ended the training.
         best: `{"monitor", "value", "epoch"}` of the best epoch so far.
         train_seconds: training time so far, evaluation excluded.
-        epoch_logs: the logs of each finished epoch, its number under "epoch".
-        steps_per_epoch: of the fit that wrote it, where known.
-        seed: of the order of the examples, where known.
-        callbacks: the states of callbacks; an array stands there as `{"array": number of the entry}`.
-        data: where the data stood, as `Passes.resume` takes it; `None` where they cannot be gone on with.
-        path: the file, not stored in it.
+        epoch_logs: the logs of each finished epoch, with its number under "epoch".
+        steps_per_epoch: the steps per epoch of the `fit` that wrote it, if known.
+        seed: the seed of the order of the examples, if known.
+        callbacks: the states of callbacks; an array is stored as `{"array": index among their entries}`.
+        data: the position in the data, as `Passes.resume` takes it; `None` if the data cannot be resumed.
+        path: the file, which does not contain this attribute.
     """
 
     epoch: int
@@ -88,7 +88,7 @@ class Entry:
 
     Attributes:
         group: "model", "optimizer", "metrics", "random", "callbacks" or "data".
-        name: the path of a variable, or what else it is.
+        name: the path of a variable, or another name.
         value: `[*shape]`, or `[replicas, *shape]` where each replica has its own part.
         by_replica: whether each replica has its own part.
     """
@@ -118,7 +118,7 @@ class Stored:
 
 
 class _DamagedError(Exception):
-    """The file is not what was written."""
+    """The file is not a checkpoint, or not as it was written."""
 
 
 def paths(folder: Path) -> list[Path]:
@@ -128,7 +128,7 @@ def paths(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Header | None:
-    """The header of the newest whole checkpoint, `None` where there is no checkpoint.
+    """The header of the newest whole checkpoint, `None` if there is no checkpoint.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is whole.
@@ -138,9 +138,9 @@ def latest(folder: Path) -> Header | None:
 
 
 def newest(folder: Path, wanted: Callable[[Header], bool] = lambda header: True) -> Stored | None:
-    """The newest whole checkpoint whose header is `wanted`, `None` where there is no whole one.
+    """The newest whole checkpoint for whose header `wanted` is true, `None` if there is none.
 
-    A damaged file is left out with a warning.
+    A damaged file is skipped with a warning.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is whole.
@@ -180,7 +180,7 @@ def read(path: Path) -> Stored:
 
 
 def parse(path: Path, content: bytes) -> Stored:
-    """The checkpoint with the bytes `content`, which came from the file `path`."""
+    """The checkpoint in `content`, the bytes of the file `path`."""
     if not content.startswith(_MAGIC):
         raise _DamagedError("it does not begin as a checkpoint of this version does")
     view = memoryview(content)
@@ -192,7 +192,7 @@ def parse(path: Path, content: bytes) -> Stored:
         parsed = json.loads(content[begin:end])
         entries = [_entry(row, view[end:]) for row in parsed["arrays"]]
         return Stored(Header(**parsed["header"], path=path), entries)
-    except (KeyError, TypeError, ValueError) as problem:  # its checksum is right: tfdist has not written it
+    except (KeyError, TypeError, ValueError) as problem:  # the checksum is right, so tfdist did not write the file
         raise _DamagedError(f"its header is not a checkpoint's ({problem})") from problem
 
 
@@ -200,7 +200,7 @@ def write(folder: Path, header: Header, entries: Sequence[Entry]) -> Path:
     """Writes a checkpoint into `folder`, whole or not at all, and returns its path.
 
     Raises:
-        CheckpointError: the file system refused; the checkpoints that there are stay as they were.
+        CheckpointError: the file system refused; the existing checkpoints are unchanged.
     """
     folder = Path(folder)
     path = folder / f"step-{header.step:08d}{SUFFIX}"
@@ -214,16 +214,16 @@ def write(folder: Path, header: Header, entries: Sequence[Entry]) -> Path:
 
 
 def prune(folder: Path, keep: int, written: Path) -> None:
-    """Deletes all but the newest `keep` checkpoints of `folder`, of those up to the one that was just `written`.
+    """Of the checkpoints in `folder` up to the one just `written`, deletes all but the newest `keep`.
 
-    Later ones were there when the run was resumed from before them: damaged files, which must not push out whole ones.
+    Later ones were damaged when the run was resumed from an earlier one; whole ones must not be deleted for them.
     """
     for path in [path for path in paths(folder) if _step(path) <= _step(written)][keep:]:
         path.unlink(missing_ok=True)
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Deletes what a process that was killed while writing has left behind."""
+    """Deletes the temporary files of processes that were killed while writing."""
     for path in Path(folder).glob(f".step-*{SUFFIX}.*{SUFFIX}"):
         path.unlink(missing_ok=True)
 
@@ -233,7 +233,7 @@ def _step(path: Path) -> int:
 
 
 def _pieces(header: Header, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, but for its checksum."""
+    """The bytes of a file, except its checksum."""
     values = [_little_endian(entry) for entry in entries]
     offset, table = 0, []
     for entry, value in zip(entries, values, strict=True):
@@ -259,7 +259,7 @@ def _little_endian(entry: Entry) -> np.ndarray:
     if value.dtype.hasobject or value.dtype.kind in "SUMm":
         raise CheckpointError(
             f"The {entry.group} array `{entry.name}` cannot be stored: its dtype is `{value.dtype}`",
-            "keep numbers there",
+            "use a numeric dtype",
         )
     return value.astype(value.dtype.newbyteorder("<"), copy=False)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Position:
-    """Where a run is.
+    """The position of a run.
 
     Attributes:
         epoch: the number of the current epoch.
-        batch: how many steps of it were taken.
+        batch: the number of its steps that were taken.
         steps_before: the steps of the run before the current epoch.
-        step_saved: the step of the run at which it was saved last.
+        step_saved: the step of the run at its last checkpoint.
     """
 
     epoch: int = 0
@@ -23,7 +23,7 @@ class Position:
 
     @property
     def step(self) -> int:
-        """How many steps the run has taken."""
+        """The number of steps that the run has taken."""
         return self.steps_before + self.batch
 
     def begin_epoch(self, epoch: int, batch: int) -> None:
@@ -35,9 +35,9 @@ class Position:
         self.steps_before, self.batch = self.step, 0
 
     def is_due(self, every_steps: int | None) -> bool:
-        """Whether a multiple of `every_steps` was reached since the run was saved."""
+        """Whether a multiple of `every_steps` was reached since the last checkpoint."""
         return every_steps is not None and self.step // every_steps > self.step_saved // every_steps
 
     def until_due(self, every_steps: int, batch: int) -> int:
-        """How many steps there are from batch number `batch` of the epoch to the next multiple of `every_steps`."""
+        """The number of steps from batch number `batch` of the epoch to the next multiple of `every_steps`."""
         return every_steps - (self.steps_before + batch) % every_steps

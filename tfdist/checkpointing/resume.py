@@ -1,4 +1,4 @@
-"""Whether a training can be resumed from a checkpoint, and how its state is given back."""
+"""Checks that a training can be resumed from a checkpoint, and restores its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.errors import CheckpointError
 
 
 def refuse_without_variables(model: Any) -> None:
-    """Raises `CheckpointError` for what has no variables yet: when the run is resumed it would have none either."""
+    """Raises `CheckpointError` for a layer or optimizer without variables: they could not be restored on resuming."""
     missing = training_state.without_variables(model)
     if missing is not None:
         raise CheckpointError(
@@ -23,13 +23,13 @@ def refuse_without_variables(model: Any) -> None:
 
 
 def refuse_another_run(model: Any, stored: Stored, steps_per_epoch: int | None, seed: int | None) -> None:
-    """Raises `CheckpointError` where a checkpoint is of another model, another optimizer, or another order of batches.
+    """Raises `CheckpointError` if a checkpoint has another model, another optimizer or another order of batches.
 
     Args:
-        model: compiled; an optimizer that the checkpoint has variables of is built.
+        model: the compiled model; its optimizer is built if the checkpoint has variables of it.
         stored: the checkpoint.
-        steps_per_epoch: those of the present run, `None` when unknown.
-        seed: that of the order of examples, `None` when unknown.
+        steps_per_epoch: the steps per epoch of the present run, `None` if unknown.
+        seed: the seed of its order of examples, `None` if unknown.
     """
     header = stored.header
     hint = "resume with the model and the arguments of the run that wrote it, or use another folder"
@@ -49,7 +49,7 @@ def refuse_another_run(model: Any, stored: Stored, steps_per_epoch: int | None, 
         ("steps in an epoch", header.steps_per_epoch, steps_per_epoch),
         ("as the seed of the order of examples", header.seed, seed),
     ):
-        # Within an epoch the same batches must follow.
+        # A run that continues within an epoch must get the same batches.
         if header.batch and written is not None and now is not None and written != now:
             raise CheckpointError(
                 f"The checkpoint `{header.path}` was written within an epoch, with {written} {name}, and this run "
@@ -66,7 +66,7 @@ def _build_optimizer(model: Any, stored: Stored) -> None:
 
 
 def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: ProcessGroup) -> None:
-    """Gives the variables of `model`, `callbacks` and the random states what a checkpoint has for them."""
+    """Restores the variables of `model`, the states of `callbacks` and the random states from a checkpoint."""
     header, entries = stored.header, training_state.of_this(stored.entries, peers)
     training_state.assign(model, entries, _groups(header))
     training_state.restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
@@ -74,5 +74,5 @@ def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: Process
 
 
 def _groups(header: Header) -> tuple[str, ...]:
-    """What is restored: an epoch that begins resets the metrics, so that others may be compiled."""
+    """The groups of variables to restore: a new epoch resets the metrics, so that the model may have other ones."""
     return ("model", "optimizer", "metrics") if header.batch else ("model", "optimizer")

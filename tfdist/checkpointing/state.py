@@ -1,6 +1,6 @@
-"""What a training is made of besides its data: variables, random states, and what callbacks remember.
+"""The state of a training: variables, random states, the position in the data, and the states of callbacks.
 
-Each is turned into the entries of a checkpoint and back. No strategy's scope is needed: the copies of a distributed
+Each is converted to entries of a checkpoint and back. No strategy's scope is needed: the copies of a distributed
 variable are read and assigned one by one.
 """
 
@@ -25,9 +25,8 @@ from tfdist.errors import CheckpointError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import global_state, tf_variable
 
-# What Keras' own callbacks remember from epoch to epoch. They begin anew in `on_train_begin`, and a resumed run shall
-# end where an unbroken one ends. A callback of one's own has `checkpoint_state()` and
-# `restore_checkpoint_state(state)`.
+# The attributes that Keras' callbacks keep from epoch to epoch. `on_train_begin` resets them, but a resumed run must
+# end like an uninterrupted one. A user's callback has `checkpoint_state()` and `restore_checkpoint_state(state)`.
 REMEMBERED: dict[type, tuple[str, ...]] = {
     keras.callbacks.History: ("epoch", "history"),
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
@@ -39,7 +38,7 @@ REMEMBERED: dict[type, tuple[str, ...]] = {
 
 
 def variables(model: Any) -> dict[str, list[Any]]:
-    """The variables of a compiled model and of all optimizers it holds, by group; seeds are among the model's."""
+    """The variables of a compiled model and of all its optimizers, by group; the model's include its seeds."""
     groups = {
         "metrics": model.metrics_variables,
         "optimizer": [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables],
@@ -58,7 +57,7 @@ def read(model: Any, peers: ProcessGroup) -> list[Entry]:
 
 
 def of_all(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
-    """`entries` with the parts of the replicas of every process; all processes call it."""
+    """`entries` with the parts of the replicas of all processes, each of which must call this function."""
     if peers.world.world_size == 1:
         return list(entries)
     return [_of_all(entry, peers) if entry.by_replica else entry for entry in entries]
@@ -70,14 +69,14 @@ def _of_all(entry: Entry, peers: ProcessGroup) -> Entry:
 
 
 def of_this(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
-    """`entries` with the parts of this process' replicas alone; where another number wrote them, the chief has all."""
+    """`entries` with only the parts of this process; if they do not divide over the processes, the chief has all."""
     if peers.world.world_size == 1:
         return list(entries)
     return [_of_this(part, peers.world) if part.by_replica else part for part in _in_parts(entries, peers)]
 
 
 def _in_parts(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
-    """`entries` with the metrics that one process wrote as the only part, where each process has its own now."""
+    """`entries`, where metrics without parts become one part if each process now has its own metrics."""
     return [
         replace(entry, value=entry.value[np.newaxis], by_replica=True)
         if peers.metrics_by_process and entry.group == "metrics" and not entry.by_replica
@@ -94,7 +93,7 @@ def _of_this(entry: Entry, world: World) -> Entry:
 
 
 def assign(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> None:
-    """Gives the variables of `groups` the values of `entries`, whose identity was checked."""
+    """Assigns `entries` to the variables of `groups`; `first_difference` has compared them before."""
     known = variables(model)
     by_group = {group: [entry for entry in entries if entry.group == group] for group in groups}
     for group in groups:
@@ -103,7 +102,7 @@ def assign(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> None:
 
 
 def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> tuple[str, str] | None:
-    """The first variable in which `model` and a checkpoint differ, as each has it; `None` when there is none."""
+    """The first variable in which a checkpoint and `model` differ, as each has it; `None` if there is none."""
     known = variables(model)
     for group in groups:
         stored = [entry for entry in entries if entry.group == group]
@@ -123,7 +122,7 @@ def metrics_are_made(model: Any) -> bool:
 
 
 def without_variables(model: Any) -> str | None:
-    """The model, or what it is made of, that has no variables yet; the compiled optimizer can be built at any time."""
+    """The first layer or optimizer without variables; the compiled optimizer is left out, as it can be built later."""
     for layer in keras_internals.layers_to_build(model):
         if not layer.built:
             return f"The layer `{layer.name}`"
@@ -145,7 +144,7 @@ def _class_of(optimizer: Any) -> str:
 
 
 def finite(model: Any, entries: Iterable[Entry]) -> bool:
-    """Whether the trained weights in `entries` are finite; others may be infinite for good reason, as masks are."""
+    """Whether the trained weights in `entries` are finite; other values may be infinite on purpose, such as masks."""
     trained = {variable.path for variable in model.trainable_variables}
     weights = (e.value for e in entries if e.group == "model" and e.name in trained)
     return all(bool(np.isfinite(value).all()) for value in weights)
@@ -154,7 +153,7 @@ def finite(model: Any, entries: Iterable[Entry]) -> bool:
 def random_state() -> list[Entry]:
     """The states of the generators that belong to no model: Python's, NumPy's, Keras' and TensorFlow's global ones.
 
-    The ops of TensorFlow that keep a state inside their graph (`tf.random.normal` and its like) show it to nobody.
+    The state that TensorFlow's stateful operations (`tf.random.normal` and the like) keep in a graph cannot be read.
     """
     version, numbers, gauss = random.getstate()
     del version
@@ -179,9 +178,9 @@ def random_state() -> list[Entry]:
 
 
 def restore_random_state(entries: Iterable[Entry]) -> None:
-    """Sets the generators to what `random_state` found."""
+    """Restores the generators from the result of `random_state`."""
     found = {entry.name: entry.value for entry in entries if entry.group == "random"}
-    if "keras" in found:  # before Python's: making the generator draws a seed there
+    if "keras" in found:  # before Python's, from which a new generator draws its seed
         _assign_all(seed_generator.global_seed_generator().state, found["keras"])
     if "tensorflow" in found:
         if getattr(stateful_random_ops, "global_generator", None) is None:
@@ -197,7 +196,7 @@ def restore_random_state(entries: Iterable[Entry]) -> None:
 
 
 def data_state(data: Any, peers: ProcessGroup) -> list[Entry] | None:
-    """Where the data stand, `Passes` of the loop, in every process that has its own; `None` where one cannot tell."""
+    """The states of `data` (`Passes`) in each process that has its own part; `None` if one cannot be saved."""
     saved = data.feed.save()
     if any_of(peers, saved is None):
         return None
@@ -206,10 +205,10 @@ def data_state(data: Any, peers: ProcessGroup) -> list[Entry] | None:
 
 
 def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry], peers: ProcessGroup) -> None:
-    """Has `data` go on from there.
+    """Restores the `data_state` in `entries`, and the position `place`.
 
     Raises:
-        CheckpointError: each process has its own part of the data, and there were other processes.
+        CheckpointError: each process has its own part of the data, and the number of processes has changed.
     """
     states = [entry.value.tobytes() for entry in entries if entry.group == "data"]
     size = peers.world.world_size if data.feed.own else 1
@@ -224,7 +223,7 @@ def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry
 
 
 def callbacks_state(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], list[Entry]]:
-    """What `callbacks` remember: for each a name and a state as JSON has it, and the arrays that it refers to."""
+    """The states of `callbacks`: their names and states in types of JSON, and the arrays that these refer to."""
     entries: list[Entry] = []
     states = []
     for name, callback in _named(callbacks):
@@ -240,7 +239,7 @@ def callbacks_state(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], lis
 def restore_callbacks_state(
     callbacks: Iterable[Any], states: Iterable[dict[str, Any]], entries: Iterable[Entry], train_seconds: float
 ) -> None:
-    """Gives the state back to the callbacks of the same class; one that the checkpoint does not know begins anew."""
+    """Restores callbacks by class and order; one that the checkpoint does not have starts from the beginning."""
     arrays = [entry.value for entry in entries if entry.group == "callbacks"]
     known = {state["name"]: state["state"] for state in states}
     for name, callback in _named(callbacks):
@@ -257,7 +256,7 @@ def restore_callbacks_state(
 
 
 def copies(variable: Any) -> list[Any]:
-    """The plain variables behind a Keras variable, or one of TensorFlow's: a copy on each replica of this process."""
+    """The plain variables behind a Keras variable or a `tf.Variable`: one copy per replica of this process."""
     value = getattr(variable, "_value", variable)
     if isinstance(value, tf.distribute.DistributedValues):
         return list(value.distribute_strategy.experimental_local_results(value))
@@ -265,7 +264,7 @@ def copies(variable: Any) -> list[Any]:
 
 
 def _has_parts(variable: Any) -> bool:
-    """Whether each replica has its own part of the value, as metrics under MirroredStrategy."""
+    """Whether each replica has its own part of the value, such as metrics under `MirroredStrategy`."""
     value = getattr(variable, "_value", variable)
     return (
         isinstance(value, tf.distribute.DistributedValues)
@@ -289,7 +288,7 @@ def _assign(variable: Any, entry: Entry) -> None:
         for copy, part in zip(held, parts, strict=True):
             copy.assign(part)
     elif tf_variable(variable).aggregation == tf.VariableAggregation.SUM:
-        # Other replicas than those that wrote it: what counts is the sum.
+        # Another number of replicas wrote it: only the sum counts.
         _assign_all(variable, np.zeros_like(parts[0]))
         held[0].assign(sum(parts[1:], parts[0]))
     else:
@@ -307,12 +306,12 @@ def _described(group: str, thing: Any, name: str) -> str:
 
 
 def _unnumbered(text: str) -> str:
-    """Without the numbers that Keras appends to names: they count what the process has made before."""
+    """`text` without the numbers that Keras appends to names: they depend on what the process made before."""
     return re.sub(r"_\d+(?=[/_`])", "", text)
 
 
 def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Each callback, those inside a wrapper instead of it, with its class and its number among those of the class."""
+    """Each callback, or the one inside a wrapper, named by its class and its index among those of the class."""
     counts: dict[str, int] = {}
     named = []
     for callback in callbacks:
@@ -330,7 +329,7 @@ def _remembered(callback: Any) -> list[str]:
 
 
 def _plain(value: Any, owner: str, entries: list[Entry]) -> Any:
-    """`value` as JSON has it; arrays go to `entries`."""
+    """`value` in types of JSON; arrays are appended to `entries`."""
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):

@@ -15,8 +15,8 @@ class Store:
     """The checkpoints in `folder`.
 
     Args:
-        folder: of one run; made when something is written.
-        keep: how many files stay, the newest.
+        folder: the folder of one run; made by the first write.
+        keep: the number of newest files to keep.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -25,26 +25,27 @@ class Store:
         self._ahead: Stored | None = None
 
     def read_ahead(self) -> Stored | None:
-        """The newest whole checkpoint, on the chief; the next `newest` need not read it again."""
+        """The newest whole checkpoint, on the chief; the next call of `newest` does not read it again."""
         self._ahead = checkpoint_format.newest(self.folder)
         return self._ahead
 
     def newest(self, peers: ProcessGroup, within_epochs: bool) -> Stored | None:
-        """The newest whole checkpoint that the chief finds, in every process: the others need not see its disk.
+        """The chief's newest whole checkpoint, in every process; the others need no access to its disk.
 
         Args:
-            peers: the processes of the job, which all call it.
-            within_epochs: a training can begin in the middle of an epoch; else only ends of epochs count.
+            peers: the processes of the job, all of which must call this method.
+            within_epochs: whether a training can begin within an epoch; otherwise only ends of epochs count.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them is whole, or none of an epoch's end.
+            CheckpointError: there are checkpoints, but none is whole, or none is of an epoch's end.
         """
         stored = self._newest(within_epochs) if peers.world.is_chief else None
         if peers.world.world_size == 1:
             return stored
         path = stored.header.path if stored is not None else None
-        content = peers.exchange(path.read_bytes() if path is not None else b"")[0]
-        return checkpoint_format.parse(self.folder / "of the chief", content) if content else None
+        message = b"" if path is None else path.name.encode() + b"\n" + path.read_bytes()
+        name, _, content = peers.exchange(message)[0].partition(b"\n")
+        return checkpoint_format.parse(self.folder / name.decode(), content) if content else None
 
     def _newest(self, within_epochs: bool) -> Stored | None:
         ahead, self._ahead = self._ahead, None
@@ -62,7 +63,7 @@ class Store:
         return stored
 
     def refuse_another_run(self) -> None:
-        """Raises `CheckpointError` where the folder holds checkpoints, which a new run would replace."""
+        """Raises `CheckpointError` if the folder holds checkpoints, which a new run would replace."""
         if found := checkpoint_format.paths(self.folder):
             raise CheckpointError(
                 f"The folder `{self.folder}` already holds checkpoints, `{found[0].name}` the newest, and a new run "
@@ -71,11 +72,11 @@ class Store:
             )
 
     def remove_unfinished(self) -> None:
-        """Removes what a process that was killed while it wrote has left."""
+        """Removes the temporary files of processes that were killed while writing."""
         checkpoint_format.remove_temporaries(self.folder)
 
     def write(self, header: Header, entries: Sequence[Entry]) -> Path:
-        """Writes a checkpoint, and removes the oldest of those that are too many."""
+        """Writes a checkpoint, and removes the oldest ones beyond the number to keep."""
         path = checkpoint_format.write(self.folder, header, entries)
         checkpoint_format.prune(self.folder, self._keep, path)
         return path

@@ -1,16 +1,16 @@
-"""What a step of one replica among several assigns to variables, in the order in which one device would see it.
+"""Assignments to variables in the step of one of several replicas, in the order in which one device makes them.
 
-An assignment waits until somebody could tell: until the same step reads the variable, until an optimizer applies
-gradients, or until the step ends. Then the replicas agree on one value for each variable that waits, in one exchange,
-and it is written once per copy. So a weight that is clipped after each of several updates, perturbed and put back, or
-normalized before each forward pass ends as it does on one device.
+An assignment is held back until the same step reads the variable, an optimizer applies gradients, or the step ends.
+Then the replicas agree on one value for each variable, in one exchange, and it is written once per copy. So a weight
+that is clipped after each of several updates, perturbed and restored, or normalized before each forward pass ends as it
+does on one device.
 
-| what is assigned | what all replicas agree on |
+| assignment of | all replicas write |
 |---|---|
-| a floating-point value | the mean, weighed by the shares: the value itself where all have the same |
-| to a variable whose aggregation is "sum" | the value before, and the changes of all replicas |
-| another value, such as a count or a seed | the value, which is the same everywhere |
-| to a variable of a metric | nothing: each replica adds its part, and readers add up the parts |
+| a floating-point value | the mean, weighed by the shares; exactly the value if it is the same on all replicas |
+| a value to a variable whose aggregation is "sum" | the value before, plus the changes of all replicas |
+| another value, such as a count or a seed | the value, which must be the same on all replicas |
+| a value to a variable of a metric | each replica its own part, and readers sum the parts |
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Updates(keras.StatelessScope):
-    """Catches what a replica's step assigns to Keras variables.
+    """Catches the assignments of a replica's step to Keras variables.
 
     Args:
-        replica: whose step.
+        replica: runs the step.
         metrics_variables: the variables of the model's metrics.
     """
 
@@ -75,12 +75,12 @@ class Updates(keras.StatelessScope):
         return tf_variable(variable) if value is None else value
 
     def _must_be_written(self, variable: Any) -> bool:
-        """Whether reading `variable` shows what the replicas have not agreed on."""
+        """Whether `variable` is read in the graph of the step while an assignment to it is held back."""
         waits = id(variable) in self._waiting and tf_variable(variable).dtype.is_floating
         return waits and replica_context.can_meet(self._replica)
 
     def write(self) -> None:
-        """Agrees with the other replicas on what waits, and writes it."""
+        """Agrees with the other replicas on the values that are held back, and writes them."""
         updates = [(variable, self.state_mapping.pop(key)) for key, variable in self._waiting.items()]
         self._waiting = {}
         if updates:
@@ -88,9 +88,9 @@ class Updates(keras.StatelessScope):
 
     @contextlib.contextmanager
     def whole(self, variables: Sequence[Any]) -> Iterator[None]:
-        """The context in which a metric with these `variables` is updated with the global batch, on every replica.
+        """The context in which every replica updates a metric with these `variables` with the whole global batch.
 
-        Its state need not be a sum over the examples then.
+        The state of such a metric need not be a sum over the examples.
         """
         values = self._replica.read_metric(variables)
         self._whole = {id(variable): (variable, value) for variable, value in zip(variables, values, strict=True)}
@@ -104,12 +104,12 @@ class Updates(keras.StatelessScope):
 
 
 class Carried(Updates):
-    """The same, where some variables are not written either: `values` has what the step made of theirs.
+    """As `Updates`, but some variables are never written: their values are carried from step to step as tensors.
 
     Args:
-        replica: whose step.
-        variables: those, metrics among them.
-        values: what the step finds in them.
+        replica: runs the step.
+        variables: the carried variables, metrics among them.
+        values: their values before the step.
     """
 
     def __init__(self, replica: Replica, variables: Sequence[Any], values: Sequence[tf.Tensor]):
@@ -132,7 +132,7 @@ class Carried(Updates):
 
 
 def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tf.Tensor]]:
-    """The values of Keras variables that all replicas agree on, from what each of them would assign."""
+    """The values that all replicas write to Keras variables, from the values that each would assign."""
     floats = [(v, tf.cast(value, tf_variable(v).dtype)) for v, value in updates if tf_variable(v).dtype.is_floating]
     others = [(v, value) for v, value in updates if not tf_variable(v).dtype.is_floating]
     for variable, value in others:
@@ -153,9 +153,9 @@ def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[A
 def mean(replica: Replica, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The means of floating-point `values` over the replicas, weighed by the shares.
 
-    Exactly the value where all replicas have the same, as the graph tells: a bias that was 0 is 0 again when what was
-    added to it is taken back, and optimizers that divide by its norm (LAMB) see to it. Without a graph that takes a
-    second exchange.
+    A value that is the same on all replicas, as the graph shows, is returned exactly: a bias that was 0 must be 0 again
+    after a perturbation is undone, since optimizers such as LAMB divide by its norm. Without a graph to read, this
+    takes a second exchange.
     """
     if not values:
         return []
@@ -169,7 +169,7 @@ def mean(replica: Replica, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return replica.all_reduce(
         [
             share.weigh(replica, value)
-            # A number that is there before the graph is run is the same on all replicas.
+            # A value that is not computed in this graph is the same on all replicas.
             if tf.is_symbolic_tensor(value) and dependencies.depends_on(value, replica.data, replica.alike)
             else _if_first(replica, value)
             for value in values
@@ -178,16 +178,16 @@ def mean(replica: Replica, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _if_first(replica: Replica, value: tf.Tensor) -> tf.Tensor:
-    """`value` on the first replica, 0 on the others, so that the sum is that of the first."""
-    # A replica that knew its index would leave out what the value comes from, exchanges among it.
+    """`value` on the first replica and 0 on the others, whose sum is the value of the first."""
+    # With a constant index TensorFlow would drop the value's computation, exchanges included, on the others.
     return tf.where(opaque(tf.constant(replica.index == 0)), value, tf.zeros_like(value))
 
 
 def _require_alike(replica: Replica, variable: Any, value: Any) -> None:
-    """Refuses a count or the like that each replica would make of its own examples.
+    """Refuses a whole number that each replica would compute from its own examples.
 
     Raises:
-        UsageError: all replicas must have the same.
+        UsageError: the value depends on the replica's examples.
     """
     if tf.executing_eagerly() or not dependencies.depends_on(tf.convert_to_tensor(value), replica.data, replica.alike):
         return
@@ -198,13 +198,13 @@ def _require_alike(replica: Replica, variable: Any, value: Any) -> None:
 
 
 def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
-    """What an assignment to a `tf.Variable` of the user's own does in a step: the replicas agree on it at once.
+    """An assignment in a step to a `tf.Variable` of the user's own: the replicas agree on the value at once.
 
     Args:
-        assign: `assign(value)` does as one device does.
-        variable: whose aggregation says what the replicas agree on; "none" stands for "mean".
+        assign: TensorFlow's own method.
+        variable: its aggregation says how the values of the replicas are combined; "none" means "mean".
         name: "assign", "assign_add" or "assign_sub".
-        value: this replica's.
+        value: of this replica.
     """
     replica = replica_context.current()
     if replica is None:

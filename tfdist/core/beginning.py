@@ -1,4 +1,4 @@
-"""What the processes of a job settle before the first step of a training: the same model, data, seed and beginning."""
+"""The checks and broadcasts before the first step: all processes train the same model, on the same data and seed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tfdist.internals.keras import tree
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
-# A model remembers here which pass over the data is its next.
+# The attribute of a model that holds the number of its next pass over the data.
 _NEXT_PASS = "_tfdist_next_pass"
 
 
 def take_seed_of_resumed_run(strategy: Strategy, callbacks: Any) -> None:
-    """Where the user has given no seed, a run that is resumed goes on with the order of examples that it began with."""
+    """Takes the seed of the checkpoint that is resumed, unless the user gave one: the order of examples continues."""
     seed = None
     if strategy.world.is_chief and not strategy.seed_is_given:
         given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
@@ -32,10 +32,10 @@ def take_seed_of_resumed_run(strategy: Strategy, callbacks: Any) -> None:
 
 
 def require_alike(strategy: Strategy, model: Any, passes: Passes, epochs: range) -> None:
-    """Compares what must be the same in every process.
+    """Compares the model, the optimizers, the loss and the sizes of the data over the processes.
 
     Raises:
-        DisagreementError: it differs.
+        DisagreementError: something differs.
     """
     if strategy.world.world_size > 1:
         consensus.require_equal(strategy, _facts(model, passes, epochs))
@@ -62,12 +62,12 @@ def _named(thing: Any) -> Any:
 
 
 def _config(optimizer: Any) -> Any:
-    """An optimizer's settings but for names, which count what the process has made before."""
+    """An optimizer's settings without its name, which contains a count of the optimizers of the process."""
     return {name: value for name, value in optimizer.get_config().items() if name != "name"}
 
 
 def begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
-    """The epoch, batch and pass to begin at, and the chief's variables in every process: only it reads files."""
+    """Returns the epoch, batch and pass to begin at, and broadcasts the variables of the chief, which reads files."""
     begin = (
         keras_internals.initial_epoch(model) or initial_epoch,
         _resume_batch(callbacks),
@@ -79,7 +79,7 @@ def begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: i
 
 
 def _resume_batch(callbacks: Any) -> int | None:
-    """The batch of the first epoch at which a callback resumes a run, `None` when none does."""
+    """The batch of the first epoch at which a callback resumes a run; `None` if no callback does."""
     found = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
     return max((batch for batch in found if batch is not None), default=None)
 

@@ -1,12 +1,12 @@
-"""Makes what the steps of a model need before they are traced: the variables of layers, losses, metrics and optimizers.
+"""Makes the variables of layers, losses, metrics and optimizers before the steps of a model are traced.
 
 Keras makes them while it traces a step for the first time. tfdist's steps run inside a loop of a graph, or on several
-replicas at once, and a variable that is made there cannot be lifted out. So a step is rehearsed: traced in a graph that
-is thrown away, where a variable is made outside of it, as the strategy makes variables, and nothing is computed. What
-Keras can train is so built as Keras builds it, whatever its step takes and returns.
+replicas at once, where TensorFlow cannot make variables. So a step is rehearsed: traced in a scratch graph, which is
+thrown away. Variables that are made meanwhile are made outside of that graph, in the strategy's scope, and nothing is
+computed. So every model is built as Keras builds it, whatever its step takes and returns.
 
-Where steps run operation by operation (`run_eagerly=True`) nothing is traced: one replica makes its variables on the
-way, as Keras does; several rehearse the first step on its batch, and nothing that it assigns is kept.
+With `run_eagerly=True` nothing is traced: one replica makes its variables in its first step, as Keras does; several
+replicas rehearse the first step on its batch, and drop its assignments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Rehearsal(Replica):
-    """A replica whose step is to make variables, and to change none."""
+    """A replica whose step makes variables and changes none."""
 
     alone = False
 
@@ -41,7 +41,7 @@ class Rehearsal(Replica):
             optimizer.build(list(variables))
 
     def settle(self) -> None:
-        pass  # nothing waits
+        pass  # assignments are dropped
 
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
         del apply, gradients, optimizer
@@ -55,13 +55,13 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
 
     Args:
         strategy: makes the variables in its scope.
-        model: compiled, or to predict alone.
-        kind: of the step.
-        spec: of a global batch, as `tf.TypeSpec`s.
+        model: compiled, unless it only predicts.
+        kind: "train", "test" or "predict".
+        spec: the `tf.TypeSpec`s of a global batch.
 
     Returns:
-        What the step returns, as `tf.TensorSpec`s; `None` if these are the results of the metrics, and of a step that
-        is not traced.
+        The `tf.TensorSpec`s of the logs that the step returns; `None` if they are the results of the metrics, or if the
+        step is not traced.
     """
     keras_variables.look_up_rows()
     if strategy.runs_eagerly(model) or not _is_needed(model, kind):
@@ -77,12 +77,12 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
 
 
 def _float_spec(value: Any) -> tf.TensorSpec:
-    """How a value travels among the logs of a step; a number of Python has no shape."""
+    """The spec of a value in the logs of a step; a number of Python is a scalar."""
     return tf.TensorSpec(getattr(value, "shape", ()), tf.float32)
 
 
 def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None:
-    """The same with a `batch` at hand, for several replicas whose steps are not traced."""
+    """As `build`, with the first `batch`, for several replicas whose steps are not traced."""
     if not _is_needed(model, kind):
         return
     before = len(_variables(model))
@@ -92,7 +92,7 @@ def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None
 
 
 def broadcast(strategy: Strategy, model: Any) -> None:
-    """Gives all that a model and its optimizers hold the chief's values in every process."""
+    """Gives the variables of a model and its optimizers the chief's values in every process."""
     strategy.broadcast_variables(_variables(model))
 
 
@@ -108,13 +108,13 @@ def _variables(model: Any) -> list[Any]:
 
 
 def _is_needed(model: Any, kind: str) -> bool:
-    """What a step of the model's own makes, and returns, is not known before it has run."""
+    """Whether a step must be rehearsed: the model is not built, or has a step or logs of its own."""
     own = keras_internals.has_own_step(model, kind) or (kind != "predict" and keras_internals.has_own_logs(model))
     return own or not keras_internals.is_built(model, kind)
 
 
 def _rehearse(model: Any, kind: str, batch: Any, outside: Any, unseeded: Any) -> Any:
-    """What the step returns."""
+    """Traces the step and returns its result."""
     exact_step.install()
     replica = Rehearsal(outside)
     replica.unseeded = unseeded

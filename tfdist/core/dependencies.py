@@ -1,4 +1,4 @@
-"""What a tensor of a step is computed from, as its graph tells."""
+"""What a tensor of a step is computed from, read from its graph."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-# These hold no numbers drawn at random, though TensorFlow calls some of them stateful.
+# Operations that draw no random numbers, though TensorFlow calls some of them stateful.
 _OF_VARIABLES = ("VarHandleOp", "ReadVariableOp", "Placeholder", "Const")
 
 
 def depends_on(tensor: tf.Tensor, examples: Sequence[tf.Tensor], alike: Sequence[tf.Tensor] = ()) -> bool:
-    """Whether `examples`, their number, or random numbers enter into `tensor`.
+    """Whether `tensor`, of a graph, is computed from `examples`, from their number, or from random numbers.
 
-    The lengths of other axes than the first do not count: all replicas have the same. Only in a graph.
+    The lengths of axes other than the first do not count, since they are the same on all replicas.
 
     Args:
         tensor: of a graph.
@@ -38,7 +38,7 @@ def depends_on(tensor: tf.Tensor, examples: Sequence[tf.Tensor], alike: Sequence
 
 
 def key(tensor: tf.Tensor) -> tuple[int, str]:
-    """What tells a tensor of a graph from others, however often TensorFlow makes an object for it."""
+    """The identity of a tensor of a graph, for which TensorFlow may make several Python objects."""
     return id(tensor.graph), tensor.name
 
 
@@ -51,7 +51,7 @@ def _is_length_of_other_axis(tensor: tf.Tensor) -> bool:
 
 
 def _outside(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-    """What an argument of an inner graph is outside of it."""
+    """The tensors of the outer graph that an argument of an inner graph stands for."""
     if tensor.op.type == "Placeholder":
         for outside, inside in getattr(tensor.graph, "captures", ()):
             if inside is tensor and tf.is_symbolic_tensor(outside):

@@ -25,10 +25,10 @@ class EpochRunner:
     Args:
         strategy: where the steps run.
         model: compiled and built.
-        kind: of the steps: "train", "test" or "predict".
+        kind: "train", "test" or "predict".
         passes: the data.
         callbacks: a `keras.callbacks.CallbackList`.
-        on_call: is given the logs of each call of the inner loop, before the hooks are called.
+        on_call: called with the logs of each call of the inner loop, before the hooks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EpochRunner:
     def run(self, first: int) -> Logs:
         """Runs one epoch from its step number `first` on; returns its logs."""
         self._begin(first)
-        # A callback that stops before the epoch lets one call of it run, as in Keras.
+        # As in Keras, one call runs even if a callback has asked to stop before the epoch.
         count = self._steps_per_execution if self._stop_wanted else self._pace.steps(first)
         count, stop = self._coordinate(count, stop=False)
         while not (stop or self._ended):
@@ -97,14 +97,14 @@ class EpochRunner:
             getattr(self._callbacks, f"on_{self._kind}_batch_end")(self._last_batch(), self._logs)
 
     def _last_batch(self) -> int:
-        """The number of the batch that the end of a call is announced with."""
+        """The batch number that `on_..._batch_end` is called with."""
         if not self._ended:
             return self._done - 1
         # Keras numbers the last call of an epoch as if it were whole.
         return math.ceil(self._done / self._steps_per_execution) * self._steps_per_execution - 1
 
     def _renew_program(self) -> None:
-        """Takes another program when a callback has compiled the model, or the like."""
+        """Takes another program if a callback has compiled the model or changed what is trainable."""
         current = self._current_program()
         if current is not self._program:
             self._program.end_epoch()
@@ -123,17 +123,17 @@ class EpochRunner:
         return bool(getattr(self._model, STOPS[self._kind]))
 
     def _coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
-        """The steps of the next call, and whether to stop, of all processes that go through these data together."""
+        """The steps of the next call, and whether to stop, for all processes that go through these data together."""
         if self._passes.feed.batches.own:
             return steps, stop
         return self._strategy.coordinate(steps, stop)
 
     def _steps_at_most(self) -> int | None:
-        """The bound on the steps of a call, `None` for no bound but the clock's."""
-        # The inner loop watches Keras' own loss for NaN; that of a user's step is seen in the logs of a call.
+        """The bound on the steps of a call, `None` if only the clock bounds them."""
+        # The inner loop watches Keras' own loss for NaN; the loss of a user's step only shows in the logs of a call.
         own_step = self._kind == "train" and keras_internals.has_own_step(self._model, "train")
         unwatched = own_step and steps_per_call.stops_at_nan(self._callbacks.callbacks)
-        # The outputs of each call go to the host; a loop that is no graph gains nothing from being long.
+        # The outputs of each call are copied to the host, and an eager loop gains nothing from long calls.
         if self._kind == "predict" or self._model.run_eagerly or unwatched:
             return int(self._model.steps_per_execution)
         return self._strategy.steps_per_call

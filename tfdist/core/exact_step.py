@@ -1,11 +1,11 @@
-"""A step on one replica among several, such that all of them together do what one would do on the global batch.
+"""A step on one of several replicas, such that all replicas together compute what one device computes.
 
 on the part of each replica:  step(part)
-├─ a tape's gradient          tfdist.core.gradient_tape: added up over the replicas at once
-├─ an assignment              tfdist.core.assignments: agreed on when somebody could tell
-├─ a loss, a metric           tfdist.core.metrics, tfdist.internals.keras: of the global batch
-├─ a random number            tfdist.core.randomness: of an example, or alike on all replicas
-└─ gather, all_reduce         tfdist.core.replica_context: what the step itself asks of the others
+├─ a tape's gradient          tfdist.core.gradient_tape: summed over the replicas at once
+├─ an assignment              tfdist.core.assignments: made equal on all replicas before it can be read
+├─ a loss, a metric           tfdist.core.keras_steps, tfdist.core.metrics: of the global batch
+├─ a random number            tfdist.core.randomness: per example, or the same on all replicas
+└─ gather, all_reduce         tfdist.core.replica_context: exchanges that the step itself asks for
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from tfdist.internals import tensorflow_patches
 
 
 def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[Any, set[int]]:
-    """`step(data)` on one replica, such that all replicas together do what one would do on the global batch.
+    """Runs `step` on the replica's part, such that all replicas together compute what one device computes.
 
-    Also returns which metrics' variables the step has updated, by their `id`.
+    Returns:
+        The result of the step, and the `id`s of the metrics' variables that it has updated.
     """
     if replica.alone:
         return step(replica.part), set()
@@ -31,7 +32,7 @@ def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[A
 
 
 def in_step(replica: Replica, step: Callable[[Any], Any]) -> Any:
-    """What `step` returns on a replica whose `updates` catch what it assigns."""
+    """Runs `step` on a replica whose `updates` catch its assignments; returns the result of the step."""
     install()
     with replica_context.on_replica(replica):
         with replica.updates:
@@ -42,11 +43,11 @@ def in_step(replica: Replica, step: Callable[[Any], Any]) -> Any:
 
 @functools.cache
 def install() -> None:
-    """Has Keras and TensorFlow ask, from here on, whether code runs in the step of one replica among several."""
+    """Installs, once, the functions that Keras and TensorFlow call in the step of one of several replicas."""
     keras_steps.install()
     tensorflow_patches.around_gradients(gradient_tape.of_global_batch)
     tensorflow_patches.around_assignments(assignments.of_tf_variable)
     tensorflow_patches.around_draws(randomness.drawn, randomness.of_operation)
-    # Replicas that meet in a function inside their graph would wait for each other's trace; and what a function keeps
-    # of a step that is only compared would be there in those that train.
+    # A `tf.function` inside a step is called without a graph of its own: replicas that exchange tensors in it would
+    # wait for each other's trace, and a graph that it kept from a verification would be used in the training.
     tensorflow_patches.around_functions(lambda: replica_context.current() is not None or randomness.is_alike())

@@ -1,4 +1,4 @@
-"""The optimizer's update of a variable in one kernel of TensorFlow's."""
+"""The update of a variable by an optimizer in one kernel of TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from tfdist.internals import keras_patches
 
 @contextlib.contextmanager
 def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterator[None]:
-    """While a step is traced in this context, `optimizer` updates each variable with one TensorFlow kernel.
+    """In steps that are traced in this context, `optimizer` updates each variable with one TensorFlow kernel.
 
-    With `locking` a kernel is alone with its variables, where several processes update them.
+    This holds for the Keras optimizers whose formula a kernel computes (`KERNELS`, and `OF_ROWS` for sparse gradients);
+    the others keep Keras' own update. The results agree to rounding.
 
-    Only for the Keras optimizers whose update a kernel computes with the same formula (`KERNELS`, and of sparse
-    gradients `OF_ROWS`); the others keep Keras' own update. The results agree to rounding.
+    Args:
+        optimizer: of Keras, also inside a `LossScaleOptimizer`.
+        enabled: if not, all keep Keras' own update.
+        locking: a kernel locks its variables, which several processes update.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kernel = KERNELS.get(type(inner))
@@ -30,14 +33,14 @@ def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterat
     if not enabled or (kernel is None and of_rows is None):
         yield
         return
-    scalars: dict[Any, _Scalars] = {}  # of one update: the next has a count, and may have a learning rate, of its own
+    scalars: dict[Any, _Scalars] = {}  # of one update; the next one has another step number, perhaps another rate
     update_step = _update_step(inner, kernel, of_rows, locking, scalars)
     with keras_patches.updating_with(inner, update_step, before_each=scalars.clear):
         yield
 
 
 class _Scalars:
-    """An optimizer's scalars as tensors of one dtype: made once a graph, used for all variables."""
+    """An optimizer's scalars as tensors of one dtype: made once per graph, used for all variables."""
 
     def __init__(self, optimizer: Any, learning_rate: Any, dtype: tf.DType, locking: bool):
         self.optimizer = optimizer
@@ -52,7 +55,7 @@ class _Scalars:
         return tf.constant(value, self.dtype)
 
     def power(self, base: float) -> tf.Tensor:
-        """`base` to the number of this step, counted from one."""
+        """`base` to the power of this step's number, counted from one."""
         if self._step is None:
             self._step = tf.cast(self.optimizer.iterations + 1, self.dtype)
         if base not in self._powers:
@@ -190,7 +193,7 @@ def _ftrl(optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gr
 def _adagrad_of_rows(
     optimizer: Any, scalars: _Scalars, variable: tf.Tensor, index: int, gradient: tf.IndexedSlices
 ) -> None:
-    """Keras' formula on the rows that have a gradient; where it is zero, nothing changes."""
+    """Keras' formula on the rows that have a gradient; a zero gradient changes nothing."""
     accumulator, rows = _handle(optimizer, "accumulators", index), gradient.indices
     tf.raw_ops.ResourceScatterAdd(resource=accumulator, indices=rows, updates=tf.square(gradient.values))
     squares = tf.raw_ops.ResourceGather(resource=accumulator, indices=rows, dtype=scalars.dtype)
@@ -198,8 +201,8 @@ def _adagrad_of_rows(
     tf.raw_ops.ResourceScatterSub(resource=variable, indices=rows, updates=step)
 
 
-# Keras' own update of these reads and writes whole variables for a sparse gradient too. The others are left out: they
-# change rows without a gradient as well, or (SGD without momentum) Keras' own is sparse already.
+# For a sparse gradient Keras' own update of these reads and writes whole variables. Other optimizers are left out: they
+# change rows without a gradient too, or (SGD without momentum) Keras' own update is sparse already.
 OF_ROWS: dict[type, Callable[..., None]] = {keras.optimizers.Adagrad: _adagrad_of_rows}
 
 # Adagrad, Nadam and Lion are left out: their kernels place epsilon or the schedule elsewhere than Keras does.

@@ -1,6 +1,6 @@
-"""The sums of gradients over the replicas: packed into few buffers, and reduced.
+"""The all-reduce of gradients: packed into few buffers, and summed over the replicas.
 
-When gradients are reduced is in `tfdist.core.gradient_tape`; what each is multiplied by, in `tfdist.core.share`.
+`tfdist.core.gradient_tape` says when gradients are reduced, and `tfdist.core.share` what each is multiplied by.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ AllReduce = Callable[[list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Packing:
-    """How tensors travel.
+    """How tensors are packed to be sent.
 
     Attributes:
-        buffer_bytes: dense tensors smaller than this travel together, in buffers of at most this size; `None` makes one
-            buffer of all. Copying a large tensor into a buffer and out again costs more than it saves. Buffers are
-            filled from the last tensor to the first, the order in which back-propagation ends, so that one is on its
-            way while others are computed.
-        wire_dtype: float32 gradients are sent in this type; `None` leaves them as they are.
+        buffer_bytes: dense tensors smaller than this are sent together, in buffers of at most this size; `None` packs
+            all into one buffer. Copying a large tensor into a buffer and out again costs more than it saves. Buffers
+            are filled from the last tensor to the first, the order in which back-propagation computes gradients, so
+            that a buffer is sent while the next gradients are computed.
+        wire_dtype: the type in which float32 gradients are sent; `None` leaves them as they are.
     """
 
     buffer_bytes: int | None = 1 << 16
@@ -31,7 +31,7 @@ class Packing:
 
 
 def without_none(all_reduce: AllReduce) -> AllReduce:
-    """An all-reduce of a list in which some are `None`, and stay so."""
+    """An all-reduce of a list in which some tensors may be `None`, which stay `None`."""
 
     def reduce(tensors: list[Any]) -> list[Any]:
         reduced = iter(all_reduce([tensor for tensor in tensors if tensor is not None]))
@@ -41,7 +41,7 @@ def without_none(all_reduce: AllReduce) -> AllReduce:
 
 
 def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
-    """An all-reduce that sends dense tensors of a type in common buffers, as `packing` says."""
+    """An all-reduce that packs dense tensors of one type into buffers, as `packing` says."""
 
     def reduce(tensors: list[Any]) -> list[Any]:
         buffers = _buffers(tensors, packing)
@@ -58,7 +58,7 @@ def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
 
 
 def _buffers(tensors: Sequence[Any], packing: Packing) -> list[list[int]]:
-    """Which tensors travel together, by their indices."""
+    """The indices of the tensors in each buffer."""
     buffers: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for index in reversed(range(len(tensors))):
@@ -77,7 +77,7 @@ def _buffers(tensors: Sequence[Any], packing: Packing) -> list[list[int]]:
 
 
 def _packed_bytes(tensor: Any, buffer_bytes: int | None) -> int | None:
-    """The size of a tensor that is packed; `None` for one that travels alone."""
+    """The size of a tensor that is packed; `None` for a tensor that is sent by itself."""
     if isinstance(tensor, tf.IndexedSlices) or not tensor.shape.is_fully_defined():
         return None
     size = tensor.shape.num_elements() * tensor.dtype.size

@@ -1,16 +1,17 @@
 """Gradients of the global batch, on every replica, as soon as a `tf.GradientTape` has computed them.
 
 A replica's loss is a mean over its own part of the global batch, so the loss of the global batch is the sum over the
-replicas of share * local loss (docs/contract.md). A tape's gradient with respect to variables is therefore computed of
-share * loss, and added up over the replicas before anything sees it. Whatever a step then does with it (clips it by its
-norm, perturbs the weights along it, gives it to an optimizer that normalizes) it does with what one device computes.
+replicas of share * local loss (docs/contract.md). A tape's gradient with respect to variables is therefore computed
+from share * loss, and summed over the replicas before the step sees it. Whatever the step does with it next (clipping
+by its norm, perturbing the weights along it, passing it to an optimizer that normalizes) is done with the gradient that
+one device computes.
 
-What is added up besides, as one device would:
+Two more cases:
 
-- A target that has a value per example stands for its sum, as a tape has it. What each target is multiplied by says
-  `tfdist.core.share`.
-- Rows of a table that were looked up by position, not by what an example says, are one dense tensor per replica. Their
-  gradients are added by position, and not listed once per replica.
+- A target with one value per example stands for its sum, as a tape defines it. `tfdist.core.share` lists the factor of
+  each kind of target.
+- Rows of a table that are looked up by position, not by the content of examples, are the same on all replicas. Their
+  gradients are summed by position, instead of being listed once per replica.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def of_global_batch(gradient: Callable[[Any, Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
-    """What `tf.GradientTape.gradient` returns inside a step.
+    """`tf.GradientTape.gradient` inside a step.
 
     Args:
-        gradient: `gradient(target, output_gradients)` computes this replica's own.
-        target: what is differentiated.
-        sources: with respect to what; of a tensor, which is this replica's alone, the gradient is too.
-        output_gradients: as of `tf.GradientTape.gradient`.
+        gradient: TensorFlow's own, as `gradient(target, output_gradients)`, which computes this replica's gradient.
+        target: as of `tf.GradientTape.gradient`.
+        sources: the same. The gradient with respect to a tensor, which only this replica has, is not reduced.
+        output_gradients: the same.
     """
     replica = replica_context.current()
     flat = tf.nest.flatten(sources)
@@ -55,7 +56,7 @@ def _is_variable(source: Any) -> bool:
 
 
 def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
-    """What this replica differentiates, and the gradients to begin with, which are its weights."""
+    """The targets of this replica, and their output gradients, which are multiplied by their factors."""
     targets = tf.nest.flatten(target)
     if share.is_whole(replica) or (replica.real is True and not any(map(_is_scalar, targets))):
         return target, given
@@ -65,7 +66,7 @@ def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
         if _is_scalar(one) and begin is not None:
             weighed += [(tensor, weight * begin) for tensor, weight in share.parts_of_scalar(replica, one)]
         else:
-            # Through what replicas have added up in between, an example that is none would reach the others.
+            # Through sums over the replicas, an example that must not count would reach the other replicas.
             weighed.append((one, begin if begin is None else replica.only_real(begin)))
     return [one for one, _ in weighed], [begin for _, begin in weighed]
 
@@ -75,9 +76,9 @@ def _is_scalar(target: Any) -> bool:
 
 
 def _reduced(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
-    """The sums of `gradients` over the replicas, of those that have examples."""
+    """The sums of `gradients` over the replicas that have examples."""
     if tensorflow_internals.tape_is_open() and not any(isinstance(one, tf.IndexedSlices) for one in gradients):
-        # Another tape may differentiate them in turn.
+        # An outer tape may differentiate these gradients.
         dense = [replica.only_real(one) for one in gradients if one is not None]
         sums = iter(replica_context.differentiable_sums(replica, dense))
         return replica.know([None if one is None else next(sums) for one in gradients])
@@ -87,19 +88,19 @@ def _reduced(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
     return replica.know([_joined([_received(next(summed), *piece) for piece in each]) for each in pieces])
 
 
-# A gradient, or a part of the slices that are one, and whether all replicas have looked up the same rows.
+# A gradient, or one lookup of a sparse gradient, and whether all replicas have looked up the same rows.
 _Piece = tuple[Any, bool]
 
 
 def _pieces(replica: Replica, gradient: Any) -> list[_Piece]:
-    """The lookups that a sparse gradient comes from; else the gradient."""
+    """The lookups that a sparse gradient consists of; a dense gradient is returned whole."""
     if not isinstance(gradient, tf.IndexedSlices):
         return [(gradient, False)]
     return [(slices, _is_by_position(replica, slices.indices)) for slices in _lookups(gradient)]
 
 
 def _lookups(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
-    """The slices of each lookup, of which TensorFlow has joined those of several."""
+    """The slices of each lookup, which TensorFlow has concatenated."""
     if tf.executing_eagerly():
         return [slices]
     values, indices = slices.values.op, slices.indices.op
@@ -110,10 +111,10 @@ def _lookups(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
 
 
 def _is_by_position(replica: Replica, indices: tf.Tensor) -> bool:
-    """Whether all replicas have the same `indices`: they follow from constants, and from other axes than the first."""
+    """Whether all replicas have the same `indices`, since they do not depend on the examples."""
     if not tf.executing_eagerly():
         return not dependencies.depends_on(indices, replica.data)
-    # There is no graph to read; examples do not say 0, 1, 2, … in all parts of a batch alike.
+    # There is no graph to read. Indices 0, 1, 2, … on every replica are taken for positions, not for examples' values.
     joined = tf.reshape(replica.all_gather(indices), [replica.count, -1]) if _alike(replica, indices) else None
     return joined is not None and bool(tf.reduce_all(joined == tf.range(tf.size(indices), dtype=indices.dtype)))
 

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call of the inner loop did.
+    """The outcome of one call of the inner loop.
 
     Attributes:
-        steps: how many steps it ran.
-        data_ended: it stopped because there was no further batch.
-        logs: the metrics after the last step, scalars; empty when there was no step.
+        steps: the number of steps that ran.
+        data_ended: the call stopped because there was no further batch.
+        logs: the metrics after the last step, scalars; empty if no step ran.
     """
 
     steps: int
@@ -52,10 +52,10 @@ class Steps:
     Attributes:
         model: compiled and built.
         kind: "train", "test" or "predict".
-        batches: the graph's side of the data.
+        batches: the data, as a graph reads them.
         stop_at_nan: end a call at the first step after which the loss is not finite.
-        own_logs: of a traced step that returns something else than the results of the metrics, what it returns, as
-            `tf.TensorSpec`s; `None` for the results of the metrics.
+        own_logs: the `tf.TensorSpec`s of the logs that a traced step returns; `None` if it returns the results of the
+            metrics.
     """
 
     model: Any
@@ -66,33 +66,34 @@ class Steps:
 
 
 def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:
-    """`batches` as the graph of a step of `model` is made for them.
+    """`batches` with the static shapes that the graph of a step of `model` is traced for.
 
-    Of Keras' own classes it is known what they make of a batch, and a known length makes a faster graph.
+    A static batch size makes a faster graph, but hides how a scalar was computed (see `tfdist.core.means_and_sums`). So
+    it is kept only for models of Keras' own classes, whose scalars are known.
     """
     known = strategy.alone or keras_internals.is_of_keras_alone(model)
     return batches if known else batches.of_any_length()
 
 
 class Program:
-    """What the loop over an epoch runs its steps with."""
+    """An inner loop: runs the steps of an epoch in calls of several steps."""
 
     def begin_epoch(self) -> None:
-        """What comes next belongs to another epoch."""
+        """Called before the first step of an epoch."""
 
     def end_epoch(self) -> Logs:
-        """The steps of an epoch are over; returns what is to be added to its logs."""
+        """Called after the last step of an epoch; returns what is to be added to its logs."""
         return {}
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        """Runs up to `count` steps, the first on batch number `first` of the pass whose `state` this is."""
+        """Runs up to `count` steps, the first on batch number `first` of the pass with this `state`."""
         raise NotImplementedError
 
 
 class StepProgram(Program):
     """Runs `model.train_step` or `model.test_step`."""
 
-    meets_in_each_step: ClassVar[bool] = True  # the replicas of a step exchange what belongs to it
+    meets_in_each_step: ClassVar[bool] = True  # replicas can exchange tensors within a step
 
     def __init__(self, strategy: Strategy, steps: Steps):
         self._strategy = strategy
@@ -110,8 +111,8 @@ class StepProgram(Program):
         return Outcome(int(steps), not bool(more), logs if int(steps) else {})
 
     def _function(self, count: int) -> Callable[..., Any]:
-        # TensorFlow's profiler loses the markers of steps that run inside a graph's loop. Otherwise one graph runs all
-        # steps, since two of them can differ in the last bit.
+        # TensorFlow's profiler loses the markers of steps inside a loop of a graph. Without the profiler one graph runs
+        # all steps, since the results of two graphs can differ in the last bit.
         return self._one_step if count == 1 and tensorflow_internals.profiling() else self._many_steps
 
     def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -152,7 +153,7 @@ class StepProgram(Program):
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
 
     def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
-        """The same, operation by operation, for `run_eagerly=True`."""
+        """As `_steps`, without a graph, for `run_eagerly=True`."""
         done, finite = 0, True
         logs: Logs = {}
         for batch in self._batches.take(state, int(first), int(count)):
@@ -177,7 +178,7 @@ class StepProgram(Program):
             results = self._strategy.run(on_replica)
         logs: Logs = {}
         if self._returns_own(results[0]):
-            logs = results[0]  # all replicas have the same
+            logs = results[0]  # the same on all replicas
         finite = tf.constant(True)
         if self._stop_at_nan:
             total = keras_internals.loss_tracker(self._model).total
@@ -185,7 +186,7 @@ class StepProgram(Program):
         return finite, logs
 
     def _returns_own(self, logs: Logs) -> bool:
-        """Whether a step that returned `logs` returns more, or less, than the results of the metrics."""
+        """Whether a step that returned `logs` returns something else than the results of the metrics."""
         return self._own_logs is not None or set(logs) != metrics.names(self._model)
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
@@ -195,7 +196,7 @@ class StepProgram(Program):
 
     def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
         step = getattr(self._model, self._step_name)
-        # Replicas meet in the middle of a step, which XLA cannot compile into one program.
+        # Replicas exchange tensors within a step, which XLA cannot compile.
         if keras_internals.wants_xla(self._model) and replica.alone:
             step = tf.function(step, jit_compile=True)
         return functools.partial(self._checked_logs, step, replica)
@@ -218,10 +219,10 @@ class StepProgram(Program):
         return logs
 
     def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
-        """The logs of a call: the results of the metrics, or what the last step returned.
+        """The logs of a call: the results of the metrics, or the logs of the last step.
 
-        Processes may pair what they exchange for it by its order, so that nothing is exchanged before `after` is
-        there, which the last step gives.
+        Processes may pair exchanges by their order, so nothing is exchanged for the logs before `after`, a tensor of
+        the last step, is computed.
         """
         with tf.control_dependencies([] if after is None else [after]):
             if own_logs:
@@ -262,7 +263,7 @@ class PredictProgram(Program):
 
 
 def _builder(strategy: Strategy, steps: Steps) -> Callable[[Any, Any], None]:
-    """For steps that are not traced: makes with the first batch what they cannot make on the way."""
+    """For eager steps of several replicas: a function that makes the missing variables with the first batch."""
     done = strategy.alone
 
     def build(state: Any, batch: Any) -> None:
@@ -276,14 +277,14 @@ def _builder(strategy: Strategy, steps: Steps) -> Callable[[Any, Any], None]:
 
 
 def joined(parts: list[Any]) -> Any:
-    """The examples of several structures of outputs in one."""
+    """Concatenates several structures of outputs."""
     if len(parts) == 1:
         return parts[0]
     return keras_internals.tree.map_structure(lambda *values: keras_internals.join(list(values)), *parts)
 
 
 class _Graph:
-    """A `tf.function` of `function` that is called the way that is fastest for its graph."""
+    """A `tf.function` of `function`, run by the executor that is faster for its graph."""
 
     def __init__(self, function: Callable[..., Any], strategy: Strategy):
         self._function = function
@@ -294,7 +295,7 @@ class _Graph:
     def __call__(self, *arguments: Any) -> Any:
         if self._compiled is None:
             self._compiled, self._serial = self._choose(arguments)
-        # The operations of a serial call are in no trace, nor is its wait for input.
+        # A profile would not show the operations of a serial call, nor its wait for input.
         serial = self._serial and not tensorflow_internals.profiling()
         with tensorflow_internals.serial_calls() if serial else contextlib.nullcontext():
             return self._compiled(*arguments)
@@ -302,8 +303,8 @@ class _Graph:
     def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
         """The `tf.function`, and whether its calls are serial."""
         if self._strategy.single_threaded:
-            # A graph that is traced for the usual executor cannot be run by the serial one; the reverse works, without
-            # what the usual one does to a graph.
+            # A graph that was traced for the usual executor cannot be run by the serial one. The reverse works, but
+            # the usual executor's optimizations of the graph are missing.
             serial = self._new()
             with tensorflow_internals.serial_calls():
                 graph = serial.get_concrete_function(*arguments).graph
@@ -317,7 +318,7 @@ class _Graph:
 
 
 def _mean(logs: Logs, replica: Replica) -> Logs:
-    """The replicas' logs in one: means over the examples, weighed by the shares, and sums."""
+    """The logs of the global batch from the logs of each replica: means weighed by the shares, and sums."""
 
     def part(value: Any) -> tf.Tensor:
         value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
@@ -330,5 +331,5 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a step computed it as a whole number; the numbers of Python are the same on all replicas."""
+    """Whether a step computed `value` as a whole number; Python's own numbers are the same on all replicas."""
     return any(not isinstance(one, int | float) and tf.as_dtype(one.dtype).is_integer for one in tf.nest.flatten(value))

@@ -1,11 +1,11 @@
-"""What functions of Keras do in the step of one replica among several.
+"""What functions of Keras do in the step of one of several replicas.
 
-Keras computes a replica's loss as a mean over the replica's own examples. tfdist makes N replicas equal to one by a
-single rule: a replica's step counts with its *share*, its part of the examples of the global batch. Shares add up
-to one, so the rule leaves alone what is whole on each replica (regularizers) and is right for every mean over the
-batch (losses, activity regularizers, what `add_loss` or an own `compute_loss` averages). Where Keras divides by
-something else than the number of examples (a sum, a mask, the sum of the sample weights), the functions here put the
-global divisor in its place. See docs/contract.md for the derivation.
+Keras computes a replica's loss as a mean over the replica's own examples. tfdist makes N replicas equal to one device
+by a single rule: the loss of a replica counts with its *share*, its fraction of the examples of the global batch. The
+shares add up to one, so the rule is right for terms that are the same on each replica (regularizers) and for every mean
+over the batch (losses, activity regularizers, the means of `add_loss` and of an own `compute_loss`). Where Keras
+divides by something else than the number of examples (a sum, a mask, the sum of the sample weights), the functions here
+put the global divisor in its place. See docs/contract.md for the derivation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def install() -> None:
-    """Has Keras call the functions here, once; outside of a replica's step each of them calls Keras' own."""
+    """Puts the functions of this module around Keras' own, once; outside of a replica's step they call Keras' own."""
     keras_patches.install()
     for name, function in _IN_STEP.items():
         keras_patches.around(name, functools.partial(_in_step, function))
@@ -51,7 +51,7 @@ def _drawing(function: Callable[..., Any], original: Callable[..., Any], *args: 
 
 
 def _as_it_is(original: Callable[..., Any], value: Any) -> Any:
-    """Keras scales losses by the number of replicas here; the share does that, see `tfdist.core.share`."""
+    """Leaves out Keras' scaling of losses by the number of replicas; the share does that, see `tfdist.core.share`."""
     return value if replica_context.in_step() else original(value)
 
 
@@ -87,7 +87,7 @@ class _OfWholeBatch(Exception):  # noqa: N818 - not an error
 def _loss_call(
     replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
-    """A loss whose value counts with the replica's share, whatever it was reduced by."""
+    """A loss whose value counts with the replica's share, whatever its reduction is."""
     value = _loss_value(replica, original, loss, y_true, y_pred, sample_weight)
     replica.means.append(value)
     return value
@@ -96,7 +96,7 @@ def _loss_call(
 def _loss_value(
     replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
 ) -> Any:
-    """A loss that is not one value per example may be anything of its batch: it is computed on the global one."""
+    """The value of a loss; a loss that is not one value per example is computed on the gathered global batch."""
     kind = getattr(loss, "fn", type(loss))
     if kind not in keras_internals.OF_WHOLE_BATCH:
         if keras_internals.is_of_keras(kind):
@@ -106,7 +106,7 @@ def _loss_value(
             with replica_context.asks() as asked:
                 return original(loss, y_true, y_pred, sample_weight)
         except _OfWholeBatch:
-            if asked.any:  # it has seen to the other replicas itself
+            if asked.any:  # the loss calls `gather` or `all_reduce`, and so is of the global batch already
                 _thread.per_example = False
                 return original(loss, y_true, y_pred, sample_weight)
         finally:
@@ -125,7 +125,7 @@ def _reduce_weighted_values(
 
 
 def gathered(structure: Any) -> Any:
-    """The examples of all replicas of each tensor in `structure`, with their masks; what has none stays as it is."""
+    """The tensors of `structure` with the examples of all replicas, and their masks; other values are unchanged."""
 
     def gather_one(value: Any) -> Any:
         if value is None or not tf.is_tensor(value) or value.shape.rank == 0:
@@ -184,7 +184,7 @@ def _apply_mask(
     return sample_weight * weight
 
 
-# What layers add to the loss is kept per replica. Keras keeps it per layer and forgets it when the model is called
+# The losses that layers add are kept per replica. Keras keeps them per layer and clears them when the model is called
 # again, which another replica does while this one waits for it in the middle of its step.
 def _add_loss(replica: Replica, original: Callable[..., Any], layer: Any, loss: Any) -> None:
     original(layer, loss)
@@ -207,7 +207,7 @@ def _mean_update_state(
     """A scalar given to a `Mean` is a mean over the local batch, or a sum, and counts once in the global one."""
     values = keras.ops.convert_to_tensor(values)
     if len(values.shape) == 0:
-        if values.dtype.is_floating:  # a sum grows by what the share takes from it
+        if values.dtype.is_floating:  # the part of a sum must not be multiplied by the share
             values = share.undone(replica, share.weigh_scalar(replica, values))
         sample_weight = replica.share if sample_weight is None else sample_weight
     return original(metric, values, sample_weight)
@@ -227,7 +227,7 @@ def _compute_moments_sync(
 def _masked_moments(
     replica: Replica, original: Callable[..., Any], layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """As Keras' of a masked batch, which it does not synchronize; over the global batch."""
+    """Mean and variance of a masked batch, over the global batch; Keras' own are over the replica's part."""
     if mask is None or not layer.synchronized:
         return original(layer, inputs, mask)
     valid = tf.broadcast_to(tf.cast(mask, "bool")[..., tf.newaxis], tf.shape(inputs))
@@ -240,7 +240,7 @@ def _masked_moments(
 
 
 def _global_sums(replica: Replica, tensors: list[tf.Tensor], axes: Any) -> list[tf.Tensor]:
-    """The sums of `tensors` along `axes`, which stay, and over the replicas."""
+    """The sums of `tensors` along `axes`, which are kept with length 1, and over the replicas."""
     local = [replica.only_real(tf.reduce_sum(tensor, axes, keepdims=True)) for tensor in tensors]
     return replica_context.differentiable_sums(replica, local)
 

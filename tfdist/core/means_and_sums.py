@@ -1,11 +1,11 @@
-"""How a number that a step computes grows with the number of examples: is it a mean over them, or a sum?
+"""Whether a scalar that a step computes is a mean over the examples or a sum, read from its graph.
 
-The mean over a global batch is the sum over the replicas of share * mean; a sum is the sum of their sums. Which of the
-two a scalar is follows from the graph that computes it: from the means and sums over axes of examples, and from the
-lengths of such axes that it is divided by. The degree of a mean is 0, that of a sum 1.
+The mean over a global batch is the sum over the replicas of share * mean; a sum over it is the sum of their sums. The
+*degree* of a scalar says how it grows with the number of examples: 0 for a mean, 1 for a sum. It follows from the means
+and sums over axes of examples in the graph, and from the divisions by the lengths of such axes.
 
-An axis of examples is one whose length is not known while the graph is made, so parts of batches must be of any length
-(`Batches.of_any_length`). Where the graph does not tell, a scalar counts as a mean.
+An axis of examples is an axis whose length is unknown when the graph is traced, so batches must be traced for any
+length (`Batches.of_any_length`). Where the graph does not show the degree, a scalar counts as a mean.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Summand:
     """One of the tensors that a scalar is the sum of.
 
     Attributes:
-        tensor: the summand, but for its factor.
-        factor: what it is multiplied by, which does not depend on the examples.
-        is_sum: it is a sum over the examples; else a mean, or not known to be one.
+        tensor: the summand without its factor.
+        factor: multiplies it, and does not depend on the examples.
+        is_sum: it is a sum over the examples; if not, it is a mean, or its degree is unknown.
     """
 
     tensor: tf.Tensor
@@ -39,12 +39,12 @@ class Summand:
 
 
 def summands(scalar: tf.Tensor, examples: Sequence[tf.Tensor], means: Sequence[tf.Tensor] = ()) -> list[Summand]:
-    """The means and sums over `examples`, the tensors of a part of a batch, that `scalar` is made of.
+    """The summands of `scalar`, each of which is a mean or a sum over the examples.
 
     Args:
         scalar: of a graph.
         examples: the tensors of a part of a batch.
-        means: tensors that are known to count as means.
+        means: tensors that count as means, whatever operation computed them.
     """
     return _Degrees(examples, means).summands(scalar, 1.0)
 
@@ -62,7 +62,7 @@ class _Degrees:
         return [found for one, times in parts for found in self.summands(one, factor * times)]
 
     def _parts(self, kind: str, inputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Any]]:
-        """What a tensor that is no mean and no sum is the sum of, each with its factor, where that is plain."""
+        """The summands, with factors, of a tensor that is neither a mean nor a sum; none if the operation is no sum."""
         if kind in ("Identity", "AddV2", "Add", "AddN"):
             return [(one, 1.0) for one in inputs]
         if kind == "Sum" and inputs[0].op.type == "Pack" and inputs[0].shape.rank == 1:  # as Keras adds its losses
@@ -74,7 +74,7 @@ class _Degrees:
         return []
 
     def of(self, tensor: tf.Tensor) -> int | None:
-        """The degree of `tensor`, `None` where it has none or the graph does not tell."""
+        """The degree of `tensor`; `None` if it has none or the graph does not show it."""
         key = dependencies.key(tensor)
         if key not in self._known:
             self._known[key] = None
@@ -92,7 +92,7 @@ class _Degrees:
     def _of_another(self, tensor: tf.Tensor, kind: str, inputs: Sequence[tf.Tensor]) -> int | None:
         if not dependencies.depends_on(tensor, self._examples):
             return 0
-        if _has_examples(tensor):  # each example has its own, whatever it is
+        if _has_examples(tensor):  # a value per example does not grow with their number
             return 0
         if kind not in _OF_ANY_NUMBER and any(map(_has_examples, inputs)):
             return None
@@ -162,13 +162,13 @@ def _has_examples(tensor: tf.Tensor) -> bool:
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:
-    """Python's `sum` begins with it."""
+    """Whether `tensor` is a constant 0, with which Python's `sum` begins."""
     value = tf.get_static_value(tensor)
     return value is not None and not value.any()
 
 
 def _is_setting(tensor: tf.Tensor) -> bool:
-    """Whether `tensor` is a number that somebody chose, or the scale of losses, which is a variable."""
+    """Whether `tensor` is a constant or a variable, such as the scale of losses."""
     while tensor.op.type in _SAME:
         tensor = tensor.op.inputs[0]
     return tensor.op.type in ("Const", "ReadVariableOp")

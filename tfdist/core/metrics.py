@@ -1,13 +1,13 @@
 """Metrics over all replicas: how they are updated in a step, reset, and read between the steps.
 
-The state of Keras' own metrics is a sum over the examples: each replica counts its own examples, and the state over all
-replicas is the sum of theirs. How these sums are formed is all that a strategy says (`Strategy.sum_metrics`).
+The state of Keras' own metrics is a sum over the examples: each replica adds its own examples, and the state over all
+replicas is the sum of their states. A strategy supplies only how these sums are formed (`Strategy.sum_metrics`).
 
-Of a class of the user's own nobody knows that: a maximum, a mean of batch means, a number of batches are not sums. All
-replicas gather what such a metric is given, and update it alike. Two ways say that this is not needed:
+The state of a user's own class may be something else: a maximum, a mean of batch means, a number of batches. For such a
+metric all replicas gather its arguments and make the same update. It is taken for a sum, without this cost, if
 
-- a class, or a metric function, has the attribute `additive = True`;
-- a metric function returns one value per example.
+- the class, or the metric function, has the attribute `additive = True`; or
+- the metric function returns one value per example.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def results(strategy: Strategy, model: Any) -> Logs:
 
 
 def results_in(strategy: Strategy, model: Any, logs: Logs, updated: set[int]) -> Logs:
-    """`logs` that a step returned, with the results over all replicas of the metrics that it updated.
+    """The `logs` of a step, with results over all replicas for the metrics that the step updated.
 
-    What a step returned under the name of a metric that it updated was that metric's result on one replica.
+    A value that a step returns under the name of such a metric is the metric's result on one replica.
 
     Args:
         strategy: of the replicas.
         model: has the metrics.
-        logs: what the step returned.
-        updated: the variables that the step has updated, by their `id`.
+        logs: the dict that the step returned.
+        updated: the `id`s of the variables that the step has updated.
     """
     own = [metric for metric in model.metrics if any(id(variable) in updated for variable in metric.variables)]
     merged: Logs = {}
@@ -59,28 +59,28 @@ def results_in(strategy: Strategy, model: Any, logs: Logs, updated: set[int]) ->
 
 
 def value(strategy: Strategy, variable: Any, name: str) -> tf.Tensor:
-    """One variable of a metric over all replicas; `name` tells this reading from others of the same step."""
+    """One variable of a metric, summed over all replicas; `name` tells the sum from others of the same step."""
     with strategy.scope():
         (total,) = strategy.sum_metrics([variable], name)
     return total
 
 
 def names(model: Any) -> set[str]:
-    """The names of the results that Keras' own step returns; none where the compiled metrics were not used yet."""
+    """The names in the logs of Keras' own step; none before the compiled metrics are built."""
     if not keras_internals.compiled_metrics_are_built(model):
         return set()
-    # Of constants, since a step that reads the metrics' variables would add them up over all processes.
+    # Computed from constants, since reading the metrics' variables in a step would sum them over all processes.
     constants = [(v, tf.zeros(v.shape, tf_variable(v).dtype)) for v in model.metrics_variables]
     with keras.StatelessScope(constants):
         return set(model.get_metrics_result())
 
 
 def reset(strategy: Strategy, model: Any) -> None:
-    """Has the metrics of `model` begin anew."""
+    """Resets the metrics of `model`."""
     model.reset_metrics()
     if not strategy.metrics_by_process or strategy.world.is_chief:
         return
-    # A metric that is not a sum may begin with something else than zero, and that counts once in the job.
+    # The initial state of a metric that is not a sum may differ from zero, and must count once in the job.
     for metric in keras_internals.metrics_of(model):
         if not keras_internals.is_additive(metric):
             for variable in metric.variables:
@@ -88,7 +88,7 @@ def reset(strategy: Strategy, model: Any) -> None:
 
 
 def add(variables: Sequence[Any], parts: Iterable[Sequence[np.ndarray]]) -> None:
-    """Adds to the `variables` of metrics what each of `parts`, such as the closures of workers, has for them."""
+    """Adds to the `variables` of metrics the `parts`, each with one array per variable, as closures return them."""
     for variable, *added in zip(variables, *parts, strict=True):
         if added:
             held = tf_variable(variable)
@@ -97,7 +97,7 @@ def add(variables: Sequence[Any], parts: Iterable[Sequence[np.ndarray]]) -> None
 
 @contextlib.contextmanager
 def _over_all_replicas(strategy: Strategy, variables: Sequence[Any]) -> Iterator[None]:
-    """The context in which `variables` of metrics are read as they are over all replicas."""
+    """The context in which reading `variables` of metrics gives their sums over all replicas."""
     with strategy.scope():
         if strategy.alone:
             yield
@@ -108,17 +108,17 @@ def _over_all_replicas(strategy: Strategy, variables: Sequence[Any]) -> Iterator
 
 
 def _values(found: Any) -> Any:
-    """What metrics returned, with the present values of variables in their place."""
+    """The results of metrics, with the present values of variables in their place."""
     return tf.nest.map_structure(lambda one: one.value if isinstance(one, keras.Variable) else one, found)
 
 
 def gathered(model: Any) -> contextlib.AbstractContextManager[None]:
-    """While a step is traced in this context, the metrics of `model` that may be no sums see the global batch."""
+    """Steps that are traced in this context update the metrics of `model` that may be no sums with the global batch."""
     return _updating(model, _update)
 
 
 def refused(model: Any, strategy_name: str) -> contextlib.AbstractContextManager[None]:
-    """While a step is traced in this context, they are refused: processes do not meet in each step."""
+    """Steps that are traced in this context refuse metrics that may be no sums: the processes do not meet in a step."""
     return _updating(model, functools.partial(_refuse, strategy_name))
 
 
@@ -160,7 +160,7 @@ def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *
 
 
 def _global_scalar(replica: Any, value: Any) -> Any:
-    """A scalar that a step has computed, over the global batch; other values as they are."""
+    """A scalar that a step has computed, over the global batch; other values are returned as they are."""
     if not tf.is_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
         return value
     return replica.all_reduce([share.weigh_scalar(replica, value)])[0]

@@ -11,8 +11,8 @@ Two loops, as Orbit has them: the inner one is a graph that runs many steps, the
     ├─ evaluate on the validation data     the same two loops with model.test_step
     └─ on_epoch_end(epoch, logs), on_train_end
 
-An inner call lasts as long as no callback asks to be called (see `tfdist.core.steps_per_call`), at most about half a
-second, so that progress shows and Ctrl-C is heard.
+A call of the inner loop runs until a callback must be called (see `tfdist.core.steps_per_call`), at most about half a
+second, so that progress is shown and Ctrl-C takes effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tfdist.internals.keras import tree
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
-# What only the chief does: where processes share a disk they would write the same files.
+# Callbacks that only the chief calls: processes that share a disk would write the same files.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.BackupAndRestore,
@@ -71,8 +71,8 @@ def fit(
 ) -> keras.callbacks.History:
     """Trains `model`; see `keras.Model.fit`, whose arguments and result these are.
 
-    `batch_size` is global. A callback that sets `resume_batch` in its `on_train_begin` makes the first epoch begin at
-    that batch, with the metrics as they are.
+    `batch_size` is global. If a callback sets its attribute `resume_batch` in `on_train_begin`, the first epoch begins
+    at that batch, and the metrics are not reset.
 
     Raises:
         UsageError: the model is not compiled, or not made for this strategy.
@@ -173,7 +173,7 @@ def predict(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """The outputs of `model`, one for each example, in the order of the input; see `keras.Model.predict`."""
+    """The outputs of `model`, one per example, in the order of the input; see `keras.Model.predict`."""
     strategy.check(model)
     _check_divisible(strategy, model)
     steps = _limited(steps)
@@ -202,7 +202,7 @@ def train_on_batch(
     class_weight: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """One step on a global batch; see `keras.Model.train_on_batch`. Every process is given the whole batch."""
+    """One step on a global batch; see `keras.Model.train_on_batch`. Every process passes the whole batch."""
     _check(strategy, model, "train_on_batch")
     if class_weight is not None:
         if sample_weight is not None:
@@ -275,7 +275,7 @@ def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) ->
 
 
 def _feed(strategy: Strategy, request: adapters.Request, *, for_prediction: bool = False) -> Feed:
-    """What the user passed, as all processes of the job go through it."""
+    """The feed of the user's data, compared or joined over the processes of the job."""
     feed = adapters.make(request, strategy.seed)
     if strategy.world.world_size == 1:
         return feed
@@ -305,7 +305,7 @@ def _check_divisible(strategy: Strategy, model: Any) -> None:
 
 
 def _limited(steps: int | None) -> int | None:
-    """Keras can cap the steps of an epoch for debugging (`keras.config.set_max_steps_per_epoch`)."""
+    """`steps`, or Keras' cap on the steps of an epoch if it is lower (`keras.config.set_max_steps_per_epoch`)."""
     cap = keras_internals.max_steps_per_epoch()
     return min(steps or cap, cap) if cap else steps
 

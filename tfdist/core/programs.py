@@ -1,7 +1,7 @@
-"""The inner loops of a model, each made once: to build a graph is slow, so that they are kept with the model.
+"""The inner loops of a model: each is made once and kept with the model, since tracing a graph is slow.
 
-A program lasts as long as Keras' own function for the steps, which `compile`, `make_train_function(force=True)` and
-the like replace.
+A program is dropped when Keras' own function for the steps is replaced, as by `compile` and
+`make_train_function(force=True)`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Made:
-    """What was made for the steps of one kind of a model.
+    """The programs for the steps of one kind of a model.
 
     Attributes:
         function: Keras' own function for these steps.
         built: the variables of the steps were made.
         own_logs: see `tfdist.core.inner_loop.Steps`.
-        programs: by what they depend on.
+        programs: by strategy, batches and callbacks.
     """
 
     function: Any
@@ -37,7 +37,7 @@ class _Made:
 
 
 def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Sequence[Any] = ()) -> Program:
-    """The inner loop for the batches of `feed`, as `callbacks` need it; `kind` is "train", "test" or "predict"."""
+    """The inner loop for the batches of `feed` and for `callbacks`; `kind` is "train", "test" or "predict"."""
     at_nan = kind == "train" and steps_per_call.stops_at_nan(callbacks)
     key = (id(strategy), feed.batches, at_nan)
     programs = _made(model, kind).programs
@@ -49,9 +49,9 @@ def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Se
 
 
 def build(strategy: Strategy, model: Any, kind: str, feed: Feed) -> None:
-    """Makes the variables that the steps of `kind` need, unless that was done."""
+    """Makes the variables that the steps of `kind` need, unless they were made before."""
     made = _made(model, kind)
-    randomness.unseeded_of(strategy)  # is made now: it cannot be while a graph is
+    randomness.unseeded_of(strategy)  # made here, since it cannot be made while a graph is traced
     if not made.built:
         made.own_logs = building.build(strategy, model, kind, feed.spec)
         made.built = True

@@ -1,11 +1,11 @@
-"""Random numbers inside a step: what is drawn for examples differs from replica to replica; all else is alike.
+"""Random numbers inside a step: draws per example differ between replicas, all other draws are the same.
 
 One device draws a mask for each example of the global batch, and one noise for a weight. So a draw whose first axis is
-that of the replica's examples gets a seed of the replica's own, and any other draw the same seed on all replicas. On
-the first replica seeds stay what they are. The same seeds and the same number of replicas give the same numbers.
+the axis of examples gets a seed of the replica's own, and any other draw gets the same seed on all replicas. On the
+first replica seeds are unchanged. The same seeds and the same number of replicas give the same numbers.
 
-So that steps of one replica and of several can be compared, see `tfdist.core.verification`, all examples can be given
-the same numbers instead: one draw, repeated for each of them.
+To compare steps of one replica and of several (`tfdist.core.verification`), all examples can be given the same numbers
+instead: one draw, repeated for each example.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from tfdist.core.replica import Replica
     from tfdist.strategies.base import Strategy
 
-# A prime that is far from what layers add to their seeds.
+# The distance of the replicas' seeds: a prime, much larger than the offsets that layers add to their seeds.
 SEEDS_APART = 15_485_863
-# For operations alike on all replicas of a process whose user has set no seed.
+# The graph's seed for operations that draw the same on all replicas, if the user has set no seed.
 _UNSEEDED = secrets.randbits(31)
 
 
 class _Alike:
-    """What draws of a step need that gives all examples the same numbers.
+    """The state of a step that gives all examples the same random numbers.
 
     Attributes:
-        examples: how many the step has, `None` where that varies.
-        unseeded: what draws that are given no seed take theirs from.
-        draws: how many operations of TensorFlow have drawn so far.
+        examples: the number of examples of the step; `None` where it varies.
+        unseeded: the seed generator for draws that are given no seed.
+        draws: the number of draws by TensorFlow's operations so far.
     """
 
     def __init__(self, examples: int | None, unseeded: Any):
@@ -57,7 +57,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def alike_for_all_examples(examples: int | None, unseeded: Any) -> Iterator[_Alike]:
-    """While a step is run in this context, all its examples get the same random numbers, whichever replica has them."""
+    """In a step that runs in this context all examples get the same random numbers, on all replicas."""
     before, _thread.alike = _thread.alike, _Alike(examples, unseeded)
     try:
         yield _thread.alike
@@ -71,7 +71,7 @@ def is_alike() -> bool:
 
 
 def drawn(draw: Callable[[Any], Any], shape: Any) -> Any:
-    """What `draw(shape)` returns, which draws random numbers of this `shape`."""
+    """The random numbers `draw(shape)`, drawn for the replica that runs the code, or once for all examples."""
     if _thread.alike is not None and is_for_examples(_thread.alike.examples, shape):
         if not tf.is_tensor(shape) and not hasattr(shape, "__iter__"):
             shape = [shape]
@@ -81,7 +81,7 @@ def drawn(draw: Callable[[Any], Any], shape: Any) -> Any:
 
 
 def drawn_for(draw: Callable[[], Any], shape: Any) -> Any:
-    """What `draw()` returns, which draws random numbers of this `shape`, whatever it returns."""
+    """The result of `draw()`, which draws random numbers of this `shape`, for the replica that runs the code."""
     replica = replica_context.current()
     if replica is None:
         return draw()
@@ -93,7 +93,7 @@ def drawn_for(draw: Callable[[], Any], shape: Any) -> Any:
 
 
 def noise_shape(inputs: Any, shape: Any) -> Any:
-    """The shape of the mask for `inputs`, from what dropout was given as `shape`."""
+    """The shape of dropout's mask for `inputs`, from its argument `noise_shape`."""
     sizes = [tf.shape(inputs)[axis] if size is None else size for axis, size in enumerate(inputs.shape)]
     wanted = sizes if shape is None else [s if w is None else w for s, w in zip(sizes, shape, strict=True)]
     if _thread.alike is not None and is_for_examples(_thread.alike.examples, wanted):
@@ -102,7 +102,7 @@ def noise_shape(inputs: Any, shape: Any) -> Any:
 
 
 def is_for_examples(examples: int | None, shape: Any) -> bool:
-    """Whether numbers of this `shape` are drawn for each of so many examples; `None` where their number varies."""
+    """Whether numbers of this `shape` are drawn per example, where there are `examples`; `None` if that varies."""
     sizes = tf.get_static_value(shape) if tf.is_tensor(shape) else shape
     if sizes is None:
         return True
@@ -115,9 +115,9 @@ _of_strategies: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary(
 
 
 def unseeded_of(strategy: Strategy) -> Any:
-    """The seed generator of Keras' random functions that are given no seed, alike on all replicas of `strategy`.
+    """The seed generator for Keras' random functions that are given no seed, the same on all replicas of `strategy`.
 
-    Keras' own is made at its first use, which a graph does not allow, and anew in each thread.
+    Keras' own generator is made at its first use, which is not possible in a graph, and once per thread.
     """
     if strategy not in _of_strategies:
         with tf.init_scope(), strategy.scope():
@@ -126,25 +126,25 @@ def unseeded_of(strategy: Strategy) -> Any:
 
 
 def unseeded(replica: Replica | None) -> Any:
-    """What a draw that is given no seed takes it from; `None` is Keras' own generator."""
+    """The seed generator for a draw that is given no seed; `None` for Keras' own."""
     if _thread.alike is not None:
         return _thread.alike.unseeded
     return None if replica is None else replica.unseeded
 
 
 def of_keras(replica: Replica, seed: tf.Tensor) -> tf.Tensor:
-    """The seed of a draw of Keras, integers `[2]`, on this replica."""
+    """The seed, integers `[2]`, of a draw by a function of Keras on this replica."""
     if not _thread.for_examples or replica.index == 0:
         return seed
     return seed + tf.constant([replica.index * SEEDS_APART, 0], seed.dtype)
 
 
 def of_operation(seeds: tuple[int | None, int | None], given: int | None) -> tuple[int | None, int | None]:
-    """The seeds of a stateful operation of TensorFlow, of its graph and its own, on this replica.
+    """The seeds of the graph and of the operation for a stateful random operation of TensorFlow on this replica.
 
     Args:
-        seeds: what TensorFlow would take.
-        given: what the user has given for the operation.
+        seeds: the two seeds that TensorFlow would use.
+        given: the seed that the user has given for the operation.
     """
     if _thread.alike is not None:
         _thread.alike.draws += 1
@@ -155,6 +155,6 @@ def of_operation(seeds: tuple[int | None, int | None], given: int | None) -> tup
     of_graph, of_op = seeds
     if _thread.for_examples:
         return of_graph, of_op if of_op is None else (of_op + replica.index * SEEDS_APART) % (1 << 31)
-    # TensorFlow numbers operations within a graph, which several replicas may share.
+    # TensorFlow derives the operation's seed from its number in the graph, which several replicas may share.
     replica.draws += 1
     return of_graph if of_graph is not None else _UNSEEDED, given if given is not None else replica.draws

@@ -1,4 +1,4 @@
-"""One replica while its step is traced: what it can ask of the others, and how its gradients and values are written."""
+"""One replica while its step is traced: how it exchanges tensors, applies gradients and writes values."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tfdist.internals.keras import tf_variable
 
 
 class Replica:
-    """One replica; this one is alone, so that every reduction is the identity.
+    """One replica; this class is the only replica of a step, for which every reduction is the identity.
 
     Attributes:
         index: its number in the step, 0 to `count - 1`.
         count: the number of replicas in the step.
-        share: the part of the global batch's examples that this replica has; a float64 scalar where it varies.
-        examples: how many examples its part has, `None` where that varies.
+        share: its fraction of the examples of the global batch; a float64 scalar tensor where it varies.
+        examples: the number of examples in its part; `None` where it varies.
         part: its part of the global batch.
-        data: the tensors of that.
-        graph: the graph in which its step is traced; `None` where there is none.
-        updates: catches what its step assigns, see `tfdist.core.assignments`.
-        unseeded: what Keras' random functions draw from that are given no seed.
-        draws: how many random operations its step has made that are alike on all replicas.
-        means: tensors that count as means over its part, whatever they were computed by.
-        alike: tensors that its step has found to be the same on all replicas.
-        losses: what each layer has added by `add_loss`, by the layer's `id`.
-        alone: it never meets other replicas, so Keras' own code is exact as it is.
-        metrics_in_parts: each replica has a part of a metric's state, which readers add up.
+        data: the tensors of its part.
+        graph: the graph in which its step is traced; `None` if it is not traced.
+        updates: catches the assignments of its step, see `tfdist.core.assignments`.
+        unseeded: the seed generator for Keras' random functions that are given no seed.
+        draws: the number of random operations so far that draw the same on all replicas.
+        means: tensors that count as means over its part, whatever operation computed them.
+        alike: tensors that are known to be the same on all replicas.
+        losses: the losses that layers have added by `add_loss`, by the layer's `id`.
+        alone: it exchanges nothing with other replicas, so that Keras' own code is exact.
+        metrics_in_parts: each replica has a part of a metric's state, and readers sum the parts.
     """
 
     alone: ClassVar[bool] = True
@@ -55,10 +55,10 @@ class Replica:
         self._reduced: list[Any] = []
 
     def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:
-        """Has the step run on the part `data` of a global batch; see `tfdist.core.randomness.unseeded_of`."""
+        """Sets the part of the global batch that the step runs on, its share, and the generator of unseeded draws."""
         self.unseeded = unseeded
         if not isinstance(share, tf.Tensor) and share == 0:
-            # A graph that knew it would leave out what is multiplied by it, exchanges among it, on this replica alone.
+            # With a constant 0 TensorFlow would drop what is multiplied by it, exchanges included, on this replica.
             share = opaque(tf.constant(0.0, tf.float64))
         self.part, self.share = data, share
         self.data = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if tensor is not None]
@@ -68,11 +68,11 @@ class Replica:
 
     @property
     def real(self) -> bool | tf.Tensor:
-        """Whether it has examples of the global batch; if not, it computes on one that must not count."""
+        """Whether it has examples of the global batch; if not, it computes on an example that must not count."""
         return self.share > 0
 
     def only_real(self, tensor: Any) -> Any:
-        """`tensor`; exactly zero on a replica without examples, whatever it computed there."""
+        """`tensor`, or exact zeros on a replica without examples, even where it computed NaN."""
         if self.real is True:
             return tensor
         if isinstance(tensor, tf.IndexedSlices):
@@ -80,7 +80,7 @@ class Replica:
         return tf.where(self.real, tensor, tf.zeros_like(tensor))
 
     def real_rows(self, tensor: Any) -> Any:
-        """The rows of `tensor` that belong to examples of the global batch: all, or none."""
+        """`tensor`, or none of its rows on a replica without examples."""
         if self.real is True:
             return tensor
         if isinstance(tensor, tf.SparseTensor):
@@ -94,7 +94,7 @@ class Replica:
         return tensors
 
     def all_gather(self, structure: Any) -> Any:
-        """The examples of `structure` of all replicas of the job, in their order, on every replica."""
+        """`structure` with the examples of all replicas of the job, in the order of the replicas, on every replica."""
         return structure
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
@@ -104,16 +104,16 @@ class Replica:
         )
 
     def know(self, reduced: list[Any]) -> list[Any]:
-        """Notes that these gradients are those of the global batch already; returns them."""
+        """Notes that these gradients are reduced over the replicas already; returns them."""
         self._reduced += reduced
         self.alike += [one for one in reduced if isinstance(one, tf.Tensor) and tf.is_symbolic_tensor(one)]
         return reduced
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """`optimizer` has no variables yet, and makes them for `variables` on the way where the step is not traced.
+        """Called before the first update of an `optimizer` without variables; in eager code it then makes them itself.
 
         Raises:
-            UsageError: it is traced, and when it was rehearsed it did not use the optimizer.
+            UsageError: the step is traced, and did not use the optimizer when it was rehearsed.
         """
         del variables
         if tf.inside_function():
@@ -123,17 +123,17 @@ class Replica:
             )
 
     def settle(self) -> None:
-        """Writes what the step has assigned so far, so that an update finds it."""
+        """Writes the assignments of the step so far, so that an optimizer's update reads them."""
         self.updates.write()
 
     def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
-        """Has `apply(gradients)` update each copy of the variables once with the gradients of the global batch."""
+        """Updates each copy of the variables once by `apply(gradients)`, with the gradients of the global batch."""
         del optimizer
         known = {id(gradient) for gradient in self._reduced}
         rows = {id(gradient.indices) for gradient in self._reduced if isinstance(gradient, tf.IndexedSlices)}
 
         def is_rescaled(gradient: Any) -> bool:
-            """Whether it has the rows of a reduced one, clipped perhaps: they are the same on all replicas."""
+            """Whether it has the rows of a reduced gradient, perhaps clipped: the rows are the same on all replicas."""
             return isinstance(gradient, tf.IndexedSlices) and id(gradient.indices) in rows
 
         local = [None if id(g) in known else g.values if is_rescaled(g) else g for g in gradients]
@@ -158,14 +158,14 @@ class Replica:
             self.update_each_copy(assign, [value for _, value in updates])
 
     def read_metric(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        """The values that variables of a metric have over all replicas."""
+        """The values of a metric's variables over all replicas."""
         values = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
         return self.all_reduce(values) if self.metrics_in_parts else values
 
     def write_metric(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
-        """Gives variables of a metric values that are the same on every replica: one has them, the others nothing."""
+        """Sets a metric's variables, in parts: the first replica gets the values, the others zeros."""
         if self.metrics_in_parts:
-            # A replica that knew its index would leave out what the value comes from, exchanges among it.
+            # With a constant index TensorFlow would drop the value's computation, exchanges included, on a replica.
             first = opaque(tf.constant(self.index == 0))
             updates = [(variable, tf.where(first, value, tf.zeros_like(value))) for variable, value in updates]
         self.write(updates)

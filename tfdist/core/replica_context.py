@@ -1,12 +1,12 @@
-"""The replica that runs the present code, and what code inside a step can ask of the other replicas.
+"""The replica that runs the present code, and the exchanges between replicas that code inside a step can ask for.
 
-A user's own step, loss or metric sees its part of the global batch. Where it needs all of it:
+A user's own step, loss or metric sees the replica's part of the global batch. To see all of it:
 
     tfdist.gather(tensor)         the examples of all replicas, in the order of the global batch
     tfdist.all_reduce(tensor)     the sum over the replicas
 
 Both are differentiable: gradients flow back to the replica that each value came from. Outside of a step, and on one
-replica, both return what they are given, so that the same code runs on one device and in stock Keras.
+replica, both return their argument, so that the same code runs on one device and in stock Keras.
 
 Synopsis:
 
@@ -43,18 +43,18 @@ _current = _Current()
 
 
 def current() -> Replica | None:
-    """The replica that runs the present code; `None` outside of a step, and where a step has but one replica."""
+    """The replica that runs the present code; `None` outside of a step, and in steps of a single replica."""
     return _current.replica
 
 
 def in_step() -> bool:
-    """Whether the present code belongs to the step of a replica, also where it runs as if there were no others."""
+    """Whether the present code belongs to a replica's step, also inside `on_replica(None)`."""
     return _current.in_step
 
 
 @contextlib.contextmanager
 def on_replica(replica: Replica | None) -> Iterator[None]:
-    """Code in this context, in this thread, runs on `replica`; with `None`, as if there were no others."""
+    """Code in this context, in this thread, runs on `replica`; with `None`, as on a single replica."""
     before = _current.replica, _current.in_step
     _current.replica, _current.in_step = replica, _current.in_step or replica is not None
     try:
@@ -67,8 +67,8 @@ def gather(tensor: Any) -> Any:
     """The examples of `tensor` of all replicas, in the order of the global batch; differentiable.
 
     Args:
-        tensor: `[n, ...]`, dense, ragged or sparse; `n` may differ from replica to replica, the rest may not. Replicas
-            that have no example of the global batch add none.
+        tensor: `[n, ...]`, dense, ragged or sparse; only `n` may differ between replicas. Replicas that have no example
+            of the global batch add no rows.
 
     Returns:
         `[N, ...]` of the same dtype, the same on every replica: `N` is the sum of `n` over the replicas.
@@ -109,9 +109,9 @@ def _gathered(replica: Replica, tensor: Any) -> Any:
 
 
 def _rows_before(replica: Replica, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """How many rows the replicas before this one have, and how many all have, from how many this one has (`[1]`)."""
+    """The number of rows of the replicas before this one, and of all replicas, from this replica's `count`, `[1]`."""
     counts = replica.all_gather(count)
-    # A graph that knew the first replica to begin at 0 would leave out the exchange, there alone.
+    # With a constant index TensorFlow would drop the exchange on the first replica, and on it alone.
     before = tf.range(tf.size(counts)) < opaque(tf.constant(replica.index))
     return tf.reduce_sum(tf.where(before, counts, tf.zeros_like(counts))), tf.reduce_sum(counts)
 
@@ -120,8 +120,8 @@ def all_reduce(tensor: Any) -> Any:
     """The sum of `tensor` over the replicas; differentiable.
 
     Args:
-        tensor: of the same shape and dtype on every replica. What comes from a replica that has no example of the
-            global batch counts as zero.
+        tensor: of the same shape and dtype on every replica. The tensor of a replica without examples of the global
+            batch counts as zero.
 
     Returns:
         The same shape and dtype, the same value on every replica.
@@ -139,10 +139,10 @@ def all_reduce(tensor: Any) -> Any:
 
 
 def differentiable_sums(replica: Replica, tensors: list[Any]) -> list[Any]:
-    """The sums of `tensors` over the replicas, in the middle of what is differentiated.
+    """The sums of `tensors` over the replicas, with gradients.
 
-    The losses of all replicas add up to the global one (see `tfdist.core.gradient_tape`), so the gradient of a
-    replica's summand is the sum of what flows back on all of them.
+    The losses of all replicas add up to the global loss (see `tfdist.core.gradient_tape`), so the gradient of a
+    replica's summand is the sum of the upstream gradients of all replicas.
     """
 
     @tf.custom_gradient
@@ -160,14 +160,14 @@ def differentiable_sums(replica: Replica, tensors: list[Any]) -> list[Any]:
 
 @dataclass
 class Asked:
-    """Whether code has called `gather` or `all_reduce`; known when its context has ended."""
+    """Whether code has called `gather` or `all_reduce`; set when the context ends."""
 
     any: bool = False
 
 
 @contextlib.contextmanager
 def asks() -> Iterator[Asked]:
-    """Notes whether code in this context, and not before it, calls `gather` or `all_reduce`."""
+    """Notes whether code in this context calls `gather` or `all_reduce`."""
     before, _current.asked = _current.asked, False
     asked = Asked()
     try:
@@ -178,16 +178,12 @@ def asks() -> Iterator[Asked]:
 
 
 def can_meet(replica: Replica) -> bool:
-    """Whether the present code is in the graph of the step itself, which all replicas run through alike."""
+    """Whether replicas can exchange tensors here: in the graph of the step itself, which all replicas run alike."""
     return replica.graph is None or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is replica.graph
 
 
 def require_meeting(replica: Replica, what: str) -> None:
-    """Refuses `what` where the replicas cannot meet.
-
-    Raises:
-        UsageError: in a branch of `tf.cond`, or in a loop of the graph: some replicas might never come there.
-    """
+    """Raises `UsageError` in a branch of `tf.cond` or a loop of the graph, which some replicas might never run."""
     if not can_meet(replica):
         raise UsageError(
             f"{what} is in a branch of `tf.cond`, or in a loop of the graph, where replicas cannot meet",

@@ -1,23 +1,23 @@
-"""Who multiplies by a replica's share, and who divides by it: only the functions here.
+"""The share of a replica: what is multiplied or divided by it, and the only functions that do so.
 
-The share of a replica is its part of the examples of the global batch, w = n / N; the shares add up to 1
-(docs/contract.md). What each replica computes of its own examples counts so that the sum over the replicas is what one
-device computes of all of them:
+The share of a replica is its fraction of the examples of the global batch, w = n / N; the shares add up to 1
+(docs/contract.md). Each replica computes from its own examples. Multiplied by the factor below and summed over the
+replicas, its values are what one device computes from all examples:
 
-    what                                                     on a replica            counts with     here
-    a scalar that is a mean over the examples, or            the mean over its own   w               parts_of_scalar
+    value                                                    on a replica              factor    function
+    a scalar that is a mean over the examples, or            mean of its examples      w         parts_of_scalar
       does not depend on them
-    a scalar that is a sum over the examples                 the sum over its own    1               parts_of_scalar
-    a value per example that a tape sums                     its own values          1               `Replica.only_real`
-    gradients that no tape has reduced, which a step         those of its mean       w               weigh
-      gives to an optimizer
-    a tensor that a step assigns, or returns in its logs     its own                 w               weigh
-    Keras' reduction "sum"                                   sum / w                 w               undone
-    Keras' masks and "mean_with_sample_weight"               sum / (w * divisor of   w               over_global
-                                                               all)
-    a scalar that is given to a `Mean` metric                its part / w            w               undone
+    a scalar that is a sum over the examples                 sum of its examples       1         parts_of_scalar
+    values per example, which a tape sums                    its own values            1         `Replica.only_real`
+    gradients that a step passes to an optimizer and         gradients of its mean     w         weigh
+      that no tape has reduced
+    a tensor that a step assigns, or returns in its logs     its own                   w         weigh
+    a loss with Keras' reduction "sum"                       sum / w                   w         undone
+    a loss with a mask, or with the reduction                sum / (w * divisor over   w         over_global
+      "mean_with_sample_weight"                                all replicas)
+    a scalar that is passed to a `Mean` metric               its part / w              w         undone
 
-A replica without examples has the share 0: whatever it computes, NaN included, counts for exactly nothing.
+A replica without examples has the share 0, and nothing that it computes counts, not even NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def is_whole(replica: Replica) -> bool:
-    """Whether the replica has all examples, so that nothing is to be weighed."""
+    """Whether the replica has all examples of the global batch."""
     return isinstance(replica.share, float) and replica.share == 1.0
 
 
@@ -47,7 +47,7 @@ def weigh(replica: Replica, value: Any) -> Any:
 
 
 def parts_of_scalar(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Tensors that `scalar` is made of, with weights: their sum over the replicas is the scalar of the global batch."""
+    """The summands of `scalar` with their factors: summed over the replicas they are the scalar of the global batch."""
     share = tf.cast(replica.share, scalar.dtype)
     if tf.executing_eagerly() or replica.examples is not None:
         return [(scalar, share)]
@@ -58,16 +58,16 @@ def parts_of_scalar(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor
 
 
 def weigh_scalar(replica: Replica, scalar: tf.Tensor) -> tf.Tensor:
-    """This replica's part of a scalar: the sum of all parts is what one device computes."""
+    """This replica's part of a scalar: the parts of all replicas add up to what one device computes."""
     return tf.add_n([tf.math.multiply_no_nan(one, weight) for one, weight in parts_of_scalar(replica, scalar)])
 
 
 def undone(replica: Replica, part: tf.Tensor) -> tf.Tensor:
-    """`part` / share, of what is multiplied by the share afterwards and must count as it is."""
+    """`part` / share, for a value that is multiplied by the share afterwards and must count with the factor 1."""
     return tf.math.divide_no_nan(part, tf.cast(replica.share, part.dtype))
 
 
 def over_global(replica: Replica, total: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    """A local sum over the divisor of all replicas together, to be multiplied by the share afterwards."""
+    """`total` / (share * the sum of `divisor` over the replicas), to be multiplied by the share afterwards."""
     (divisor,) = replica.all_reduce([replica.only_real(tf.stop_gradient(divisor))])
     return tf.math.divide_no_nan(total, divisor * tf.cast(replica.share, total.dtype))

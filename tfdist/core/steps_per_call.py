@@ -1,10 +1,10 @@
-"""How many steps one call of the inner loop runs: until a callback must be called, and at most about half a second.
+"""The number of steps in one call of the inner loop: until a callback must be called, and at most about half a second.
 
-Keras calls batch hooks after every `steps_per_execution` steps. Here they are called that often only when a callback
-really needs them; a callback of one's own can say when it does:
+Keras calls batch hooks after every `steps_per_execution` steps. Here they are called that often only if a callback
+needs them. A callback of the user's own can say when it does:
 
     def batches_until_hook(self, batch: int) -> int | None:
-        '''After how many batches, counted from batch number `batch` of the epoch on, the hooks must be called.'''
+        '''The number of batches, from batch number `batch` of the epoch on, until the hooks must be called.'''
 
 `None` means not in this epoch. Hooks may be called at other times too, for several batches at once.
 """
@@ -32,15 +32,15 @@ Need = Callable[[int], int | None]
 
 
 class Pace:
-    """Chooses the length of the next call from what callbacks need and from how long steps have taken.
+    """Chooses the length of the next call from the needs of callbacks and the measured time of a step.
 
     Args:
         callbacks: the callbacks of the fit, evaluate or predict.
         kind: `"train"`, `"test"` or `"predict"`.
-        steps_per_execution: how many batches belong to one call of the hooks, where they are needed; the clock does
+        steps_per_execution: the number of batches between calls of the hooks, where they are needed; the clock does
             not shorten a call below it.
-        at_most: a bound on the steps of a call, `None` for no bound but the clock's.
-        seconds: how long a call should last, by the clock.
+        at_most: a bound on the steps of a call, `None` if only the clock bounds them.
+        seconds: the wanted duration of a call.
     """
 
     def __init__(
@@ -58,13 +58,12 @@ class Pace:
         self._step_seconds: float | None = None
 
     def steps(self, batch: int) -> int:
-        """How many steps to run from batch number `batch` of the epoch on, 1 or more."""
-        wishes = [need(batch) for need in self._needs]
-        limits = [self._by_the_clock(), self._at_most, *wishes]
+        """The number of steps to run from batch number `batch` of the epoch on, 1 or more."""
+        limits = [self._by_the_clock(), self._at_most, *(need(batch) for need in self._needs)]
         return max(1, min(limit for limit in limits if limit is not None))
 
     def ran(self, steps: int, seconds: float) -> None:
-        """Notes how long a call took. The first one, which builds the graph, says nothing about the next."""
+        """Notes the time of a call of `steps` steps; the first call is left out, since it also builds the graph."""
         if steps:
             known = self._step_seconds is not None
             self._step_seconds = seconds / steps if known else 0.0
@@ -80,12 +79,12 @@ def now() -> float:
 
 
 def stops_at_nan(callbacks: Sequence[Any]) -> bool:
-    """Whether a callback stops training when the loss is not finite: the inner loop then stops at that very step."""
+    """Whether a callback stops training at a loss that is not finite: the inner loop then stops at that very step."""
     return any(isinstance(c, keras.callbacks.TerminateOnNaN) or getattr(c, "stops_at_nan", False) for c in callbacks)
 
 
 def _need(callback: Any, kind: str, steps_per_execution: int) -> Need | None:
-    """When `callback` needs its batch hooks; `None` for never."""
+    """A function for the number of batches until `callback` needs its batch hooks; `None` if it never does."""
     own = getattr(callback, "batches_until_hook", None)
     if own is not None:
         return own if kind == "train" else None
@@ -96,7 +95,7 @@ def _need(callback: Any, kind: str, steps_per_execution: int) -> Need | None:
 
 
 def _calls_can_wait(callback: Any) -> bool:
-    """Keras' own callbacks that define batch hooks and, set as they are, do nothing in them that cannot wait."""
+    """Whether this is a callback of Keras whose batch hooks, with its settings, do nothing that cannot wait."""
     kind = type(callback)
     if kind in (keras_internals.ProgbarLogger, keras.callbacks.TerminateOnNaN):  # see `stops_at_nan`
         return True

@@ -1,22 +1,22 @@
-"""Whether the steps of a model on several replicas are those of one device, told by running both.
+"""Compares the steps of a model on several replicas with those of one device, by running both.
 
     reference    one device                     the whole of each global batch
-    nudged       one device, twice              the same, weights and gradients moved by one bit: what rounding can do
-    found        the replicas of the strategy   their parts
+    nudged       one device, twice              the same, with weights and gradients changed by one bit
+    found        the replicas of the strategy   their parts of each global batch
 
-All begin with the same variables and random states, which are put back whatever happens, so that a training is the same
-with and without a verification before it. Besides variables and logs, a run notes what each layer returns, the losses
+All runs begin with the same variables and random states, which are restored in any case, so that a training is the same
+with and without a verification before it. Besides variables and logs, a run records the outputs of layers, the losses
 and the gradients, so that the first place where runs differ can be named.
 
-**Tolerance.** A number may differ by `TIMES_ROUNDING` times as much as a nudge changes it, and by half of the digits of
-its own size: the square root of the machine epsilon of the coarsest type that layers compute in. The size of a variable
-is the largest change that the steps made to it.
+**Tolerance.** The nudged runs measure what rounding can do to a number. It may differ by `TIMES_ROUNDING` times that,
+plus its size times the square root of the machine epsilon of the coarsest type that layers compute in, which is half of
+its digits. The size of a variable is the largest change that the steps made to it.
 
-**Random numbers** are drawn per example, so that one device and several cannot have the same. During a verification
-they are drawn once per batch instead and repeated for all examples, in all runs: dropout stays at work, and hides
-nothing. That holds for Keras' functions and layers and for those of `tf.random` with a state. What differs, and is
-reported, are numbers from `tf.random.stateless_*`, from `gamma`, `beta` and `binomial` with parameters per example, and
-a shuffle of the examples.
+**Random numbers** are usually drawn per example, so that those of one device and of several replicas differ. During a
+verification they are drawn once per batch instead and repeated for all examples, in all runs, so that dropout is active
+and yet the runs can be compared. That holds for Keras' functions and layers and for the stateful operations of
+`tf.random`. Reported as different are numbers from `tf.random.stateless_*`, from `gamma`, `beta` and `binomial` with
+parameters per example, and a shuffle of the examples.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _NUDGES = 2
 
 
 def verify(strategy: Strategy, model: Any, batches: Sequence[Any]) -> Report:
-    """Compares steps of `model` on one device and on `strategy`, and leaves it as it is.
+    """Compares steps of `model` on one device and on `strategy`, and restores the model.
 
     Args:
-        strategy: whose variables the model has.
+        strategy: in whose scope the model was made.
         model: compiled, and built for training.
-        batches: global batches, the same in all processes of the job, as `train_step` takes them.
+        batches: global batches, as `train_step` takes them, the same in all processes of the job.
 
     Raises:
-        VerificationError: they differ, in any of the processes.
+        VerificationError: the steps differ, in any of the processes.
     """
     exact_step.install()
     groups = training_state.variables(model)
@@ -101,12 +101,12 @@ def _on_one_device(
     watch: Watch,
     epsilon: float,
 ) -> list[list[Step]]:
-    """The reference, and the nudged runs; `compared` are the variables of interest, and `held` all."""
+    """The reference and the nudged runs; `compared` are the variables to compare, `held` those to restore."""
     runs = []
     program: Any = None
     watch.noise = tf.Variable(0.0)
     for number in range(1 + _NUDGES):
-        # Operations of `tf.random` keep their state in a graph: each run begins with new ones.
+        # Operations of `tf.random` keep their state in the graph, so that each run needs a new one.
         if program is None or watch.keeps_state:
             program = StepProgram(strategy.on_this_process(), steps)
         with _state_kept(held):
@@ -120,7 +120,7 @@ def _on_one_device(
 
 
 def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list[Step]:
-    """What each step leaves."""
+    """Runs a step per batch, and returns what each step computed and the variables after it."""
     before = [_value(variable) for variable in variables]
     steps = []
     program.begin_epoch()
@@ -143,7 +143,7 @@ def _value(variable: Any) -> np.ndarray:
 
 
 def _flat(logs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Logs may have logs inside."""
+    """Nested logs as one dict, with names joined by `/`."""
     found: dict[str, Any] = {}
     for name, value in logs.items():
         found |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -152,7 +152,7 @@ def _flat(logs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
-    """Whatever happens in this context, `variables` and all random states are afterwards what they were."""
+    """Restores `variables` and all random states at the end of the context."""
     held = [copy for variable in variables for copy in training_state.copies(variable)]
     values = [copy.numpy() for copy in held]
     random_state, eager = training_state.random_state(), tensorflow_internals.eager_random_state()
@@ -171,7 +171,7 @@ def _plain(model: Any, variables: Sequence[Any]) -> contextlib.AbstractContextMa
 
 
 def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
-    """Moves each floating-point number of the model up or down by one bit of what layers compute in."""
+    """Moves each floating-point number of the model up or down by one bit of the type that layers compute in."""
     draw = np.random.default_rng(number)
     for variable in variables:
         if tf_variable(variable).dtype.is_floating:

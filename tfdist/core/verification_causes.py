@@ -1,4 +1,4 @@
-"""What most often makes a step on several replicas differ from one device, and the way that is equal."""
+"""The likely causes of steps on several replicas that differ from one device, each with a way that is equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WHAT = {
 
 
 def _cause(model: Any, entry: Entry) -> tuple[str, str]:
-    """What most often makes an entry of this kind differ, and the way that is equal."""
+    """The likely cause of a difference of this kind, and a way that is equal."""
     layer = next((one for one in keras_internals.all_layers(model) if one.name == entry.layer), None)
     if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
         return (
@@ -50,7 +50,7 @@ def _cause(model: Any, entry: Entry) -> tuple[str, str]:
     return cause.format(part=part, step=step), hint
 
 
-# A sum over a part of a batch is at most about so much of the sum over the batch.
+# The largest ratio of a sum over a part of a batch to the sum over the batch, roughly.
 _A_SUM = 0.75
 _GATHER = "compute it of `tfdist.gather(...)` or of sums by `tfdist.all_reduce(...)`"
 _OF_LOSS = "the loss {part}, and is not a mean of what each example gives", f"average it; or {_GATHER}"

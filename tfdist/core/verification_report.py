@@ -1,4 +1,4 @@
-"""How far the steps of a verification are from those of one device: each quantity, and all of them as a table."""
+"""The differences between the steps of a verification and those of one device: per quantity, and as a table."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ TIMES_ROUNDING = 10
 
 @dataclass(frozen=True)
 class Entry:
-    """How far one quantity is from one device, in the first step in which it differs too much, else in the last.
+    """The difference of one quantity, in the first step in which it exceeds its tolerance, else in the last step.
 
     Attributes:
         kind: "output", "added loss", "loss", "whole loss", "gradient", "weight", "state", "optimizer" or "log".
         name: of the layer, loss, variable or log.
-        layer: the layer that it belongs to, or the model.
-        difference: the largest between the strategy and one device.
-        sensitivity: the largest that a nudge of one bit in each weight makes on one device.
-        tolerance: what the difference may be.
-        replicas_over_one: the size on the strategy, divided by that on one device.
-        step: the first step, from 0, in which it differed by more; `None` if in none.
+        layer: the layer that the quantity belongs to, or the model.
+        difference: the largest difference between the strategy and one device.
+        sensitivity: the largest change on one device when each weight is changed by one bit.
+        tolerance: the largest difference that is accepted.
+        replicas_over_one: the quantity's size on the strategy, divided by its size on one device.
+        step: the first step, from 0, whose difference exceeds the tolerance; `None` if none does.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Report(Mapping[str, Entry]):
 
     @property
     def first(self) -> Entry | None:
-        """The first entry, in the order in which a step computes them, that differs in the first step that does."""
+        """The entry that a step computes first among those that differ in the earliest step."""
         steps = [entry.step for entry in self.entries if entry.step is not None]
         return next((entry for entry in self.entries if steps and entry.step == min(steps)), None)
 
@@ -75,7 +75,7 @@ class Report(Mapping[str, Entry]):
         return "\n".join([head, *lines])
 
 
-# Arrays by the kind and the name of what they are; of the variables, what all steps so far have changed.
+# Arrays by the kind and name of the quantity; for variables, their change since the beginning.
 Step = dict[tuple[str, str], np.ndarray]
 
 
@@ -83,10 +83,10 @@ class Comparison:
     """Compares the steps on the strategy with those on one device.
 
     Args:
-        model: whose steps they are.
+        model: the model that was verified.
         groups: its variables by group, such as "optimizer".
-        sizes: the largest number in each variable, by its path.
-        seen: what the steps noted besides, by kind and name: the layer, loss or variable.
+        sizes: the largest absolute value in each variable, by the variable's path.
+        seen: the layer, loss or variable of each recorded value, by the value's kind and name.
         epsilon: the machine epsilon of the coarsest type that layers compute in.
     """
 
@@ -108,7 +108,7 @@ class Comparison:
         self._metrics = {metric.name for metric in keras_internals.metrics_of(model)}
 
     def report(self, reference: list[Step], nudged: list[list[Step]], found: list[Step]) -> Report:
-        """What the steps on one device, those with a nudge, and those on the strategy have in common."""
+        """Compares the quantities that the reference, the nudged runs and the run on the strategy have in common."""
 
         def compared(key: tuple[str, str]) -> Entry:
             steps = [
@@ -131,7 +131,7 @@ class Comparison:
         exact = kind == "variable" and expected.dtype.kind == "i"
         rounding = 0.0 if exact else math.sqrt(self._epsilon) * size
         if kind == "variable" and not exact:
-            rounding += 4 * self._epsilon * (self._sizes[name] + size)  # its own digits end there
+            rounding += 4 * self._epsilon * (self._sizes[name] + size)  # the resolution of the variable's own values
         ratio = float(np.max(np.abs(found), initial=0)) / size if size else math.inf
         return _Difference(_distance(found, expected), sensitivity, TIMES_ROUNDING * sensitivity + rounding, ratio)
 
@@ -155,7 +155,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Difference:
-    """How far one quantity is from one device after one step."""
+    """The difference of one quantity after one step."""
 
     difference: float
     sensitivity: float
@@ -171,12 +171,12 @@ _AFTER = ("state", "weight", "optimizer", "log")
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:
-    """The largest difference; what is NaN, or infinite, in both is the same."""
+    """The largest difference; values that are NaN, or the same infinity, in both count as equal."""
     same = (one == other) | (np.isnan(one.astype(np.float64)) & np.isnan(other.astype(np.float64)))
     return float(np.max(np.where(same, 0.0, np.abs(np.where(same, 0, one) - np.where(same, 0, other))), initial=0))
 
 
 def _owners(model: Any) -> dict[str, str]:
-    """The layer of each variable, by the variable's path: the innermost one that has it."""
+    """The innermost layer that has each variable, by the variable's path."""
     layers = sorted(keras_internals.all_layers(model), key=lambda layer: -len(layer.variables))
     return {variable.path: layer.name for layer in layers for variable in layer.variables}

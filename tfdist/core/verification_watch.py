@@ -1,4 +1,4 @@
-"""What a step of a verification computes besides variables and logs: outputs of layers, losses, gradients."""
+"""Records what a step of a verification computes besides variables and logs: outputs of layers, losses, gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.internals.keras import tree
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
-# Among the logs of a step, what its layers and losses were.
+# The prefix of the recorded values among the logs of a step.
 MARK = "tfdist verification: "
 
 
@@ -27,12 +27,12 @@ class _Seen(threading.local):
 
 
 class Watch(contextlib.AbstractContextManager[None]):
-    """In this context, the model's `train_step` also returns what its layers, losses and gradients are.
+    """In this context, the model's `train_step` also returns the outputs of its layers, its losses and its gradients.
 
     Attributes:
-        seen: for each of them, by kind and name, the layer, loss or variable.
-        noise: how much noise the steps on one device add to their gradients, as a part of their size.
-        keeps_state: a step draws by operations of TensorFlow that keep a state in their graph.
+        seen: the layer, loss or variable that each recorded value belongs to, by the value's kind and name.
+        noise: the noise that steps on one device add to their gradients, relative to the gradients' size.
+        keeps_state: a step draws random numbers by operations that keep their state in the graph.
     """
 
     def __init__(self, strategy: Strategy, model: Any):
@@ -82,7 +82,7 @@ class Watch(contextlib.AbstractContextManager[None]):
                 self._note(kind, name, of, tensor)
 
     def _with_noise(self, gradient: Any) -> Any:
-        """`gradient` as if its sums had been rounded otherwise, by a bit of its largest number."""
+        """`gradient` with noise of about one bit of its largest number, as rounding of its sums could make."""
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices):
@@ -92,7 +92,7 @@ class Watch(contextlib.AbstractContextManager[None]):
         return gradient + tf.cast(self.noise, gradient.dtype) * largest * draws
 
     def _note(self, kind: str, name: str, of: Any, rows: tf.Tensor) -> None:
-        """Notes a scalar; of other tensors the sums of the numbers and of their sizes per row, float32 `[2]`."""
+        """Records a scalar, or the sums of a tensor's values and of their absolute values per row, float32 `[2]`."""
         seen = self._of_thread.step
         assert seen is not None
         numbers = (name if number == 1 else f"{name} ({number})" for number in range(1, len(seen) + 2))

@@ -1,1 +1,1 @@
-"""The private parts of TensorFlow and Keras that tfdist uses, all of them."""
+"""All private parts of TensorFlow and Keras that tfdist uses."""

@@ -1,8 +1,8 @@
-"""The private parts of Keras that tfdist calls, reads and sets: those of models, layers, metrics and optimizers.
+"""The private parts of Keras' models, layers, metrics and optimizers that tfdist calls, reads and sets.
 
-`keras_patches` beside it has the functions of Keras that tfdist replaces, `keras_variables` how variables get and give
-their values, `keras_data` how Keras reads data. All four were written for Keras 3.15.1, and
-`tests/test_keras_internals.py` fails when Keras changes one of the parts that they use.
+`keras_patches` replaces functions of Keras, `keras_variables` initializes, reads and protects variables, and
+`keras_data` reads the data of `fit`. All four modules were written for Keras 3.15.1, and
+`tests/test_keras_internals.py` fails when Keras changes a part that they use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEEN_IN = "3.15.1"
 
 __all__ = ["ProgbarLogger", "global_state", "tree"]
 
-# What the loop uses as Keras' own `fit` does.
+# Functions that the loop uses as Keras' own `fit` does.
 concatenate = tensorflow_trainer.potentially_ragged_concat
 is_default = keras.src.utils.is_default
 join = tensorflow_trainer.concat
@@ -43,7 +43,7 @@ max_steps_per_epoch = config.max_steps_per_epoch
 pythonify_logs = python_utils.pythonify_logs
 to_numpy = tensorflow_trainer.convert_to_np_if_not_ragged
 
-# What these compute of a batch is no mean over its examples.
+# Losses and metrics whose value for a batch is not a mean over its examples.
 OF_WHOLE_BATCH = {
     keras.losses.Dice,
     keras.losses.Tversky,
@@ -55,13 +55,13 @@ OF_WHOLE_BATCH = {
 
 
 def is_of_keras(kind: Any) -> bool:
-    """Whether a class or a function is Keras' own."""
+    """Whether Keras defines a class or a function."""
     return (getattr(kind, "__module__", None) or "").partition(".")[0] == "keras"
 
 
 def is_per_example(replica: Any, values: Any) -> bool:
-    """Whether the first axis of `values` is that of the replica's examples, or of their parts."""
-    shape = tf.TensorShape(getattr(values, "shape", ()))  # a number has none
+    """Whether the first axis of `values` holds the replica's examples, or a fixed number of parts of each example."""
+    shape = tf.TensorShape(getattr(values, "shape", ()))  # a Python number has no shape
     if shape.rank is None or shape.rank == 0 or replica is None:
         return shape.rank != 0
     if shape[0] is None or replica.examples is None:
@@ -70,7 +70,7 @@ def is_per_example(replica: Any, values: Any) -> bool:
 
 
 def metrics_of(model: Any) -> list[Any]:
-    """The metrics of `model`, those that it was compiled with one by one."""
+    """The metrics of `model`, with each compiled metric in place of the container that holds them."""
     found: list[Any] = []
     for metric in model.metrics:
         found += metric.metrics if isinstance(metric, CompileMetrics) else [metric]
@@ -78,12 +78,12 @@ def metrics_of(model: Any) -> list[Any]:
 
 
 def compiled_metrics_are_built(model: Any) -> bool:
-    """Whether the metrics that `model` was compiled with have results: a step of its own need not use them."""
+    """Whether the compiled metrics of `model`, if any, are built; a custom step may leave them unused."""
     return model._compile_metrics is None or bool(model._compile_metrics.built)
 
 
 def is_additive(metric: Any) -> bool:
-    """Whether a metric's state is a sum over the examples: as it says by `additive`, or as Keras' own are."""
+    """Whether a metric's state is a sum over the examples: its `additive` decides, else whether Keras defines it."""
     function = metric._fn if isinstance(metric, keras.metrics.MeanMetricWrapper) else None
     declared = getattr(function, "additive", getattr(metric, "additive", None))
     if declared is not None:
@@ -102,12 +102,12 @@ def values_per_example(replica: Any, metric: Any, *arguments: Any, **named: Any)
 
 
 def tf_variable(variable: Any) -> Any:
-    """The variable of TensorFlow's that holds the value of one of Keras'."""
+    """The `tf.Variable` that holds the value of a Keras variable."""
     return variable._value
 
 
 def set_tf_variable(variable: Any, value: Any) -> None:
-    """Has a variable of Keras' stand for another one of TensorFlow's, of its type and of any shape."""
+    """Replaces the `tf.Variable` behind a Keras variable by one of the same dtype and of any shape."""
     variable._value, variable._shape = value, tuple(value.shape)
 
 
@@ -122,7 +122,7 @@ def is_connected(layer: Any) -> bool:
 
 
 def last_operation(model: Any) -> Any:
-    """The layer or operation that the only output of a model comes from; `None` where that is not known."""
+    """The layer or operation that computes the only output of a model; `None` for several or unknown outputs."""
     outputs = tree.flatten(getattr(model, "outputs", None) or [])
     if len(outputs) != 1:
         return None
@@ -131,7 +131,7 @@ def last_operation(model: Any) -> Any:
 
 
 def loss_tracker(model: Any) -> Any:
-    """The metric that averages the loss of `model`; `None` where it was compiled without."""
+    """The metric that averages the loss of `model`; `None` if it has none."""
     return getattr(model, "_loss_tracker", None)
 
 
@@ -146,12 +146,12 @@ def learning_rate(optimizer: Any) -> Any:
 
 
 def variable_index(optimizer: Any, variable: Any) -> int:
-    """The number of `variable` among those that `optimizer` was built for."""
+    """The index of `variable` among the variables that `optimizer` was built for."""
     return int(optimizer._get_variable_index(variable))
 
 
 def slots(optimizer: Any, name: str) -> list[Any]:
-    """What `optimizer` keeps for each trainable variable, such as "velocities"; `None` for one that has none."""
+    """The slots called `name`, such as "velocities", one per trainable variable; `None` for a variable without one."""
     found: list[Any] = getattr(optimizer, name if hasattr(optimizer, name) else f"_{name}")
     return found
 
@@ -162,23 +162,23 @@ def strategy_of(optimizer: Any) -> Any:
 
 
 def in_order_of_metrics(model: Any, logs: Any) -> Any:
-    """`logs` as a list, as `evaluate` returns them."""
+    """`logs` as a list, in the order in which `evaluate` returns them."""
     return model._flatten_metrics_in_order(logs)
 
 
 def validates(model: Any, epoch: int, frequency: Any) -> bool:
-    """Whether epoch number `epoch` ends with a validation, for the `validation_freq` of `fit`."""
+    """Whether epoch number `epoch` ends with a validation; `frequency` is the `validation_freq` of `fit`."""
     return bool(model._should_eval(epoch, frequency))
 
 
 def initial_epoch(model: Any) -> int | None:
-    """The epoch that a callback has set `fit` to begin with, see `set_initial_epoch`."""
+    """The epoch at which a callback has made `fit` begin, see `set_initial_epoch`; `None` if none has."""
     epoch: int | None = model._initial_epoch
     return epoch
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """Has `fit` begin with `epoch`, as `keras.callbacks.BackupAndRestore` does; `None` leaves it to its argument."""
+    """Makes `fit` begin at `epoch`, as `keras.callbacks.BackupAndRestore` does; with `None` its argument decides."""
     model._initial_epoch = epoch
 
 
@@ -193,28 +193,28 @@ def reduction_axes(normalization: keras.layers.BatchNormalization) -> list[int]:
 
 
 def mask_of(tensor: Any) -> Any:
-    """The mask that goes with `tensor`, `None` where there is none."""
+    """The mask that is attached to `tensor`, `None` if there is none."""
     return backend.get_keras_mask(tensor)
 
 
 def set_mask(tensor: Any, mask: Any) -> None:
-    """Has `mask` go with `tensor`."""
+    """Attaches `mask` to `tensor`."""
     backend.set_keras_mask(tensor, mask)
 
 
 def uniform(shape: Any, minimum: float, maximum: float, seed: Any) -> tf.Tensor:
-    """As `keras.random.uniform`, of a shape that may be made of tensors."""
+    """Like `keras.random.uniform`, but the sizes in `shape` may be tensors."""
     return tensorflow_random.uniform(shape, minimum, maximum, seed=seed)
 
 
 def seed_generator(seed: int | None) -> Any:
-    """A seed generator that begins with `seed`; Keras' own for functions that are given no seed, where it is `None`."""
+    """A seed generator that begins with `seed`; for `None`, Keras' global one, which functions without a seed use."""
     return global_seed_generator() if seed is None else keras.random.SeedGenerator(seed)
 
 
 @contextlib.contextmanager
 def outside_of_stateless_scope() -> Iterator[None]:
-    """What is assigned meanwhile is written at once."""
+    """In this context assignments to Keras variables are written at once."""
     scope = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)
     try:
@@ -224,12 +224,12 @@ def outside_of_stateless_scope() -> Iterator[None]:
 
 
 def has_own_step(model: Any, kind: str) -> bool:
-    """Whether the step of `kind`, "train", "test" or "predict", is not Keras' own."""
+    """Whether `model` overrides the step of `kind`: "train", "test" or "predict"."""
     return _is_own(model, f"{kind}_step")
 
 
 def has_own_logs(model: Any) -> bool:
-    """Whether the logs of Keras' own steps are the model's own."""
+    """Whether `model` overrides `compute_metrics`, which makes the logs of Keras' own steps."""
     return _is_own(model, "compute_metrics")
 
 
@@ -238,7 +238,7 @@ def _is_own(model: Any, name: str) -> bool:
 
 
 def is_built(model: Any, kind: str) -> bool:
-    """Whether all has its variables that Keras' own step of `kind` needs."""
+    """Whether everything that Keras' own step of `kind` needs has its variables."""
     parts = [] if kind == "predict" else [model._compile_metrics, model._compile_loss]
     if kind == "train":
         parts += optimizers(model)
@@ -246,29 +246,29 @@ def is_built(model: Any, kind: str) -> bool:
 
 
 def layers_to_build(model: Any) -> list[Any]:
-    """`model` and the layers in it. One without `call`, whose step calls parts of it, is never built itself."""
+    """`model` and its layers; without `model` itself if it has no `call`, because it is then never built."""
     has_call = type(model).call is not keras.Model.call
     return [layer for layer in model._flatten_layers() if has_call or layer is not model]
 
 
 def step_function(model: Any, kind: str) -> Any:
-    """What Keras' own loop calls for the steps of `kind`, made if there is none: as new as the graphs must be.
+    """The function that Keras' own loop calls for the steps of `kind`, made if there is none.
 
-    It is another one after `compile`, `quantize` and `make_train_function(force=True)`; a change of `trainable` alone
-    leaves it, and the graphs, as they were.
+    When it is replaced, graphs must be traced again: after `compile`, `quantize` and
+    `make_train_function(force=True)`, but not after a change of `trainable` alone.
     """
     getattr(model, f"make_{kind}_function")()
     function = getattr(model, f"{kind}_function")
     if getattr(function, "python_function", function).__module__ != tensorflow_trainer.__name__:
         raise UsageError(
-            f"The model `{model.name}` has a `{kind}_function` of its own, and a strategy calls none",
+            f"The model `{model.name}` has a `{kind}_function` of its own, which a strategy does not call",
             f"override `{kind}_step`, and neither `make_{kind}_function` nor `{kind}_function`",
         )
     return function
 
 
 def forward(model: Any, data: Any) -> Any:
-    """What Keras' own `train_step` computes but for the gradients; returns the logs."""
+    """Computes the predictions, loss and metrics of Keras' own `train_step`, without gradients; returns the logs."""
     x, y, sample_weight = unpack_x_y_sample_weight(data)
     predictions = model(x, training=True) if model._call_has_training_arg else model(x)
     model._compute_loss(x=x, y=y, y_pred=predictions, sample_weight=sample_weight, training=True)
@@ -276,9 +276,9 @@ def forward(model: Any, data: Any) -> Any:
 
 
 def optimizers(model: Any) -> list[Any]:
-    """All optimizers that `model` and its layers hold: the compiled one first, then those of attributes, lists, dicts.
+    """All optimizers that `model` and its layers hold: the compiled one first, then those in attributes, lists, dicts.
 
-    One that is inside of another, such as `LossScaleOptimizer`, is a part of it.
+    The inner optimizer of another one, such as of `LossScaleOptimizer`, is left out.
     """
     found = _held(model, BaseOptimizer, first=getattr(model, "optimizer", None))
     inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found}
@@ -286,12 +286,12 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def tensorflow_variables(model: Any) -> list[Any]:
-    """The `tf.Variable`s that `model` and its layers hold besides Keras' own variables."""
+    """The `tf.Variable`s that `model` and its layers hold besides Keras variables."""
     return _held(model, tf.Variable)
 
 
 def _held(model: Any, kind: type, first: Any = None) -> list[Any]:
-    """What `model` and its layers have of a kind in attributes, lists and dicts, after `first`, which is one."""
+    """The instances of `kind` that `model` and its layers hold in attributes, lists and dicts, after `first`."""
     found = {} if first is None else {id(first): first}
     return list(
         (found | {id(container[key]): container[key] for container, key in containers_of(model, kind)}).values()
@@ -299,7 +299,7 @@ def _held(model: Any, kind: type, first: Any = None) -> list[Any]:
 
 
 def containers_of(model: Any, kind: type) -> list[tuple[Any, Any]]:
-    """The dicts, such as those of attributes, and lists in which `model` and its layers hold a kind, with the keys."""
+    """Where `model` and its layers hold instances of `kind`: pairs of a list or dict (or `vars` of a layer) and key."""
     found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
 
@@ -321,25 +321,25 @@ def containers_of(model: Any, kind: type) -> list[tuple[Any, Any]]:
 _TO_VERIFY = "_tfdist_to_verify"
 
 
-def set_to_verify(model: Any, wish: bool) -> None:
-    """Whether the next training of `model` is to be verified first."""
-    object.__setattr__(model, _TO_VERIFY, wish)
+def set_to_verify(model: Any, verify: bool) -> None:
+    """Sets whether the next training of `model` is verified first."""
+    object.__setattr__(model, _TO_VERIFY, verify)
 
 
 def take_to_verify(model: Any) -> bool:
-    """Whether it was to be; it is asked once."""
-    wish = vars(model).get(_TO_VERIFY, False)
+    """Whether the next training of `model` is verified first; resets the setting to false."""
+    verify = vars(model).get(_TO_VERIFY, False)
     object.__setattr__(model, _TO_VERIFY, False)
-    return bool(wish)
+    return bool(verify)
 
 
 def is_of_keras_alone(model: Any) -> bool:
-    """Whether all classes in `model` are Keras' own, whose losses are known."""
+    """Whether Keras defines the classes of `model` and of all its layers, so that their losses are known."""
     return all(is_of_keras(type(part)) for part in [model, *model._flatten_layers()])
 
 
 def fixed_batch_size(model: Any) -> int | None:
-    """The number of examples that a model of Keras' own insists on, `None` where any number will do."""
+    """The batch size that the inputs of a model fix, `None` if any size is allowed."""
     inputs = tree.flatten(getattr(model, "inputs", None) or [])
     sizes = [one.shape[0] for one in inputs if len(one.shape) > 0]
     return next((size for size in sizes if size is not None), None)
@@ -351,19 +351,19 @@ def traces_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
 
 
 def wants_xla(model: Any) -> bool:
-    """Whether Keras would compile the steps with XLA: as `compile` was told, or as its "auto" chose, never on a CPU."""
+    """Whether Keras would compile the steps with XLA: by the argument of `compile`; its "auto" never does on a CPU."""
     return model._compile_config.config.get("jit_compile") is True
 
 
 def layers(model: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The class of each layer in `model` and those of its settings that are plain values, but for its name."""
+    """The class of each layer in `model`, and its settings that are plain values, except its name."""
     return [(type(layer).__name__, _plain_settings(layer)) for layer in model._flatten_layers()]
 
 
 def _plain_settings(layer: Any) -> dict[str, Any]:
     try:
         config = layer.get_config()
-    except NotImplementedError:  # a class of the user's that was not made to be saved
+    except NotImplementedError:  # a user's class that cannot be saved
         return {}
     plain = (bool, int, float, str, NoneType)
     return {name: value for name, value in config.items() if name != "name" and isinstance(value, plain)}

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 
 __all__ = ["ArrayDataAdapter", "GeneratorDataAdapter"]
 
-# What the loop uses as Keras' own `fit` does.
+# Functions that the loop uses as Keras' own `fit` does.
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 get_data_adapter = data_adapters.get_data_adapter
 is_tf_dataset = data_adapters.is_tf_dataset
@@ -23,12 +23,12 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 
 
 def without_optionals(spec: Any) -> Any:
-    """`spec` with `None` for what Keras' generators carry as an empty optional."""
+    """`spec` with `None` in place of the empty optionals that Keras' generators yield."""
     return tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, spec)
 
 
 def standardized(adapter: Any, batch: Any) -> Any:
-    """A batch of a `PyDataset` as its adapter gives it: `(x, y, sample_weight)` with the class weights applied."""
+    """A batch of a `PyDataset` as its adapter yields it: `(x, y, sample_weight)` with the class weights applied."""
     return adapter._standardize_batch(batch)
 
 
@@ -49,14 +49,14 @@ def gather(arrays: Any, indices: tf.Tensor) -> Any:
         if isinstance(array, array_slicing.TensorflowSparseWrapper):
             return array_slicing.slice_tensorflow_sparse_wrapper(array, tf.cast(indices, tf.int64))
         if isinstance(array, list | tuple | dict):
-            return None  # Keras' `traverse` then goes into the structure
+            return None  # Keras' `traverse` then descends into the structure
         return tf.gather(array, indices, axis=0) if tf.is_tensor(array) else array
 
     return tree.traverse(gather_one, arrays)
 
 
 def batch_spec(arrays: Any) -> Any:
-    """The specs of a batch of any size of a structure that `sliceable` made."""
+    """The specs of a batch, of any size, of the arrays that `sliceable` made."""
 
     def spec_one(array: Any) -> Any:
         if isinstance(array, array_slicing.TensorflowSparseWrapper):

@@ -1,6 +1,6 @@
-"""The functions of Keras that tfdist replaces: for good, for one optimizer or model, or within a context.
+"""The functions of Keras that tfdist replaces: permanently, for one optimizer or model, or within a context.
 
-What Keras' functions do in the step of one replica among several is in `tfdist.core.keras_steps`; it uses `around`.
+`tfdist.core.keras_steps` uses `around` to replace them in the step of one replica among several.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keras.src.trainers import trainer as trainer_module
 
 class _Thread(threading.local):
     applies_reduced_gradients = False
-    strategy: str | None = None  # whose scope the thread is in
+    strategy: str | None = None  # the name of the strategy whose scope the thread is in
 
 
 _thread = _Thread()
@@ -65,7 +65,7 @@ REPLACEABLE: dict[str, tuple[Any, str]] = {
 
 
 def around(function: str, call: Callable[..., Any]) -> None:
-    """From now on Keras' function with a name of `REPLACEABLE` is `call(original, *args, **named)`."""
+    """From now on the function of Keras with this name in `REPLACEABLE` returns `call(original, *args, **named)`."""
     owner, name = REPLACEABLE[function]
     original = getattr(owner, name)
 
@@ -78,7 +78,7 @@ def around(function: str, call: Callable[..., Any]) -> None:
 
 @functools.cache
 def install() -> None:
-    """Lets optimizers apply gradients that are reduced already, where they are asked to."""
+    """Makes optimizers obey `applying_reduced_gradients` and `set_around_apply`."""
     for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
         _patch_around_apply(kind)
     _patch_supports_xla()
@@ -95,7 +95,7 @@ def install() -> None:
 def updating_with(
     optimizer: Any, update_step: Callable[[Any, Any, Any], None], before_each: Callable[[], None]
 ) -> Iterator[None]:
-    """Meanwhile `optimizer` updates a variable by `update_step(gradient, variable, learning_rate)`.
+    """In this context `optimizer` updates a variable by `update_step(gradient, variable, learning_rate)`.
 
     `before_each` is called before each update of all variables.
     """
@@ -117,7 +117,7 @@ def updating_with(
 
 @contextlib.contextmanager
 def applying_reduced_gradients() -> Iterator[None]:
-    """Optimizers take the gradients that they are given meanwhile for those of all replicas."""
+    """In this context optimizers treat the gradients that they are given as reduced over all replicas."""
     _thread.applies_reduced_gradients = True
     try:
         yield
@@ -131,14 +131,14 @@ _AROUND_APPLY = "_tfdist_around_apply"
 
 
 def set_around_apply(optimizer: Any, around: AroundApply) -> None:
-    """From now on `around` is called where `optimizer`, or one that scales its losses, is to apply gradients."""
+    """From now on `optimizer`, or a loss-scaling optimizer around it, calls `around` to apply gradients."""
     install()
     # Past Keras' attribute tracking, so that nothing of it is saved with the model.
     object.__setattr__(optimizer, _AROUND_APPLY, around)
 
 
 def around_apply(optimizer: Any) -> AroundApply | None:
-    """What was set for `optimizer` itself, or for the one inside it."""
+    """The function that `set_around_apply` has set for `optimizer` or for its inner optimizer."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return vars(inner).get(_AROUND_APPLY) or vars(optimizer).get(_AROUND_APPLY)
 
@@ -163,7 +163,7 @@ def _patch_around_apply(kind: Any) -> None:
 
 
 def _patch_supports_xla() -> None:
-    """What goes around an update, Horovod's operations, is not known to XLA."""
+    """Keras does not use XLA for an optimizer with `around`: XLA does not know Horovod's operations."""
     original = trainer_module.model_supports_jit
 
     @functools.wraps(original)
@@ -176,7 +176,7 @@ def _patch_supports_xla() -> None:
 
 @contextlib.contextmanager
 def counting(optimizer: Any, count: Callable[[Any], None]) -> Iterator[None]:
-    """Meanwhile `count(variable)` adds one to the `iterations` of `optimizer`, which Keras reads and then writes."""
+    """In this context `count(variable)` adds one to the `iterations` of `optimizer`; Keras reads, then writes it."""
     iterations = optimizer._iterations
     object.__setattr__(iterations, "assign_add", lambda value: count(iterations._value))
     try:
@@ -185,21 +185,21 @@ def counting(optimizer: Any, count: Callable[[Any], None]) -> Iterator[None]:
         object.__delattr__(iterations, "assign_add")
 
 
-# `see(kind, of, value)` is told of what a step computes; of gradients it returns those to go on with.
+# `see(kind, of, value)` receives the values that a step computes; for gradients it returns those to apply.
 See = Callable[[str, Any, Any], Any]
 
 
 @contextlib.contextmanager
 def watching(model: Any, see: See) -> Iterator[None]:
-    """Meanwhile `see` is told of what the steps of `model` compute.
+    """In this context `see` receives the values that the steps of `model` compute.
 
     | kind | of | value |
     |---|---|---|
-    | "output" | a layer | what its call returned |
-    | "added loss" | a layer | what it gave to `add_loss` |
-    | "loss" | a `keras.losses.Loss` | what it returned |
-    | "whole loss" | the model | what its `compute_loss` returned |
-    | "gradients" | the variables | what an optimizer applies to them |
+    | "output" | a layer | the result of its call |
+    | "added loss" | a layer | the argument of `add_loss` |
+    | "loss" | a `keras.losses.Loss` | its result |
+    | "whole loss" | the model | the result of `compute_loss` |
+    | "gradients" | the variables | the gradients that an optimizer applies to them |
     """
 
     def returned(kind: str) -> Callable[..., Any]:
@@ -234,7 +234,7 @@ def watching(model: Any, see: See) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Meanwhile a method is `call(original, ...)`."""
+    """In this context the method `name` of `owner` returns `call(original, ...)`."""
     original, is_own = getattr(owner, name), name in vars(owner)
 
     @functools.wraps(original)
@@ -253,9 +253,9 @@ def _surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[Non
 
 @functools.cache
 def tell_callbacks_of_their_list() -> None:
-    """From now on a callback that has `set_callback_list` is given the list that it is in, before its model.
+    """From now on a callback that has `set_callback_list` receives its callback list, before its model.
 
-    Keras tells a callback of its model, and never of the other callbacks, whose state belongs to the training.
+    Keras gives a callback its model, but never the other callbacks, whose state a checkpoint must hold.
     """
     original = keras.callbacks.CallbackList.set_model
 
@@ -270,7 +270,7 @@ def tell_callbacks_of_their_list() -> None:
 
 
 def with_wrapped(callbacks: Iterable[Any]) -> Iterator[Any]:
-    """Each callback, and those that it wraps as its attribute `callback`."""
+    """Each callback, and the callbacks that it wraps in its attribute `callback`."""
     for callback in callbacks:
         inner = callback
         while isinstance(inner, keras.callbacks.Callback):
@@ -278,13 +278,13 @@ def with_wrapped(callbacks: Iterable[Any]) -> Iterator[Any]:
             inner = getattr(inner, "callback", None)
 
 
-# The methods of a model that lead to its strategy.
+# The methods of a model that call its strategy.
 ROUTED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _STRATEGY = "_tfdist_strategy"
 
 
 def set_strategy(model: Any, strategy: Any) -> None:
-    """From now on Keras' own `fit` and the like call `strategy.fit(model, ...)`, also where a class' own call them."""
+    """From now on Keras' `fit` and the others of `ROUTED` call `strategy.fit(model, ...)`, also from an override."""
     _route_methods()
     # Past Keras' attribute tracking, so that nothing of it is saved with the model.
     object.__setattr__(model, _STRATEGY, strategy)
@@ -292,7 +292,7 @@ def set_strategy(model: Any, strategy: Any) -> None:
 
 @contextlib.contextmanager
 def led_to(model: Any, strategy: Any) -> Iterator[None]:
-    """Meanwhile Keras' own `fit` and the like of `model` call `strategy.fit(model, ...)`."""
+    """In this context Keras' `fit` of `model` and the others of `ROUTED` call `strategy.fit(model, ...)`."""
     before = vars(model).get(_STRATEGY)
     set_strategy(model, strategy)
     try:
@@ -305,7 +305,7 @@ _MADE_IN = "_tfdist_made_in"
 
 
 class Scope(contextlib.AbstractContextManager[Any]):
-    """The scope of a strategy, in which models note its name: a training without the strategy can then be told."""
+    """The scope of a strategy. Models made in it note its name, to warn of training without the strategy."""
 
     def __init__(self, strategy: str, scope: contextlib.AbstractContextManager[Any]):
         self._strategy = strategy

@@ -1,4 +1,4 @@
-"""How Keras variables are filled, read by row, and kept from being changed."""
+"""How Keras variables are initialized, read by row, and protected from assignments."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from tfdist.internals.keras import containers_of, optimizers
 
 @functools.cache
 def look_up_rows() -> None:
-    """Lets Keras read of an embedding the rows that it takes, from here on, and not the whole table.
+    """From now on Keras reads only the rows of an embedding that it looks up, and not the whole table.
 
-    The result is the same. But TensorFlow copies a variable at each reading of the whole, once it has updated some of
-    its rows alone.
+    The result is the same. But after a sparse update TensorFlow copies a variable each time all of it is read.
     """
     original = tensorflow_numpy.take
 
@@ -40,17 +39,17 @@ def look_up_rows() -> None:
     tensorflow_numpy.take = take
 
 
-# From this size on, what is saved is worth tracing a graph.
+# From this size on, the saved memory is worth tracing a graph.
 _LARGE_BYTES = 1 << 26
 
 
 @functools.cache
 def fill_large_variables_in_place() -> None:
-    """Lets Keras make the first value of a large variable without further tensors of its size, from here on.
+    """From now on Keras initializes a large variable without other tensors of its size.
 
-    The value is the same. But done one by one each operation of an initializer has a result of its own, so that random
-    numbers take three times the variable, and TensorFlow keeps what it once took. In a graph an operation writes over
-    what it read, unless constant folding holds on to that.
+    The value is the same. But eagerly each operation of an initializer allocates its result, so that random numbers
+    take three times the memory of the variable, and TensorFlow does not give memory back. In a graph an operation
+    overwrites its input, unless constant folding keeps it.
     """
     original = backend.Variable._initialize_with_initializer
 
@@ -62,7 +61,7 @@ def fill_large_variables_in_place() -> None:
             return
         with _without_constant_folding():
             original(self, _in_place(initializer))
-        _take_apart(self._value)
+        _unshare_copies(self._value)
 
     backend.Variable._initialize_with_initializer = initialize
 
@@ -75,11 +74,11 @@ def _in_place(initializer: Any) -> Any:
     return initializer
 
 
-def _take_apart(variable: Any) -> None:
-    """Gives each copy of a variable on the CPU a tensor of its own.
+def _unshare_copies(variable: Any) -> None:
+    """Gives each copy of a variable on the CPU its own tensor.
 
-    They begin with one for all. Replicas that change its first rows at the same moment would each find it shared and
-    copy it, the last one too.
+    At first the copies share one tensor. Replicas that update their first rows at the same time would each find it
+    shared and copy it, even the last one.
     """
     for copy in tf.distribute.get_strategy().experimental_local_results(variable)[1:]:
         if "CPU" in copy.device:
@@ -97,7 +96,7 @@ def _without_constant_folding() -> Iterator[None]:
 
 
 def _readable_by_row(x: Any) -> Any:
-    """The variable behind a Keras variable, where that is what it stands for here."""
+    """The `tf.Variable` from which the rows of a Keras variable can be read; `None` if there is none."""
     if not isinstance(x, backend.Variable):
         return None
     scope = global_state.get_global_attribute("stateless_scope")
@@ -108,14 +107,14 @@ def _readable_by_row(x: Any) -> Any:
 
 @contextlib.contextmanager
 def on_plain_variables(model: Any, variables: Sequence[Any]) -> Iterator[None]:
-    """Meanwhile Keras `variables` are plain ones with the same values, and the optimizers know no strategy.
+    """In this context Keras `variables` are plain ones with the same values, and the optimizers have no strategy.
 
-    What is trained in this context leaves the model's own variables as they are, however many copies they have. That
-    also holds for a `tf.Variable` with copies that is an attribute of a layer, or in a list or a dict of one.
+    Training in this context does not change the model's own variables, however many copies they have. The same holds
+    for a `tf.Variable` with copies in an attribute of a layer, or in a list or dict there.
 
     Args:
-        model: whose optimizers.
-        variables: all that the model and its optimizers have.
+        model: the model.
+        variables: all variables of the model and its optimizers.
     """
     own = [variable._value for variable in variables]
     held = containers_of(model, tf.distribute.DistributedValues)
@@ -147,7 +146,7 @@ def on_plain_variables(model: Any, variables: Sequence[Any]) -> Iterator[None]:
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
-    """Sets an item past what Keras' containers make of it."""
+    """Sets an item without the tracking of Keras' containers."""
     (dict if isinstance(container, dict) else list).__setitem__(container, key, value)
 
 
@@ -163,16 +162,16 @@ def _patch_assign() -> None:
     assign = backend.Variable._direct_assign
 
     @functools.wraps(assign)
-    def assign_unless_told(variable: Any, value: Any) -> None:
+    def assign_if_enabled(variable: Any, value: Any) -> None:
         if _thread.assigns:
             assign(variable, value)
 
-    backend.Variable._direct_assign = assign_unless_told
+    backend.Variable._direct_assign = assign_if_enabled
 
 
 @contextlib.contextmanager
 def assigning_nothing() -> Iterator[None]:
-    """Keras variables keep their values meanwhile, whatever is assigned to them."""
+    """In this context assignments to Keras variables have no effect."""
     _patch_assign()
     _thread.assigns = False
     try:

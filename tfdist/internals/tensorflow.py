@@ -1,7 +1,7 @@
 """The private parts of TensorFlow that tfdist calls, reads and extends.
 
-What it replaces is in `tfdist.internals.tensorflow_patches`. Both were written for TensorFlow 2.21.0, and
-`tests/test_tensorflow_internals.py` fails when TensorFlow changes one of the parts that they use.
+`tfdist.internals.tensorflow_patches` replaces functions of TensorFlow. Both modules were written for TensorFlow 2.21.0,
+and `tests/test_tensorflow_internals.py` fails when TensorFlow changes a part that they use.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from tfdist.cluster.world import World
 
 SEEN_IN = "2.21.0"
 
-# What a variable is in whose parts lie on several parameter servers.
+# The class of a variable whose parts lie on several parameter servers.
 ShardedVariable = sharded_variable.ShardedVariable
 
 
 def set_container(part: tf.Variable, whole: Any) -> None:
-    """Notes that `part` belongs to `whole`: Keras' optimizers then take its slots for those of the whole."""
+    """Marks `part` as a part of `whole`: Keras' optimizers then use the slots of `whole` for it."""
     part._distributed_container = weakref.ref(whole)
 
 
 def first_rows(whole: Any) -> list[int]:
-    """The number of the first row of each part of a variable that lies on several servers."""
+    """The index of the first row of each part of a sharded variable."""
     return [offset[0] for offset in whole._var_offsets]
 
 
 def slices_by_part(whole: Any, slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
-    """What of `slices` belongs to each part of such a variable, with its rows counted from that part's first."""
+    """`slices` divided among the parts of a sharded variable; the row indices count from the start of each part."""
     return list(whole._decompose_indexed_slices(slices))
 
 
 @contextlib.contextmanager
 def without_strategy() -> Iterator[None]:
-    """In a cross-replica context: code runs as if there were no strategy, for variables that have one copy."""
+    """Within a cross-replica context, code runs here as without a strategy, for variables that have one copy."""
 
     def plain(next_creator: Any, **arguments: Any) -> tf.Variable:
         del next_creator  # the strategy's
         return resource_variable_ops.default_variable_creator_v2(None, **arguments)
 
-    # An optimizer that nobody built makes its variables now; Keras makes them outside of the graph.
+    # An optimizer that is not built makes its variables now; Keras makes them outside of the graph.
     creators = tf.variable_creator_scope(plain)
     distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
     try:
@@ -75,23 +75,23 @@ def without_strategy() -> Iterator[None]:
 
 
 def tape_is_open() -> bool:
-    """Whether a `tf.GradientTape` records what happens now, to differentiate it later."""
+    """Whether a `tf.GradientTape` is recording operations."""
     return record.could_possibly_record()
 
 
 def serial_calls() -> contextlib.AbstractContextManager[None]:
-    """Graphs that are called in this context run their operations one after the other, in the thread of the caller.
+    """Graphs that are called in this context run their operations one after the other, in the caller's thread.
 
-    TensorFlow's usual executor hands operations from thread to thread even where there is one to compute with. The
-    serial one refuses graphs that span devices or hold collectives, and waits for ever in one that is not `flat`.
+    TensorFlow's usual executor passes operations between threads even if only one thread computes. The serial executor
+    refuses graphs that span devices or hold collectives, and hangs in a graph that is not `flat`.
     """
     return context.function_executor_type("SINGLE_THREADED_EXECUTOR")
 
 
 def flat(graph: tf.Graph) -> bool:
-    """Whether nothing in `graph` calls a function, but for loops, in which nothing does.
+    """Whether no operation in `graph` calls a function, except loops whose bodies call none.
 
-    A nested call blocks the thread that makes it and runs on another one, of which there may be none left.
+    A nested call blocks its thread and runs on another one, and no other thread may be left.
     """
     definition = graph.as_graph_def()
     inside = [node for function in definition.library.function for node in function.node_def]
@@ -100,9 +100,9 @@ def flat(graph: tf.Graph) -> bool:
 
 
 def light(graph: tf.Graph) -> bool:
-    """Whether `graph` has no work for oneDNN: convolutions, pooling, or products of matrices that no cache holds.
+    """Whether `graph` has no work for oneDNN: no convolution, no pooling, no product of matrices too large for a cache.
 
-    The serial executor uses TensorFlow's plain kernels, which take up to three times as long for those.
+    The serial executor uses TensorFlow's plain kernels, which take up to three times as long for these.
     """
     definition = graph.as_graph_def(add_shapes=True)
     for nodes in (definition.node, *(function.node_def for function in definition.library.function)):
@@ -120,16 +120,16 @@ _CACHED_ELEMENTS = 1 << 17
 
 
 def _elements(node: Any) -> int:
-    """Of a node's first output; what is not known of its shape counts as one."""
+    """The number of elements of a node's first output; an unknown dimension counts as one."""
     shapes = node.attr["_output_shapes"].list.shape
     return math.prod(max(1, dimension.size) for dimension in shapes[0].dim) if shapes else 0
 
 
 def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds: float) -> None:
-    """Lets processes that wait for each other at the start, or at the end, give up after `timeout_seconds`.
+    """Limits how long processes wait for each other: `timeout_seconds` at the start, five seconds at the end.
 
-    TensorFlow's own setting waits an hour for a peer that does not register, and its heartbeats end a process that
-    was merely stopped for a while before a collective's timeout could say why.
+    By default TensorFlow waits an hour for a peer that does not register, and its heartbeats end a process that was
+    only suspended for a while before the timeout of a collective can report it.
     """
     jobs = [
         coordination_config_pb2.CoordinatedJob(name=role, num_tasks=len(addresses))
@@ -149,9 +149,9 @@ def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds
 
 @contextlib.contextmanager
 def sigterm_as_it_was() -> Iterator[None]:
-    """What happens at SIGTERM is the same after this context as before it.
+    """Restores the handler of SIGTERM at the end of this context.
 
-    A process that joins a TensorFlow cluster notes SIGTERM for `PreemptionWatcher`, and goes on as if it were nothing.
+    In a process that joins a TensorFlow cluster, `PreemptionWatcher` takes SIGTERM, and the process does not end.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -162,12 +162,12 @@ def sigterm_as_it_was() -> Iterator[None]:
 
 
 def abort_collectives(reason: str) -> None:
-    """Ends all collective operations of this process, those to come too, with a `tf.errors.DeadlineExceededError`."""
+    """Ends all present and future collective operations of this process with a `tf.errors.DeadlineExceededError`."""
     context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, reason)
 
 
 def silent_peers(world: World, seconds: float) -> list[int]:
-    """The ranks of `world` that do not answer within `seconds`, or that are not the processes they were."""
+    """The ranks of `world` that do not answer within `seconds`, or where another process runs now."""
     silent = []
     for rank, task in enumerate(world.tasks):
         if rank == world.rank:
@@ -186,30 +186,30 @@ def runtime_started() -> bool:
 
 
 def global_seed() -> int | None:
-    """What `tf.random.set_seed` was given last; `None` before it is called."""
+    """The last argument of `tf.random.set_seed`; `None` before it is called."""
     return context.global_seed()
 
 
 def eager_random_state() -> Any:
-    """Where the seeds stand that `tf.random.set_seed` gives to operations outside of a graph; `None` without it."""
+    """The state of the generator that seeds operations outside of graphs; `None` before `tf.random.set_seed`."""
     generator = getattr(context.context(), "_rng", None)
     return None if generator is None else generator.getstate()
 
 
 def restore_eager_random_state(state: Any) -> None:
-    """Goes on with the seeds where `eager_random_state` found them; an operation that drew with one has gone on."""
+    """Restores an `eager_random_state`; an operation that has drawn with one of its seeds does not start over."""
     if state is not None:
         context.context()._rng.setstate(state)
 
 
 def iterator_state(iterator: Any) -> bytes:
-    """Where an iterator over a `tf.data.Dataset` stands, with what its pipeline holds, such as a shuffle's buffer.
+    """The state of an iterator over a `tf.data.Dataset`: its position and buffers, such as that of a shuffle.
 
-    What functions of the pipeline keep to themselves, such as the state of random numbers, is left out; the public
-    `tf.train.Checkpoint` refuses pipelines that have such functions, which a decoder in Python is enough for.
+    The state inside the functions of the pipeline, such as that of random numbers, is left out. The public
+    `tf.train.Checkpoint` refuses pipelines with stateful functions; a decoder in Python counts as one.
 
     Raises:
-        tf.errors.OpError: a part of the pipeline cannot say where it stands, as one made of a Python generator.
+        tf.errors.OpError: a part of the pipeline cannot save its state, such as a Python generator.
     """
     handle = iterator._iterator_resource
     state = tf.raw_ops.SerializeIterator(resource_handle=handle, external_state_policy=_IGNORE_FUNCTIONS)
@@ -223,10 +223,10 @@ def iterator_state(iterator: Any) -> bytes:
 
 
 def restore_iterator(iterator: Any, state: bytes) -> None:
-    """Puts an iterator over the same pipeline where another one stood.
+    """Restores the `iterator_state` of another iterator over the same pipeline.
 
     Raises:
-        tf.errors.OpError: it is another pipeline, which shows where parts of it have no state there.
+        tf.errors.OpError: a part of the pipeline has no state in `state`, which is thus of another pipeline.
     """
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(io.BytesIO(state)) as archive:
@@ -237,13 +237,13 @@ def restore_iterator(iterator: Any, state: bytes) -> None:
         tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=restored)
 
 
-_IGNORE_FUNCTIONS = 1  # as ExternalStatePolicy of TensorFlow's dataset options has it
+_IGNORE_FUNCTIONS = 1  # the value in `ExternalStatePolicy` of TensorFlow's dataset options
 
 
 def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
-    """The coordinator of a strategy, which lives as long as this process.
+    """The coordinator of a strategy, kept until this process ends.
 
-    Deleting one waits for a thread that may itself be waiting for a worker that never comes back.
+    Deleting it waits for a thread that may itself wait for a worker that never comes back.
     """
     found = tf.distribute.coordinator.ClusterCoordinator(strategy)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
@@ -251,19 +251,19 @@ def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribut
 
 
 def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns on each worker, as an argument of what is scheduled; made again when one comes back."""
+    """The results of `function` on each worker, to pass to scheduled functions; made again when a worker comes back."""
     return coordinator._create_per_worker_resources(function, args=arguments)
 
 
 def finished(remote_value: Any, seconds: float) -> bool:
-    """Whether what was scheduled has ended, or does so within `seconds`."""
+    """Whether the scheduled function of `remote_value` has ended, or ends within `seconds`."""
     return remote_value._status_available_event.wait(seconds)
 
 
 def close_pools(error: BaseException) -> None:
-    """Closes the thread pool that a collective of TensorFlow left open where it raised `error` between two graphs.
+    """Closes the thread pool that a collective of TensorFlow left open when it raised `error` between two graphs.
 
-    Python would say so, with a traceback, when the process ends.
+    Otherwise Python prints a traceback about the pool when the process ends.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         pool = frame.f_locals.get("pool")
@@ -277,19 +277,19 @@ def profiling() -> bool:
 
 
 def local_copy(variable: Any) -> Any:
-    """The copy of a mirrored variable that the current replica has; of another variable, itself."""
+    """The current replica's copy of a mirrored variable; any other variable itself."""
     return variable._get() if isinstance(variable, values.MirroredVariable) else variable
 
 
 class ReducingExtended(one_device_strategy.OneDeviceExtended):
-    """One replica in each of several processes, which meet by `reduce`; the rest is as on one device.
+    """One replica in each of several processes, which communicate by `reduce`; the rest is as on one device.
 
     Args:
-        strategy: whose part this is.
-        device: of this process' replica.
-        rank: this process' number.
+        strategy: the strategy that this extends.
+        device: the device of this process' replica.
+        rank: the rank of this process.
         size: the number of processes.
-        reduce: `reduce(tensors)`: their sums over the processes; `tf.IndexedSlices` among them.
+        reduce: `reduce(tensors)` returns their sums over the processes; they may include `tf.IndexedSlices`.
     """
 
     def __init__(self, strategy: Any, device: str, rank: int, size: int, reduce: Callable[[list[Any]], list[Any]]):
@@ -334,9 +334,9 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
 
 @contextlib.contextmanager
 def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """A graph that nobody runs; a variable that is made in it is made outside of it, with its first value.
+    """A graph that is never run; variables that are made here are made outside of it, with their initial values.
 
-    Yields what `variables_made_in` yields. `tf.function` would keep the first values as a part of its graph, and
+    Yields what `variables_made_in` yields. `tf.function` would keep the initial values as a part of its graph, and
     TensorFlow's strategies cannot copy those to their devices.
     """
     with tf.__internal__.FuncGraph("scratch").as_default(), variables_made_in(scope) as outside:
@@ -345,9 +345,9 @@ def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def variables_made_in(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """What makes a variable here makes it outside of all graphs, in the context `scope()`.
+    """In this context variables are made outside of all graphs, in the context `scope()`.
 
-    Yields a function for the context of code that is to run there as a whole.
+    Yields a function that returns a context, in which all code runs there.
     """
     inside = False
 

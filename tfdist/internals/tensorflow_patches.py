@@ -1,6 +1,6 @@
-"""The functions of TensorFlow that tfdist replaces: for good, for one strategy, or within a context.
+"""The functions of TensorFlow that tfdist replaces: permanently, for one strategy, or within a context.
 
-What is put around them is in the modules that call these functions, such as `tfdist.core.exact_step`.
+The replacements are in the modules that call the functions of this one, such as `tfdist.core.exact_step`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 from tensorflow.python.ops.parallel_for import control_flow_ops as parallel_for
 
-# Those that `tf.distribute.MultiWorkerMirroredStrategy` makes: in its steps, and when it makes a variable.
+# The collectives of `tf.distribute.MultiWorkerMirroredStrategy`, in its steps and when it makes a variable.
 COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")
 
 
@@ -33,14 +33,14 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def replica_local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """In a replica context: an update writes this replica's copy of a variable, without meeting the other replicas.
+    """Within a replica context, an update writes this replica's copy of a variable, without a merge call.
 
-    Keras' optimizers, and TensorFlow's aggregating variables, ask for a meeting (a merge call) at every update, which
-    cannot be inside `tf.cond`, where gradient accumulation and loss scaling put it. Once the gradients are reduced,
-    every replica computes the same values and no meeting is needed.
+    Keras' optimizers, and TensorFlow's aggregating variables, make a merge call at every update. It cannot be inside
+    `tf.cond`, where gradient accumulation and loss scaling put the update. Once the gradients are reduced, every
+    replica computes the same values, and no merge call is needed.
     """
-    _teach_variables()
-    _teach_strategy(strategy.extended)
+    _patch_variables()
+    _patch_strategy(strategy.extended)
     _thread.updates_locally = True
     try:
         yield
@@ -48,14 +48,14 @@ def replica_local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
         _thread.updates_locally = False
 
 
-def _teach_strategy(extended: Any) -> None:
+def _patch_strategy(extended: Any) -> None:
     if "_use_merge_call" not in vars(extended):
         original = extended._use_merge_call
         extended._use_merge_call = lambda: not _thread.updates_locally and original()
 
 
 @functools.cache
-def _teach_variables() -> None:
+def _patch_variables() -> None:
     original = values.apply_aggregation_replica_context
 
     @functools.wraps(original)
@@ -66,10 +66,10 @@ def _teach_variables() -> None:
 
 
 def around_gradients(around: Callable[[Callable[[Any, Any], Any], Any, Any, Any], Any]) -> None:
-    """Has `tf.GradientTape.gradient` return `around(gradient, target, sources, output_gradients)` from now on.
+    """From now on `tf.GradientTape.gradient` returns `around(gradient, target, sources, output_gradients)`.
 
-    `gradient(target, output_gradients)` is the original. What is computed inside another gradient stays as it is: what
-    a backward pass computes once more, and the rows of a jacobian, which are vectorized.
+    `gradient(target, output_gradients)` is the original. A gradient inside another one is not changed: a
+    recomputation in a backward pass, and the rows of a jacobian, which are vectorized.
     """
     original = tf.GradientTape.gradient
 
@@ -113,10 +113,10 @@ def _differentiating() -> Iterator[None]:
 
 
 def around_functions(inlined: Callable[[], bool]) -> None:
-    """From now on a call of a `tf.function` is a call of its Python function wherever `inlined()` is true.
+    """From now on a call of a `tf.function` calls its Python function directly wherever `inlined()` is true.
 
-    Its control flow is converted as it would have been. The function in which `tf.vectorized_map` puts its loop, where
-    operations run eagerly, stays one: it exists only in graphs.
+    AutoGraph still converts its control flow. In eager mode `tf.vectorized_map` puts its loop into a `tf.function`,
+    which stays one: that loop exists only in graphs.
     """
     kind = polymorphic_function.Function
     original = kind.__call__
@@ -141,7 +141,7 @@ def _vectorizes(function: Any) -> bool:
 
 
 def around_assignments(around: Callable[[Callable[[Any], Any], Any, str, Any], Any]) -> None:
-    """Has each assignment to a `tf.Variable` made as `around(assign, variable, name, value)` from now on.
+    """From now on `around(assign, variable, name, value)` makes each assignment to a `tf.Variable`.
 
     `name` is "assign", "assign_add" or "assign_sub"; `assign(value)` is the original.
     """
@@ -158,7 +158,7 @@ def around_assignments(around: Callable[[Callable[[Any], Any], Any, str, Any], A
 def _assigning_around(original: Callable[..., Any], name: str, around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def assign(variable: Any, value: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(variable, values.SyncOnReadVariable):  # each replica has its part, and readers add them up
+        if isinstance(variable, values.SyncOnReadVariable):  # each replica has its part; a read adds them up
             return original(variable, value, *arguments, **named)
         return around(lambda value: original(variable, value, *arguments, **named), variable, name, value)
 
@@ -169,12 +169,12 @@ def around_draws(
     drawn: Callable[[Callable[[Any], Any], Any], Any],
     seeds_of: Callable[[tuple[int | None, int | None], int | None], tuple[int | None, int | None]],
 ) -> None:
-    """Has the stateful random operations of TensorFlow made otherwise from now on.
+    """From now on `drawn` and `seeds_of` make the stateful random operations of TensorFlow.
 
     Args:
-        drawn: `drawn(draw, shape)` returns the numbers of this shape; `draw(shape)` is the original.
-        seeds_of: `seeds_of(seeds, given)` returns the seeds of the graph and of the operation, from what TensorFlow
-            would take and from what it was given.
+        drawn: `drawn(draw, shape)` returns random numbers of this shape; `draw(shape)` is the original.
+        seeds_of: `seeds_of(seeds, given)` returns the seeds of the graph and of the operation; `seeds` are those that
+            TensorFlow would use, and `given` is the argument `seed` of the operation.
     """
     for name, public in _DRAWS.items():
         around = _drawing_around(getattr(random_ops, name), drawn)
@@ -208,12 +208,12 @@ def _drawing_around(original: Callable[..., Any], drawn: Callable[..., Any]) -> 
 
 
 def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Tensor]], tf.Tensor]) -> None:
-    """Has each collective operation that TensorFlow's strategies make from now on made by `around(make, inputs)`."""
+    """From now on `around(make, inputs)` makes each collective operation of TensorFlow's strategies."""
 
     def surrounded(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         @functools.wraps(original)
         def call(first: Any, *arguments: Any, **named: Any) -> tf.Tensor:
-            # Who receives a broadcast has a shape in the place of a tensor.
+            # The receiver of a broadcast passes a shape in place of a tensor.
             inputs = [first] if tf.is_tensor(first) else []
             return around(lambda: original(first, *arguments, **named), inputs)
 
@@ -226,10 +226,10 @@ def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Te
 def around_variables(
     strategy: tf.distribute.ParameterServerStrategy, create: Callable[..., Any], update: Callable[..., Any]
 ) -> None:
-    """Has each variable of `strategy` made by `create(make, **arguments)`, and updated by `update(apply, ...)`.
+    """From now on `create(make, **arguments)` makes each variable of `strategy`, and `update(apply, ...)` updates it.
 
-    `make(**arguments)` makes one as the strategy does; `apply(variable, function, arguments)` calls
-    `function(variable, *arguments)` as the strategy does, where the variable lies.
+    `make(**arguments)` makes a variable as the strategy does; `apply(variable, function, arguments)` calls
+    `function(variable, *arguments)` as the strategy does, on the variable's device.
     """
     extended = strategy.extended
     make, apply = extended._create_variable, extended._update

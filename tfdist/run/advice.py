@@ -1,4 +1,4 @@
-"""What is probably not meant in a user's own model or dataset, each in one sentence.
+"""Warnings about probable mistakes in a user's own model or dataset, one sentence each.
 
 Synopsis:
 
@@ -19,7 +19,7 @@ import keras
 from tfdist.data import Source
 from tfdist.internals import keras as keras_internals
 
-# Layers that bring pixels into the range of the weights, or numbers of any range into that of a normal distribution.
+# Layers that scale pixels to small numbers, or normalize numbers of any range.
 _SCALING = (
     keras.layers.Rescaling,
     keras.layers.Normalization,
@@ -31,12 +31,12 @@ _PROBABILITIES = ("softmax", "sigmoid")
 
 
 def about(model: keras.Model, source: Source) -> list[str]:
-    """All of it, about a compiled model and what it is trained on, once the training examples have been read."""
+    """The warnings about a compiled model and its dataset, whose training examples must have been read."""
     return [sentence for sentence in (about_loss(model), about_pixels(model, source)) if sentence is not None]
 
 
 def about_loss(model: keras.Model) -> str | None:
-    """Whether a compiled model ends in probabilities and its loss expects logits, or the reverse."""
+    """A warning if a compiled model ends in probabilities and its loss expects logits, or the reverse; else `None`."""
     expects_logits = _expects_logits(model.loss)
     ending = _ending(model)
     if expects_logits is None or ending is None:
@@ -51,7 +51,7 @@ def about_loss(model: keras.Model) -> str | None:
 
 
 def about_pixels(model: keras.Model, source: Source) -> str | None:
-    """Whether pixels from 0 to 255 reach a model that does not scale them, as far as that is certain."""
+    """A warning if it is certain that the model gets pixels from 0 to 255 and does not scale them; else `None`."""
     scales = any(isinstance(layer, _SCALING) for layer in keras_internals.all_layers(model))
     if not source.has_bytes or scales or not keras_internals.is_of_keras_alone(model):
         return None
@@ -60,7 +60,7 @@ def about_pixels(model: keras.Model, source: Source) -> str | None:
 
 
 def _expects_logits(loss: Any) -> bool | None:
-    """`None` for a loss that knows neither logits nor probabilities, or that is none of Keras' own."""
+    """Whether a loss expects logits; `None` if it takes neither logits nor probabilities, or is not from Keras."""
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     if inspect.isfunction(loss) and loss.__module__.startswith("keras."):
@@ -72,7 +72,7 @@ def _expects_logits(loss: Any) -> bool | None:
 
 
 def _ending(model: keras.Model) -> str | None:
-    """What the model's output was passed through last: "softmax", "sigmoid" or "linear"; `None` for anything else."""
+    """The activation of the model's output: "softmax", "sigmoid" or "linear"; `None` for anything else."""
     last = keras_internals.last_operation(model)
     kind = type(last).__name__.lower()  # `keras.layers.Softmax`, or the operation of `keras.ops.softmax`
     if kind in _PROBABILITIES:

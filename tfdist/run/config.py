@@ -1,4 +1,4 @@
-"""What the user asked of a training run: one frozen value, checked before anything slow is imported.
+"""The options of a training run: one frozen value, checked before anything slow is imported.
 
 Synopsis:
 
@@ -22,7 +22,7 @@ from tfdist.data.pipeline import bad_examples
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import checked_seconds
 
-# Keras' optimizers by the names that `keras.optimizers.get` knows; a test compares them with Keras.
+# The class names of Keras' optimizers in lower case; a test compares them with Keras.
 OPTIMIZERS = (
     "adadelta",
     "adafactor",
@@ -41,7 +41,7 @@ OPTIMIZERS = (
 )
 SCHEDULES = ("constant", "cosine")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
-# The options of strategies for which the command has an option.
+# The options of strategies that are also options of the command.
 OF_STRATEGIES = (
     "compression",
     "staleness",
@@ -63,37 +63,37 @@ class TrainConfig:
         dataset: a name from `tfdist.data.names()`, or `module:function`.
         epochs: passes over the training examples.
         batch_size: examples in a global batch, over all replicas.
-        model_options: what the model is to be told, by the names of its own options.
-        strategy_options: likewise, of the strategy.
-        optimizer: one of `OPTIMIZERS`; `None` is what the model is usually trained with.
-        learning_rate: `None` is the model's where the optimizer is, else the optimizer's default.
+        model_options: the options of the model, by name.
+        strategy_options: the options of the strategy, by name.
+        optimizer: one of `OPTIMIZERS`; `None` is the usual optimizer of the model.
+        learning_rate: `None` is the model's usual one with the model's usual optimizer, else the optimizer's default.
         momentum: likewise.
         weight_decay: likewise.
-        schedule: of the learning rate, one of `SCHEDULES`; "cosine" ends at 0 after the last epoch.
-        warmup_epochs: in which the learning rate rises from 0, part of the epochs.
+        schedule: the schedule of the learning rate, one of `SCHEDULES`; "cosine" ends at 0 after the last epoch.
+        warmup_epochs: the part of the epochs in which the learning rate rises from 0.
         dtype_policy: one of `DTYPE_POLICIES`.
-        gradient_accumulation: batches whose gradients are averaged before an update.
-        compression: of gradients between processes, "none", "bf16", or "fp16" of `horovod`; `None`: the strategy says.
-        staleness: at most so many updates of others between a step's reading and its own; `None` for no bound.
+        gradient_accumulation: batches per update; their gradients are averaged.
+        compression: type of sent gradients: "none", "bf16", "fp16" with `horovod`; `None` is the strategy's default.
+        staleness: largest number of other updates between a step's read and its update; `None` is no bound.
         shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
-        sync_every: average the weights after so many steps, or "epoch"; `None` is the strategy's default.
+        sync_every: steps from one averaging of the weights to the next, or "epoch"; `None` is the strategy's default.
         timeline: a file for Horovod's timeline.
         timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
-        callback_timeout_seconds: how long one may be busy while others wait for it; `None` is without end.
-        devices: how many devices, or their names; `None` is the strategy's default.
-        seed: of the initial weights, the order of the examples and the random layers.
-        limit: only so many training examples; `None` is all.
-        data_dir: where the dataset's files lie.
-        data_options: what the dataset is to be told, by the names of its own options.
+        callback_timeout_seconds: how long a process may be busy while others wait for it; `None` is no limit.
+        devices: number of devices, or their names; `None` is the strategy's default.
+        seed: the seed of the initial weights, the order of the examples and the random layers.
+        limit: number of training examples to use; `None` is all.
+        data_dir: folder of the dataset's files.
+        data_options: the options of the dataset, by name.
         augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
         on_bad_example: one of `tfdist.data.pipeline.bad_examples.POLICIES`; `None` is the dataset's default, "fail".
         run_dir: the run's folder; `None` makes one below `runs/`.
-        resume: go on with the run in `run_dir`.
-        checkpoint_steps: save a checkpoint after so many steps too; `None` is at the end of an epoch alone.
+        resume: continue the run in `run_dir`.
+        checkpoint_steps: steps from one checkpoint to the next within an epoch; `None` saves only at its end.
         target_accuracy: validation accuracy at which to stop, 0 to 1.
         tensorboard: write TensorBoard logs.
         profile: the first step to trace and the step to stop before.
-        quiet: show nothing but errors.
+        quiet: show errors only.
         verbose: show TensorFlow's messages too.
 
     Raises:
@@ -157,7 +157,7 @@ class TrainConfig:
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"`--seed` is {self.seed}", "use a number from 0 to 4294967295")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
-            raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a share such as 0.9")
+            raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a number above 0, at most 1")
         for name in ("timeout_seconds", "callback_timeout_seconds"):
             if getattr(self, name) is not None:
                 checked_seconds(_option(name), getattr(self, name))
@@ -169,7 +169,7 @@ class TrainConfig:
 
     @property
     def traits(self) -> strategies.Traits:
-        """What the strategy says of itself."""
+        """The traits of the strategy."""
         return strategies.traits(self.strategy)
 
     @property
@@ -180,7 +180,7 @@ class TrainConfig:
 
 
 def _check_strategy_options(config: TrainConfig) -> None:
-    """Refuses an option that the strategy has no use for, is set in two places, or is one of the command's own."""
+    """Refuses an option that the strategy does not use, that is set twice, or that the command itself sets."""
     for name in OF_STRATEGIES:
         if getattr(config, name) is not None and name not in config.traits.options:
             raise UsageError(
@@ -194,7 +194,7 @@ def _check_strategy_options(config: TrainConfig) -> None:
             raise UsageError("`--strategy-option` sets `job_settings`, which the command sets", "leave it out")
         if name in OF_STRATEGIES and getattr(config, name) is not None:
             raise UsageError(
-                f"`{_option(name)}` and `--strategy-option {name}=...` are both set", "leave out the one or the other"
+                f"`{_option(name)}` and `--strategy-option {name}=...` are both set", "leave one of them out"
             )
 
 
@@ -205,7 +205,7 @@ def _check_optimizer(config: TrainConfig) -> None:
     if config.learning_rate is not None and not 0 < config.learning_rate < math.inf:
         raise UsageError(f"`--learning-rate` is {config.learning_rate}", "use a number above 0, such as 0.001")
     if config.momentum is not None and not 0 <= config.momentum < 1:
-        raise UsageError(f"`--momentum` is {config.momentum}", "use a share such as 0.9")
+        raise UsageError(f"`--momentum` is {config.momentum}", "use 0 or more, below 1")
     if config.weight_decay is not None and not 0 <= config.weight_decay < math.inf:
         raise UsageError(f"`--weight-decay` is {config.weight_decay}", "use 0 or more, such as 1e-4")
     if not 0 <= config.warmup_epochs < config.epochs:

@@ -12,7 +12,7 @@ from tfdist.run.schema import EpochRecord, RunRecord
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's blue and vermilion: told apart with any colour vision, and in grey by the line.
+# Okabe and Ito's blue and vermilion differ for any colour vision; in grey the line styles differ.
 _TRAIN: dict[str, Any] = {
     "color": "#0072B2",
     "linestyle": "--",
@@ -75,14 +75,14 @@ def _draw_panel(axes: Axes, epochs: Sequence[EpochRecord], name: str) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        # Above the axes it covers no point, wherever the points are.
+        # Above the axes the legend covers no point.
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, fontsize=9, columnspacing=1.2)
     else:
         axes.text(0.5, 0.5, "no finite values", ha="center", transform=axes.transAxes)
 
 
 def _series(epochs: Sequence[EpochRecord], name: str, percent: bool) -> list[float]:
-    """The metric by epoch, NaN where it has none: a gap in the line."""
+    """The metric by epoch; an epoch without it is NaN, a gap in the line."""
     values = (epoch.metrics.get(name) for epoch in epochs)
     return [math.nan if value is None else value * (100 if percent else 1) for value in values]
 

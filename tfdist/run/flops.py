@@ -1,8 +1,8 @@
-"""How much a step of a model computes, told before TensorFlow starts and fixes its threads.
+"""The FLOPs of a training step, known before TensorFlow starts and fixes its threads.
 
-On a CPU, a step of few operations is faster with one thread an operation than with all cores: waking the others takes
-longer than the work. Measured on four cores: `mlp` at batch 32 takes 0.48 ms a step on one thread and 0.78 ms on
-four; `cnn` at batch 128 takes 33 ms on one and 17 ms on four.
+On a CPU, a step with few FLOPs is faster with one thread per operation than with all cores: waking the other threads
+takes longer than the work. Measured on four cores: `mlp` at batch 32 takes 0.48 ms per step on one thread and 0.78 ms
+on four; `cnn` at batch 128 takes 33 ms on one and 17 ms on four.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SMALL_STEP_OPERATIONS = 85_000_000
 
 
 def step_is_small(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a step of the model with that name is faster on one thread; a CPU is assumed."""
+    """Whether a training step of the model named `model` is faster on one thread of a CPU than on all."""
     return step_operations(model, spec, batch_size, options) < SMALL_STEP_OPERATIONS
 
 
 def step_operations(model: str, spec: Any, batch_size: int, options: Mapping[str, Any] | None = None) -> float:
-    """Multiplications and additions of the products of a training step: one pass forward, two back.
+    """FLOPs of the matrix products of a training step: one forward pass, and a backward pass that counts as two.
 
-    Infinite for a model whose layers are not all built and connected, such as a subclassed one: nothing is known of it.
+    Infinite if unknown: for a model whose layers are not all built and connected, such as a subclassed one.
     """
     with tf.Graph().as_default():  # variables in a graph of its own do not start TensorFlow's devices
         built = models.build(model, spec, **options or {})
@@ -37,14 +37,14 @@ def step_operations(model: str, spec: Any, batch_size: int, options: Mapping[str
         known = all(layer.built and keras_internals.is_connected(layer) for layer in layers)
         length = 1 if spec.vocabulary_size == 0 else spec.input_shape[0]
         forward = sum(_operations(layer, length) for layer in layers) if known else math.inf
-    keras.backend.clear_session()  # the names that were used up
+    keras.backend.clear_session()  # so that the names of the layers are free again
     return 3 * batch_size * forward
 
 
 def _operations(layer: Any, length: int) -> int:
     """Forward FLOPs per example: 2 x kernel size x output positions.
 
-    A recurrent layer makes a state at each of the `length` positions of its input, whichever of them it returns.
+    A recurrent layer computes a state at each of the `length` positions of its input, even if it returns only one.
     """
     kernels = [weight for weight in layer.trainable_weights if len(weight.shape) >= 2]
     if not kernels or isinstance(layer, keras.layers.Embedding):  # looked up, not multiplied

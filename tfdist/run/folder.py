@@ -60,7 +60,7 @@ class RunFolder:
 
     @property
     def history(self) -> Path:
-        """One row an epoch."""
+        """The metrics, one row per epoch."""
         return self.path / "history.csv"
 
     @property
@@ -70,17 +70,17 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What the run said on the terminal, and what TensorFlow wrote."""
+        """The terminal output of the run, and TensorFlow's messages."""
         return self.path / "log.txt"
 
     @property
     def vocabulary(self) -> Path:
-        """The words of the input by number, a line each."""
+        """The words of the input in the order of their numbers, one per line."""
         return self.path / "vocabulary.txt"
 
     @property
     def target_vocabulary(self) -> Path:
-        """The words of the target by number, a line each."""
+        """The words of the target in the order of their numbers, one per line."""
         return self.path / "target_vocabulary.txt"
 
     @property
@@ -107,15 +107,15 @@ class RunFolder:
         """Writes `run.json`, whole or not at all.
 
         Raises:
-            RunFolderError: it cannot be written; the one before is intact.
+            RunFolderError: it cannot be written; the previous one is intact.
         """
         self._write_text(self.run_json, record.model_dump_json(indent=2) + "\n")
 
     def write_history(self, record: RunRecord) -> None:
-        """Writes `history.csv`: one row an epoch, all metrics that any epoch has, empty where one has not.
+        """Writes `history.csv`: one row per epoch with every metric of the run, empty if the epoch lacks it.
 
         Raises:
-            RunFolderError: it cannot be written; the one before is intact.
+            RunFolderError: it cannot be written; the previous one is intact.
         """
         rows = [_history_row(epoch) for epoch in record.epochs]
         columns = dict.fromkeys(name for row in rows for name in row)
@@ -126,10 +126,10 @@ class RunFolder:
         self._write_text(self.history, text.getvalue())
 
     def draw_curves(self, record: RunRecord) -> None:
-        """Draws `curves.png`: loss and accuracy by epoch, or nothing where no epoch is finished.
+        """Draws `curves.png`: loss and accuracy by epoch; draws nothing if no epoch is finished.
 
         Raises:
-            RunFolderError: it cannot be written; the one before is intact.
+            RunFolderError: it cannot be written; the previous one is intact.
         """
         if not record.epochs:
             return
@@ -155,7 +155,7 @@ _NAMES = (
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """In this context an error of the file system is reported as one of the run folder, at `path` in it.
+    """In this context an `OSError` becomes a `RunFolderError` that names `path`.
 
     Raises:
         RunFolderError: a file cannot be written.
@@ -206,7 +206,7 @@ class _Versioned(BaseModel):
 def _invalid(file: Path, problem: str) -> RunFolderError:
     return RunFolderError(
         f"`{file}` is not a valid record of a run: {problem}",
-        "it was not written by tfdist, or altered since; the schema is in docs/run.json.md",
+        "tfdist did not write it, or it was changed later; the schema is in docs/run.json.md",
     )
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run: what was asked for, else what the model is usually trained with, else Keras' Adam."""
+"""The optimizer of a run: the requested one, else the usual one of the model, else Keras' Adam."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tfdist.run.config import TrainConfig
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The optimizer's name as "optimizer", and its own arguments.
+    """The optimizer's name as "optimizer", and its arguments.
 
-    The model's settings belong to the model's optimizer: where another is asked for, that one's defaults count.
+    The model's settings are for its usual optimizer; if another optimizer is requested, its own defaults count.
     """
     found = {"optimizer": "adam"} | models.training(config.model)
     if config.optimizer not in (None, found["optimizer"]):
@@ -28,7 +28,7 @@ def make(config: TrainConfig, steps_per_epoch: int | None) -> keras.optimizers.O
 
     Args:
         config: the run.
-        steps_per_epoch: batches in an epoch, which a schedule counts; `None` where that is unknown.
+        steps_per_epoch: batches per epoch, for a schedule; `None` if unknown.
 
     Raises:
         UsageError: a setting that this optimizer does not have, or a schedule over an unknown number of steps.
@@ -50,9 +50,9 @@ def make(config: TrainConfig, steps_per_epoch: int | None) -> keras.optimizers.O
 
 def _schedule(config: TrainConfig, learning_rate: float, steps_per_epoch: int | None) -> Any:
     if steps_per_epoch is None:
+        option = "--warmup-epochs" if config.schedule == "constant" else f"--schedule {config.schedule}"
         raise UsageError(
-            f"`--schedule {config.schedule}` counts steps, and the dataset `{config.dataset}` does not say how many "
-            "there are",
+            f"`{option}` counts steps, and the dataset `{config.dataset}` does not say how many there are",
             "leave it out",
         )
     updates_per_epoch = steps_per_epoch / config.gradient_accumulation

@@ -1,4 +1,4 @@
-"""The job of a `train` command that starts several processes: what fits its strategy, and the start."""
+"""The job of a `train` command that starts several processes: checks its options and starts it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Processes:
     """The processes that the options of the command ask for.
 
     Attributes:
-        workers: their number; `None` where it is not set.
-        ps: the number of parameter servers; `None` where it is not set.
-        restarts: restarts of the job after a failure.
-        expose: the job stays in this machine's network.
+        workers: number of workers; `None` if not set.
+        ps: number of parameter servers; `None` if not set.
+        restarts: number of restarts of the job after a failure.
+        expose: do not isolate the job's network.
         elastic_job: the options of an elastic job.
         hostfile: the hosts of an elastic job.
     """
@@ -44,7 +44,7 @@ class Processes:
 
 
 def check(config: TrainConfig, world: World, wanted: Processes) -> None:
-    """Raises `UsageError` where the strategy, or the job that `world` describes, does not fit the wanted processes."""
+    """Raises `UsageError` if the wanted processes do not fit the strategy, or the job that `world` describes."""
     for option, role, trait, count in (
         ("--workers", "worker", "processes", wanted.workers),
         ("--ps", "ps", "servers", wanted.ps),
@@ -75,7 +75,7 @@ def _check_elastic(config: TrainConfig, wanted: Processes) -> None:
             "use one of the strategies " + ", ".join(strategies.having("elastic")),
         )
     if wanted.elastic_job.elastic and (wanted.workers is not None or wanted.ps is not None):
-        raise UsageError("`--workers` is set beside `--elastic`", "say `--min-workers` and `--max-workers`")
+        raise UsageError("`--workers` is set beside `--elastic`", "use `--min-workers` and `--max-workers`")
     if wanted.hostfile and not wanted.elastic_job.elastic:
         raise UsageError("`--hostfile` is set, but the job is not elastic", "start it by `python -m tfdist.launch`")
 
@@ -100,7 +100,7 @@ def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> 
         verbose=config.verbose,
         name=name,
     )
-    # The job may get a network in which nothing can be fetched.
+    # The dataset is fetched first: the job's own network may have no way out.
     options = [f"{name}={value!r}" for name, value in config.load_options.items()]
     fetching = [sys.executable, "-m", "tfdist.data.tools.fetch", config.dataset, str(config.data_dir or ""), *options]
     fetched = subprocess.run(fetching, check=False, stderr=None)
@@ -110,7 +110,7 @@ def launch(config: TrainConfig, wanted: Processes, arguments: Sequence[str]) -> 
 
 
 def _require_package(config: TrainConfig) -> None:
-    """Says that a package is missing before processes are started that would each say so."""
+    """Refuses a strategy whose package is missing, before each process would report it."""
     package = config.traits.package
     if package is not None and importlib.util.find_spec(package) is None:
         raise UsageError(
@@ -120,6 +120,6 @@ def _require_package(config: TrainConfig) -> None:
 
 
 def new_run_dir(config: TrainConfig, job_name: str) -> Path:
-    """The folder of a run for which the user has named none."""
+    """The folder of a run if the user has named none."""
     names = [name.replace(":", ".") for name in (config.model, config.dataset, config.strategy)]
     return Path("runs") / "-".join([*names, job_name])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def begin_record(
     session: Session, strategy: Any, model: Any, source: data.Source, earlier: RunRecord | None
 ) -> RunRecord:
-    """The record of a run that begins, or goes on from where `earlier` was written."""
+    """The record of a new run, or of one that continues the run of `earlier`."""
     config = session.config
     world = strategy.world
     return RunRecord(
@@ -36,7 +36,7 @@ def begin_record(
         strategy=schema.StrategyRecord(
             name=config.strategy,
             options=strategy.options(),
-            # The workers of a parameter server compute at the same time, each of them a step of its own.
+            # With parameter servers the workers compute at the same time, each its own step.
             replicas=getattr(strategy, "num_workers", strategy.num_replicas),
         ),
         world=schema.WorldRecord(
@@ -71,7 +71,7 @@ def begin_record(
 
 
 class Recorder(keras.callbacks.Callback):
-    """Brings the record up to date after each epoch."""
+    """Updates the record after each epoch."""
 
     def __init__(self, session: Session, throughput: Any, timer: Any):
         super().__init__()
@@ -114,7 +114,7 @@ class Recorder(keras.callbacks.Callback):
 
 
 def _learning_rate(optimizer: Any) -> float | None:
-    """The learning rate of the whole run; none where it follows a schedule."""
+    """The learning rate of the whole run; `None` if it follows a schedule."""
     if isinstance(keras_internals.learning_rate(optimizer), keras.optimizers.schedules.LearningRateSchedule):
         return None
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

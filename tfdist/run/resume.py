@@ -1,4 +1,4 @@
-"""Whether a run that is resumed is the same run, and what its command is."""
+"""Checks that a resumed run is the same run, and joins its commands."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tfdist.run.schema import RunRecord
 
 
 def continued(before: list[str], now: list[str]) -> list[str]:
-    """The command of a run that is resumed: `now`, after `before` where it takes its options from there."""
+    """The command of a resumed run: `now`, preceded by `before` if it takes its options from there."""
     complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in now)
     return now if complete else [*before, *now[2:]]
 
 
 def refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
-    """A run is the same run only on the same examples in the same order."""
+    """Raises `UsageError` unless the resumed run has the same model, and the same examples in the same order."""
     now_options = {name: str(value) for name, value in config.load_options.items()}
     before_options = earlier.dataset.options
     names = sorted(before_options | now_options)

@@ -1,7 +1,7 @@
-"""The schema of `run.json`: what a run records of itself.
+"""The schema of `run.json`, the record of a run.
 
-Every field is described in `docs/run.json.md`. This module imports neither TensorFlow nor Keras; who fills the record
-passes the values.
+`docs/run.json.md` describes every field. This module imports neither TensorFlow nor Keras; its callers pass their
+values.
 
 Synopsis:
 
@@ -31,7 +31,7 @@ SCHEMA_VERSION = 3
 
 
 def _finite_or_none(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """`None` for NaN and infinity, which JSON does not have."""
     if value is None or isinstance(value, str):
         return value
     number = float(value)  # NumPy's and TensorFlow's scalars too
@@ -46,7 +46,7 @@ class _Part(BaseModel):
 
 
 class Versions(_Part):
-    """The versions that computed the run; None for a package that was not there."""
+    """The versions that computed the run; `None` for a package that was not installed."""
 
     python: str
     tfdist: str
@@ -72,7 +72,7 @@ class Machine(_Part):
 
     @classmethod
     def detect(cls, gpus: Sequence[str] = ()) -> Machine:
-        """This machine; TensorFlow alone can name the GPUs."""
+        """This machine; the caller names the GPUs, which only TensorFlow knows."""
         return cls(
             cpu=_cpu_model(),
             cores=cores(),
@@ -98,7 +98,7 @@ class StrategyRecord(_Part):
 
 
 class WorldRecord(_Part):
-    """The place of the process that wrote the record; see `tfdist.cluster.world.World`."""
+    """The rank of the process that wrote the record; see `tfdist.cluster.world.World`."""
 
     rank: int
     world_size: int
@@ -140,7 +140,7 @@ class EpochRecord(_Part):
     def from_logs(
         cls, epoch: int, logs: Mapping[str, Any], train_seconds: float, evaluation_seconds: float = 0.0
     ) -> EpochRecord:
-        """The record of epoch number `epoch`, from 1, with the logs that Keras and our callbacks filled."""
+        """The record of epoch number `epoch`, from 1, with the logs of Keras and of tfdist's callbacks."""
         metrics = {name: value for name, value in logs.items() if name not in _NOT_METRICS}
         return cls(
             epoch=epoch,
@@ -152,7 +152,7 @@ class EpochRecord(_Part):
         )
 
 
-# What our callbacks put into the logs and the record holds elsewhere.
+# Values that tfdist's callbacks put into the logs, and that the record holds elsewhere.
 _NOT_METRICS = ("examples_per_second", "step_seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
 
 

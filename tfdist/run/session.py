@@ -1,4 +1,4 @@
-"""One training run from its config to its record: what `tfdist train` does once the options are known.
+"""One training run of `tfdist train`, from its config to its record.
 
 Importing this module imports TensorFlow.
 """
@@ -29,11 +29,11 @@ from tfdist.run.schema import RunRecord
 
 
 class Session:
-    """A run that can be closed at any moment with a record that says how far it came.
+    """A run that can be closed at any moment; its record then says how far it came.
 
     Args:
         config: what to train.
-        folder: where its files go.
+        folder: the folder of its files.
         command: the command and its options, for the record.
         typed: the command line as it was typed.
         started: when the process began.
@@ -59,19 +59,19 @@ class Session:
         self._profile: callbacks.Profile | None = None
         self._interrupted = False
         self._shown: dict[str, str] = {}
-        self.usage: list[tuple[str, str]] = []  # how the model that was saved is used
+        self.usage: list[tuple[str, str]] = []  # rows of the table: how to use the saved model
 
     def interrupt(self) -> None:
         """Ends the run with `KeyboardInterrupt`, after the current steps at the latest."""
         self._interrupted = True
 
     def raise_if_interrupted(self) -> None:
-        """Raises what was asked for by `interrupt`."""
+        """Raises `KeyboardInterrupt` if `interrupt` was called."""
         if self._interrupted:
             raise KeyboardInterrupt
 
     def run(self) -> RunRecord:
-        """Trains, evaluates, saves; returns the record as it is on the disk."""
+        """Trains, evaluates and saves the model; returns the record as it was written."""
         config = self.config
         earlier = load_record(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
@@ -128,7 +128,7 @@ class Session:
         return self.record
 
     def close(self, status: schema.Status, reason: str | None) -> None:
-        """Ends what is open and writes the record with how the run ended."""
+        """Ends an open trace and writes the record with the final status of the run."""
         if self._profile is not None:
             self._profile.close()
         if self.record is None:
@@ -144,7 +144,7 @@ class Session:
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """What the model is told; one that keeps the state of streams has a stream per example of a global batch."""
+        """The options of the model; a stateful one has one stream per example of a global batch."""
         of_batch = {"streams": self.config.batch_size} if _keeps_streams(self.config) else {}
         return of_batch | dict(self.config.model_options)
 
@@ -156,7 +156,7 @@ class Session:
         return source if config.limit is None else source.limit(config.limit)
 
     def _load_with_words_of_chief(self, strategy: Any) -> data.Source:
-        """The chief makes the vocabulary; the others are told it, keep it beside their run, and number words by it."""
+        """The chief makes the vocabulary; the other processes receive it, write it to their run folder, and use it."""
         source = self._load() if strategy.world.is_chief else None
         of_chief = consensus.broadcast_from_chief(strategy, {} if source is None else vocabularies.of_source(source))
         if source is not None:
@@ -168,7 +168,7 @@ class Session:
         return self._load(**{name: str(path) for name, path in paths.items()})
 
     def _strategy(self, source: data.Source | None) -> Any:
-        """The strategy; how small a step is decides something for those of one process, which know their `source`."""
+        """The strategy; `single` and `custom` on one device use one thread if a step on `source` is small."""
         config = self.config
         options: dict[str, Any] = {}
         if (
@@ -198,7 +198,7 @@ class Session:
             print(*source.skipped, sep="\n", file=sys.stderr)
 
     def _advise(self, model: Any, source: data.Source, compiled: bool) -> None:
-        """Tells what is probably not meant in a model or a dataset of the user's own, and what has no effect."""
+        """Warns of probable mistakes in the user's own model or dataset, and of options without effect."""
         of_optimizer = ("optimizer", "learning_rate", "momentum", "weight_decay")
         for name in of_optimizer if compiled else ():
             if getattr(self.config, name) is not None:
@@ -223,7 +223,7 @@ class Session:
         return [*found, Recorder(self, throughput, timer)]
 
     def _profile_folder(self, world: World) -> Path:
-        """All ranks' traces are looked at together, in the chief's folder."""
+        """The folder of all ranks' traces, which is the chief's, so that they can be viewed together."""
         of_chief = self.folder.path if world.is_chief else self.folder.path.parent
         return RunFolder(of_chief, resume=True).tensorboard
 
@@ -243,11 +243,13 @@ class Session:
         return {name: path.name for name, path in paths.items() if name in written or path.exists()} | self._shown
 
     def _show_task(self, model: Any, source: Any, strategy: Any) -> None:
-        """Leaves what the task shows in the run's folder; a model that was compiled already has another task."""
+        """Writes the outputs of the task to the run folder, and adds its scores to the record."""
         assert self.record is not None
         run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
         with writing(self.folder.path):
             tasks.show(run)
+        if run.skipped is not None:
+            self._show(f"warning: {run.skipped}.")
         self._shown = run.files
         if run.scores:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
@@ -264,7 +266,7 @@ def _keeps_streams(config: TrainConfig) -> bool:
 
 
 def _job_settings(config: TrainConfig) -> dict[str, str]:
-    """What all processes of a job must have been told alike."""
+    """The options that must be equal in all processes of a job."""
     alike = (
         "model",
         "dataset",

@@ -1,4 +1,4 @@
-"""What the command shows at the end of a run."""
+"""The table that the command shows at the end of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows(record: RunRecord, folder: RunFolder) -> list[tuple[str, str]]:
     """The results of a run, its speed, and where its files are."""
     test = record.test_metrics or {}
     found = [(f"test {name}", f"{value:.4f}") for name, value in sorted(test.items()) if value is not None]
-    # The first epoch includes the building of the graph; it counts only where there is no other.
+    # The first epoch includes tracing the graph; it counts only if there is no other.
     epochs = record.epochs[1:] or record.epochs
     seconds = sum(epoch.train_seconds or 0 for epoch in epochs)
     examples = sum((epoch.examples_per_second or 0) * (epoch.train_seconds or 0) for epoch in epochs)

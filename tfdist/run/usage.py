@@ -1,4 +1,4 @@
-"""How the model of a run is loaded in stock Keras, and what it takes: for the table at the end of a run."""
+"""How to load the model of a run in stock Keras, and its input, for the table at the end of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def rows(model: keras.Model, spec: DataSpec, dataset: str, path: Path) -> list[t
     """The rows `load` and `input`.
 
     Args:
-        model: what was trained.
+        model: the trained model.
         spec: the facts about the dataset.
-        dataset: its name as the user gave it.
+        dataset: the dataset's name as the user gave it.
         path: the file of the model.
     """
     return [("load", loading(model, path)), ("input", f"{_inputs(model, spec)}; {_content(spec, dataset)}")]

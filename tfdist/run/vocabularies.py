@@ -1,4 +1,4 @@
-"""The vocabularies of a run: the words by number are kept beside it, and all processes of a job have the same."""
+"""The vocabularies of a run: they lie in its folder, and are equal in all processes of a job."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tfdist.run.folder import RunFolder, writing
 
 
 def asks_chief(config: TrainConfig) -> bool:
-    """Whether the dataset makes a vocabulary, and other processes shall have the same."""
+    """Whether the dataset makes a vocabulary, which the other processes must get from the chief."""
     return (
         config.traits.processes and data.knows(config.dataset, "vocabulary") and "vocabulary" not in config.load_options
     )
 
 
 def of_source(source: data.Source) -> dict[str, list[str]]:
-    """The words by number of those vocabularies that the dataset has."""
+    """The vocabularies of the dataset by name: lists of words in the order of their numbers."""
     found = {name: list(getattr(source.spec, name)) for name in ("vocabulary", "target_vocabulary")}
     return {name: tokens for name, tokens in found.items() if tokens}
 
 
 def keep(folder: RunFolder, strategy: Any, source: data.Source) -> None:
-    """The words by number are beside the run; all processes, and a run that goes on, have the same."""
+    """Writes the vocabularies to the run folder; refuses other ones of another process or of a resumed run."""
     found = of_source(source)
     if not found:
         return

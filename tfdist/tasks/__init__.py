@@ -36,6 +36,7 @@ class Run:
         seed: the seed of random draws.
         files: the files written so far: their names in the folder, by their purpose.
         scores: the metrics computed so far.
+        skipped: why the final outputs are missing; `None` if they are not.
     """
 
     model: keras.Model
@@ -46,6 +47,7 @@ class Run:
     seed: int = 0
     files: dict[str, str] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
+    skipped: str | None = None
 
     @property
     def split(self) -> str:
@@ -61,6 +63,22 @@ class Run:
         batches = self.source.pipeline(self.split, min(count, self.batch_size), shuffle=False)
         xs, ys = zip(*batches.take(-(-count // min(count, self.batch_size))).as_numpy_iterator(), strict=True)
         return np.concatenate(xs)[:count], np.concatenate(ys)[:count]
+
+    def predict(self, x: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+        """The outputs of the model for `x`, `[n, *shape]`; `None` if they have another shape, see `fits`."""
+        outputs = self.strategy.predict(self.model, x, batch_size=self.batch_size, verbose=0)
+        return outputs if self.fits(outputs, shape) else None
+
+    def fits(self, outputs: Any, shape: tuple[int, ...]) -> bool:
+        """Whether `outputs` are `[n, *shape]`, as the task expects; a user's own model may return something else."""
+        if isinstance(outputs, np.ndarray) and outputs.shape[1:] == shape:
+            return True
+        found = f"shape {list(outputs.shape[1:])}" if isinstance(outputs, np.ndarray) else type(outputs).__name__
+        self.skipped = (
+            f"The final outputs of the task `{self.source.spec.task}` are left out: they need a model that returns "
+            f"{list(shape)} per example, and `{self.model.name}` returns {found}"
+        )
+        return False
 
     def file(self, what: str, name: str) -> Path:
         """The path for a new file, which is added to `files`."""

@@ -28,8 +28,8 @@ def metrics(spec: DataSpec) -> list[Any]:
 def show(run: tasks.Run) -> None:
     """Writes images and their reconstructions, as `reconstructions.png`."""
     x, _ = run.examples(SHOWN)
-    made = run.strategy.predict(run.model, x, batch_size=run.batch_size, verbose=0)
-    if run.strategy.world.is_chief:
+    made = run.predict(x, x.shape[1:])
+    if made is not None and run.strategy.world.is_chief:
         title = f"{run.model.name}, {run.source.spec.name}, {run.split}"
         path = run.file("reconstructions", "reconstructions.png")
         _pictures.grid(path, [("picture", list(x[..., :3])), ("reconstruction", list(made[..., :3]))], title)

@@ -31,6 +31,8 @@ def show(run: tasks.Run) -> None:
     spec = run.source.spec
     x, _ = run.examples(1)
     begun = x[0]
+    if not run.fits(_logits(run.model, begun), (len(begun), spec.classes)):
+        return
     written = write(run.model, begun, WRITTEN, np.random.default_rng(run.seed))
     text = f"{_text(begun, spec)}\n\n--- from here on the model writes ---\n\n{_text(written, spec)}\n"
     files.write_text(run.file("sample", "sample.txt"), text)
@@ -49,15 +51,18 @@ def write(model: keras.Model, begun: np.ndarray, count: int, generator: np.rando
         int32 `[count]`.
     """
     text = list(map(int, begun))
-    first = np.zeros(1, np.int32)
     for _ in range(count):
-        tokens = np.array([text[-len(begun) :]], np.int32)
-        stateful = isinstance(model.input, dict)
-        x = {"tokens": tokens, "stream": first, "position": first} if stateful else tokens
-        logits = np.asarray(model.predict_on_batch(x))[0, -1].astype(np.float64)
+        logits = _logits(model, text[-len(begun) :])[0, -1].astype(np.float64)
         # The largest of logits with Gumbel noise is a draw from their softmax.
         text.append(int(np.argmax(logits + generator.gumbel(size=logits.shape))))
     return np.array(text[len(begun) :], np.int32)
+
+
+def _logits(model: keras.Model, tokens: Any) -> Any:
+    """The outputs for one text; of a stateful model at position 0 of the first stream."""
+    x, first = np.array([tokens], np.int32), np.zeros(1, np.int32)
+    stateful = isinstance(model.input, dict)
+    return model.predict_on_batch({"tokens": x, "stream": first, "position": first} if stateful else x)
 
 
 def _text(tokens: np.ndarray, spec: DataSpec) -> str:

@@ -35,9 +35,10 @@ def show(run: tasks.Run) -> None:
     """Writes images, their masks and the predicted masks side by side, as `masks.png`; black is unlabelled."""
     spec = run.source.spec
     x, y = run.examples(SHOWN)
-    predicted = np.argmax(run.strategy.predict(run.model, x, batch_size=run.batch_size, verbose=0), axis=-1)
-    if not run.strategy.world.is_chief:
+    logits = run.predict(x, (*y.shape[1:], spec.classes))
+    if logits is None or not run.strategy.world.is_chief:
         return
+    predicted = np.argmax(logits, axis=-1)
 
     def coloured(masks: np.ndarray) -> list[np.ndarray]:
         return [_pictures.colours(mask, spec.classes, spec.ignored_class) for mask in masks]
