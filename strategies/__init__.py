@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
+from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.strategies import _traits
 from tfdist.strategies._traits import Traits
@@ -65,7 +68,25 @@ def create(name: str, **options: Any) -> Strategy:
         UsageError: an option is unknown or cannot work here, or `module:Class` leads to no strategy.
     """
     constructor = _users_own(name) if ":" in name else _ours(name)
-    return registry.call(constructor, kind="strategy", name=name, options=options)
+    strategy: Strategy = registry.call(constructor, kind="strategy", name=name, options=options)
+    if not traits(name).processes:
+        _warn_of_other_processes(name)
+    return strategy
+
+
+def _warn_of_other_processes(name: str) -> None:
+    """Warns that processes of one job train apart from each other."""
+    try:
+        world = World.detect(os.environ)
+    except UsageError:  # nothing here depends on it
+        return
+    if world.world_size > 1:
+        warnings.warn(
+            f"This process is {world.rank + 1} of {world.world_size} of a job ({world.source}), and the strategy "
+            f"`{name}` trains in one process: each process of the job trains by itself, on all data that it is given. "
+            f"To train together, use one of {', '.join(f'`{one}`' for one in having('processes'))}",
+            stacklevel=4,
+        )
 
 
 def _ours(name: str) -> type[Strategy]:

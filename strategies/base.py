@@ -26,7 +26,6 @@ the loop in `tfdist.core.outer_loop`.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +33,7 @@ import tensorflow as tf
 
 from tfdist.cluster import consensus
 from tfdist.cluster.world import World
+from tfdist.core import randomness
 from tfdist.core.replica import Replica
 from tfdist.data.pipeline import together
 from tfdist.errors import DisagreementError, UsageError
@@ -55,12 +55,14 @@ class Strategy(KerasMethods):
     Args:
         devices: the number of devices, or their names, such as `"GPU:1"` or `["CPU:0", "CPU:1"]`; `None` is all GPUs
             that the strategy can use or, without a GPU, `default_cpus` logical CPU devices.
-        seed: the order of the examples follows from it and the epoch; `None` draws one from Python's `random`, which
-            `keras.utils.set_random_seed` makes repeatable; a run that is resumed takes the seed of its checkpoint.
+        seed: the order of the examples follows from it and the epoch; `None` takes one from the state of Python's
+            `random` at the first `fit`, which `keras.utils.set_random_seed` makes repeatable; a run that is resumed
+            takes the seed of its checkpoint.
         threads: the number of CPU threads that compute one operation; `None` leaves it to TensorFlow, which takes all
             cores. Small steps are faster with one. TensorFlow fixes the number when it first computes.
         fused: update each variable with one kernel where the optimizer allows.
         steps_per_call: the largest number of steps in one call of the inner loop; `None` chooses it by the clock.
+        job_settings: settings that must be the same in all processes of the job, if there are several.
     """
 
     name: ClassVar[str]
@@ -78,12 +80,13 @@ class Strategy(KerasMethods):
         threads: int | None = None,
         fused: bool = True,
         steps_per_call: int | None = None,
+        job_settings: Mapping[str, str] | None = None,
     ):
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
         self.world = World()
-        self.seed = random.getrandbits(31) if seed is None else seed
-        self.seed_is_given = seed is not None
+        self.seed = randomness.seed_of_random() if seed is None else seed
+        self.seed_is_given = self.seed_is_settled = seed is not None
         self.fused = fused
         self.steps_per_call = steps_per_call
         self.threads = threads
@@ -92,6 +95,8 @@ class Strategy(KerasMethods):
         self.devices = self.choose_devices(devices)
         keras_variables.fill_large_variables_in_place()
         self.set_up()
+        if self.world.world_size > 1 and job_settings:
+            consensus.require_equal(self, job_settings)
 
     def set_up(self) -> None:
         """Makes what the strategy needs once its devices are known."""
@@ -207,7 +212,7 @@ class OnThisProcess(Strategy):
         self.name = strategy.name  # type: ignore[misc]
         self.world, self.devices = World(), strategy.devices[:1]
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
-        self.seed, self.seed_is_given = strategy.seed, strategy.seed_is_given
+        self.seed, self.seed_is_given, self.seed_is_settled = strategy.seed, strategy.seed_is_given, True
         # Variables that are made while it runs must be the same in all processes.
         self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]
 

@@ -10,7 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from tfdist import launch
 from tfdist.errors import UsageError
 from tfdist.launcher import emit
 from tfdist.launcher.job import Job
@@ -75,6 +77,13 @@ def run_slurm(script, tmp_path, size, **more):
         check=False,
     )
     return done, record.read_text().splitlines()
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes"])
+def test_an_elastic_job_is_not_emitted_as_one_that_is_not(target):
+    done = CliRunner().invoke(launch.command, ["--elastic", "--emit", target, "script.py"])
+    assert done.exit_code == 2
+    assert f"`--elastic` is set beside `--emit {target}`" in done.output and "hint: use `--restarts`" in done.output
 
 
 def path():

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import time
 
@@ -172,6 +173,15 @@ def test_unknown_devices_are_refused(name):
 def test_single_refuses_several_devices():
     with refuses(UsageError, "`single` uses one device, and 2"):
         tfdist.strategy("single", devices=2)
+
+
+@EACH
+def test_processes_of_a_job_that_train_apart_from_each_other_are_told_so(name, monkeypatch):
+    task = {"type": "worker", "index": 1}
+    cluster = {"worker": ["localhost:20000", "localhost:20001"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    with pytest.warns(UserWarning, match=rf"2 of 2 of a job \(TF_CONFIG\), and the strategy `{name}` trains in one"):
+        tfdist.strategy(name)
 
 
 class TestPace:

@@ -91,6 +91,11 @@ def command(
     )
     elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)
     if emit:
+        if elastic:
+            raise UsageError(
+                f"`--elastic` is set beside `--emit {emit}`, and a job of this scheduler has fixed processes",
+                "use `--restarts`: after a failure or a preemption all processes start again from the last checkpoint",
+            )
         return _emit(wanted, emit)
     return _run_elastic(wanted, elastic_job, hostfile) if elastic else _run(wanted)
 

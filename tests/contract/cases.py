@@ -331,7 +331,7 @@ CASES = {
     "jit_compile": Case(dense(adam(), jit_compile=True)),
 }
 
-# What the number of replicas could change; the others are of formulas that see one gradient, however many it came from.
+# What the number of replicas could change.
 OF_THE_NUMBER = {
     "plain",
     "remainder 1",
@@ -352,4 +352,28 @@ OF_THE_NUMBER = {
     "several inputs and outputs",
     "own train_step",
 }
-assert set(CASES) >= OF_THE_NUMBER
+# An optimizer's formula, which sees one gradient, however many replicas it came from.
+FORMULAS = {
+    *("sgd momentum", "sgd nesterov", "adam", "adam amsgrad", "adamw", "adamax", "nadam", "rmsprop"),
+    *("rmsprop momentum", "rmsprop centered", "adagrad", "adadelta", "ftrl", "lion", "lamb", "adafactor"),
+    *("schedule-free adamw", "muon", "clipnorm", "clipvalue", "weight decay", "ema", "ema overwriting"),
+    *("accumulation and clipping", "loss scaling, fixed", "learning rate schedule", "constraint"),
+}
+# Where one replica takes another way than several, or than Keras' own loop.
+OF_ONE = {"plain", "remainder 1", "gradient accumulation", "sparse gradients, adagrad", "run eagerly", "jit_compile"}
+assert set(CASES) >= OF_THE_NUMBER | FORMULAS | OF_ONE
+
+
+def shows(name, contestant):
+    """Whether `make test` holds `contestant` to the case; `make test-all` holds each to all.
+
+    One replica runs Keras' own step, but for the update of the variables: plain ones, as those of `custom` are.
+    """
+    strategy, replicas = contestant
+    if strategy not in ("single", "mirrored", "custom"):
+        return True
+    if name in FORMULAS:
+        return contestant in (("single", 1), ("mirrored", 2))
+    if replicas == 2:
+        return True
+    return name in (OF_ONE if replicas == 1 else OF_THE_NUMBER)

@@ -3,11 +3,11 @@
 A test says with `contestants.among` that fewer will do; a module does with `REPLICAS`.
 """
 
+import itertools
+
 import pytest
 
-from tests.contract import cases, contestants
-
-OTHER_NUMBERS = [(name, count) for name in ("mirrored", "custom") for count in (1, 3)]
+from tests.contract import cases, comparison, contestants
 
 
 def pytest_generate_tests(metafunc):
@@ -20,18 +20,35 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves to `make test-all` the numbers of replicas that a case of equality does not depend on.
+    """Leaves to `make test-all` the contestants that would show nothing new of a case of equality.
 
     And puts side by side what is compared with the same training of stock Keras, which a process does once.
     """
-    places, independent = {}, set(cases.CASES) - cases.OF_THE_NUMBER
+    places = {}
     for item in items:
         places.setdefault(_reference(item), len(places))
     items.sort(key=lambda item: places[_reference(item)])
     for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if parameters.get("name") in independent and parameters.get("contestant") in OTHER_NUMBERS:
+        case = item.callspec.params.get("name") if item.path.name == "test_equality.py" else None
+        if case is not None and not cases.shows(case, item.callspec.params["contestant"]):
             item.add_marker(pytest.mark.thorough)
+
+
+@pytest.fixture
+def same_as_stock(contestant, request):
+    """`same_as_stock(run)`: `run(contestant)` gives what `run(STOCK)` gives, which a test's contestants share."""
+    calls = itertools.count()
+
+    def compare(run, tolerance=5e-5):
+        found, key = run(contestant), (_reference(request.node), next(calls))
+        if key not in _of_stock:
+            _of_stock[key] = run(comparison.STOCK)
+        comparison.assert_same(found, _of_stock[key], tolerance)
+
+    return compare
+
+
+_of_stock = {}
 
 
 def _reference(item):

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.contract import contestants
-from tests.contract.comparison import STOCK, assert_same, start
+from tests.contract.comparison import assert_same, start
 
 REPLICAS = contestants.FEW
 BATCH = 8
@@ -169,26 +169,26 @@ def train(name, contestant):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_unbuilt_model_is_built_and_trained_as_by_stock_keras(name, contestant):
+def test_an_unbuilt_model_is_built_and_trained_as_by_stock_keras(name, contestant, same_as_stock):
     if contestant[0] == "parameter_server" and "eagerly" in name:
         pytest.skip("its workers run graphs alone")
     if contestant[0] == "stock_mirrored":
         pytest.skip("it builds by symbols")
-    assert_same(train(name, contestant), train(name, STOCK))
+    same_as_stock(lambda contestant: train(name, contestant))
 
 
-def test_an_unbuilt_model_first_predicts_from_ragged_rows(contestant):
+def test_an_unbuilt_model_first_predicts_from_ragged_rows(same_as_stock):
     def predict(contestant):
         strategy = start(contestant)
         with strategy.scope():
             model = LengthsOfRows()
         return strategy.predict(model, ragged(), batch_size=BATCH, verbose=0)
 
-    assert_same(predict(contestant), predict(STOCK))
+    same_as_stock(predict)
 
 
 @contestants.among({"single": (1,), "custom": (2,)})
-def test_an_optimizer_that_the_model_does_not_hold_is_built_too(contestant):
+def test_an_optimizer_that_the_model_does_not_hold_is_built_too(same_as_stock):
     def train(contestant):
         optimizer = keras.optimizers.Adam(0.05)
 
@@ -206,7 +206,7 @@ def test_an_optimizer_that_the_model_does_not_hold_is_built_too(contestant):
         strategy.fit(model, X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
         return model.get_weights()
 
-    assert_same(train(contestant), train(STOCK))
+    same_as_stock(train)
 
 
 @contestants.among({"single": (1,), "custom": (2,), "mirrored": (2,)})

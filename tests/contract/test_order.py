@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import tfdist
 from tests.contract import contestants
-from tests.contract.comparison import assert_same, start
+from tests.contract.comparison import Stock, assert_same, start
 from tfdist.data.pipeline import order
 
 REPLICAS = contestants.EACH_COUNT
@@ -167,6 +168,25 @@ def test_the_same_seed_gives_the_same_history_with_random_layers_too(contestant)
 
 
 @contestants.among(contestants.WHOLE_AND_PARTS)
+def test_a_random_seed_that_is_set_after_the_strategy_counts_too(contestant):
+    def order(seed):
+        observed = Observed(contestant, 9, seed=None)
+        keras.utils.set_random_seed(seed)
+        return [batch.tolist() for epoch in observed.epochs(batch_size=BATCH) for batch in epoch]
+
+    assert order(5) == order(5) != order(6)
+
+
+def test_a_ported_script_begins_with_the_weights_that_it_began_with():
+    def weights(make_strategy):
+        keras.utils.set_random_seed(5)
+        with make_strategy().scope():
+            return keras.Sequential([keras.Input((2,)), layers.Dense(3)]).get_weights()
+
+    assert_same(weights(lambda: tfdist.strategy("mirrored", devices=2)), weights(Stock), tolerance=0)
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
 def test_without_a_seed_the_order_follows_keras_random_seed(contestant):
-    first, second = (Observed(contestant, 9, seed=None) for _ in range(2))
-    assert_same(first.epochs(batch_size=BATCH), second.epochs(batch_size=BATCH), tolerance=0)
+    first, second = (Observed(contestant, 9, seed=None).epochs(batch_size=BATCH) for _ in range(2))
+    assert_same(first, second, tolerance=0)

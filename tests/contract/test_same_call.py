@@ -1,6 +1,5 @@
 """Point 1, the call: what `fit`, `evaluate` and `predict` take, for any model, gives what stock Keras gives."""
 
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -352,22 +351,15 @@ MODELS = {
 CASES = DATA | ARGUMENTS | MODELS
 
 
-@functools.cache
-def reference(name):
-    return call(name, STOCK)
-
-
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize("name", DATA | ARGUMENTS)
-def test_data_and_arguments_give_what_they_give_in_stock_keras(name, contestant):
-    expected = reference(name)
-    assert_same(call(name, contestant), expected)
+def test_data_and_arguments_give_what_they_give_in_stock_keras(name, same_as_stock):
+    same_as_stock(lambda contestant: call(name, contestant))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_gives_what_it_gives_in_stock_keras(name, contestant):
-    expected = reference(name)
-    assert_same(call(name, contestant), expected)
+def test_a_model_gives_what_it_gives_in_stock_keras(name, same_as_stock):
+    same_as_stock(lambda contestant: call(name, contestant))
 
 
 def linear_of(contestant, **options):
@@ -443,7 +435,7 @@ class OfManyTypes(keras.Model):
         }
 
 
-def test_predictions_may_be_of_any_type(contestant):
+def test_predictions_may_be_of_any_type(same_as_stock):
     def predict(contestant):
         strategy = start(contestant)
         with strategy.scope():
@@ -453,7 +445,7 @@ def test_predictions_may_be_of_any_type(contestant):
         found["sparse"] = tf.sparse.to_dense(found["sparse"]).numpy()
         return found | {"words": found["words"].astype(str).tolist()}
 
-    assert_same(predict(contestant), predict(STOCK))
+    same_as_stock(predict)
 
 
 class Pair(keras.Model):
@@ -517,7 +509,7 @@ def scaled(optimizer):
     ],
     ids=["in turn", "at once, both scaled", "at once, one scaled"],
 )
-def test_a_model_that_is_never_called_trains_with_optimizers_of_its_own(contestant, kind, optimizers):
+def test_a_model_that_is_never_called_trains_with_optimizers_of_its_own(same_as_stock, kind, optimizers):
     def train(contestant):
         strategy = start(contestant)
         with strategy.scope():
@@ -526,4 +518,4 @@ def test_a_model_that_is_never_called_trains_with_optimizers_of_its_own(contesta
         history = strategy.fit(model, X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
         return {"history": history, "weights": model.get_weights()}
 
-    assert_same(train(contestant), train(STOCK))
+    same_as_stock(train)

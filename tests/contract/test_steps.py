@@ -1,8 +1,6 @@
 """Point 2, for steps, losses and metrics that users write: what a step does to variables, in its order, and what it
 computes of a whole batch, is what one device does and computes. Where that cannot be, a sentence says so."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -11,11 +9,12 @@ from keras import layers, ops
 
 import tfdist
 from tests.contract import contestants
-from tests.contract.comparison import STOCK, assert_same, start
+from tests.contract.comparison import start
 from tfdist.errors import DataError, UsageError
 
 # Halves with one copy of the variables, thirds with a copy each.
-REPLICAS = contestants.OF_THE_JOB | {"single": (1,), "mirrored": (3,), "custom": (2,), "stock_mirrored": (2,)}
+REPLICAS = contestants.OF_THE_JOB | {"mirrored": (3,), "custom": (2,), "stock_mirrored": (2,)}
+ONE_TOO = REPLICAS | {"single": (1,)}
 EXAMPLES, BATCH = 19, 8  # the last batch has three
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(EXAMPLES, 4)).astype("float32")
@@ -337,16 +336,11 @@ def trained(contestant, make, x=X, y=Y, optimizer=None, **fit):
     return {"history": history, "weights": model.get_weights()}
 
 
-@functools.cache
-def reference(name):
-    make, optimizer = STEPS[name]
-    return trained(STOCK, make, optimizer=optimizer)
-
-
+@contestants.among(ONE_TOO)
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_of_the_users_own_does_what_it_does_on_one_device(name, contestant):
+def test_a_step_of_the_users_own_does_what_it_does_on_one_device(name, same_as_stock):
     make, optimizer = STEPS[name]
-    assert_same(trained(contestant, make, optimizer=optimizer), reference(name))
+    same_as_stock(lambda contestant: trained(contestant, make, optimizer=optimizer))
 
 
 class TokensAndPositions(layers.Layer):
@@ -378,31 +372,29 @@ def compiled(model, optimizer="sgd", loss="mse", **options):
     [lambda: TokensAndPositions(False), lambda: TokensAndPositions(True), lambda: PositionsOfExamples(False)],
     ids=["a table of its own", "the table of the tokens", "positions of each example"],
 )
-def test_what_is_looked_up_by_position_is_updated_as_on_one_device(lookup, optimizer, contestant):
+def test_what_is_looked_up_by_position_is_updated_as_on_one_device(lookup, optimizer, same_as_stock):
     def make():
         stack = [keras.Input((7,), dtype="int32"), lookup(), layers.GlobalAveragePooling1D(), layers.Dense(1)]
         return compiled(keras.Sequential(stack), optimizer())
 
-    assert_same(trained(contestant, make, TOKENS), trained(STOCK, make, TOKENS))
+    same_as_stock(lambda contestant: trained(contestant, make, TOKENS))
 
 
-def test_a_penalty_summed_over_the_batch_is_that_of_one_device(contestant):
+def test_a_penalty_summed_over_the_batch_is_that_of_one_device(same_as_stock):
     def make():
         stack = [keras.Input((4,)), layers.Dense(3), SummedPenalty(), layers.Dense(1, activity_regularizer="l2")]
         return compiled(keras.Sequential(stack))
 
     for examples in (16, EXAMPLES):  # batches of one size, and a remainder
-        assert_same(
-            trained(contestant, make, X[:examples], Y[:examples]), trained(STOCK, make, X[:examples], Y[:examples])
-        )
+        same_as_stock(lambda contestant, n=examples: trained(contestant, make, X[:n], Y[:n]))
 
 
-def test_a_normalized_layer_trains_as_on_one_device(contestant):
+def test_a_normalized_layer_trains_as_on_one_device(same_as_stock):
     def make():
         layer = layers.SpectralNormalization(layers.Dense(8, activation="tanh"))
         return compiled(keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)]), keras.optimizers.SGD(0.5))
 
-    assert_same(trained(contestant, make), trained(STOCK, make))
+    same_as_stock(lambda contestant: trained(contestant, make))
 
 
 class LargestError(keras.metrics.Metric):
@@ -459,8 +451,9 @@ def per_example(y, p):
     return ops.abs(y - p)[:, 0]
 
 
+@contestants.among(ONE_TOO)
 @pytest.mark.parametrize("metric", [LargestError, SmallestError, MeanOfBatchMeans, Additive, None])
-def test_a_metric_of_the_users_own_says_what_it_says_on_one_device(metric, contestant):
+def test_a_metric_of_the_users_own_says_what_it_says_on_one_device(metric, contestant, same_as_stock):
     if contestant[0] == "parameter_server" and metric is not Additive:
         pytest.skip("refused: its workers do not meet in a step")
 
@@ -477,7 +470,7 @@ def test_a_metric_of_the_users_own_says_what_it_says_on_one_device(metric, conte
         history = strategy.fit(model, X[:17], Y[:17], **fit, validation_data=(X, Y)).history
         return history, strategy.evaluate(model, X, Y, batch_size=2, verbose=0)
 
-    assert_same(both(contestant), both(STOCK))
+    same_as_stock(both)
 
 
 class StepOfTheGuide(keras.Model):
@@ -497,12 +490,13 @@ class StepOfTheGuide(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def test_a_step_that_returns_all_results_returns_those_of_all_replicas(contestant):
+@contestants.among(ONE_TOO)
+def test_a_step_that_returns_all_results_returns_those_of_all_replicas(same_as_stock):
     def make():
         inputs = keras.Input((4,))
         return compiled(StepOfTheGuide(inputs, layers.Dense(1)(inputs)), metrics=["mae"])
 
-    assert_same(trained(contestant, make), trained(STOCK, make))
+    same_as_stock(lambda contestant: trained(contestant, make))
 
 
 def dice_by_hand(y, p):
@@ -526,9 +520,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_the_whole_batch_is_that_of_one_device(name, contestant):
-    if contestant[0] == "single":
-        return
+def test_a_loss_of_the_whole_batch_is_that_of_one_device(name, same_as_stock):
     x, y = X[:17], (X[:17, :3] > 0).astype("float32")  # a last batch of one example
     if name == "circle":
         x, y = X[:16], np.arange(16) % 3
@@ -537,7 +529,7 @@ def test_a_loss_of_the_whole_batch_is_that_of_one_device(name, contestant):
         model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="sigmoid")])
         return compiled(model, keras.optimizers.SGD(0.5), LOSSES[name]())
 
-    assert_same(trained(contestant, make, x, y), trained(STOCK, make, x, y))
+    same_as_stock(lambda contestant: trained(contestant, make, x, y))
 
 
 def root_mean_square(y_true, y_pred):
@@ -545,7 +537,7 @@ def root_mean_square(y_true, y_pred):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_each_of_several_losses_of_the_whole_batch_is_that_of_one_device(weighted, contestant):
+def test_each_of_several_losses_of_the_whole_batch_is_that_of_one_device(weighted, same_as_stock):
     """What the first of them asks of the other replicas does not answer for the second."""
     x, y = X[:17], {"one": Y[:17], "other": -2 * Y[:17]}
     weights = {name: 0.5 + np.arange(17) % 3 for name in y} if weighted else None
@@ -556,9 +548,7 @@ def test_each_of_several_losses_of_the_whole_batch_is_that_of_one_device(weighte
         model = keras.Model(inputs, {name: layers.Dense(1, name=name)(hidden) for name in y})
         return compiled(model, keras.optimizers.SGD(0.1), dict.fromkeys(y, root_mean_square))
 
-    assert_same(
-        trained(contestant, make, x, y, sample_weight=weights), trained(STOCK, make, x, y, sample_weight=weights)
-    )
+    same_as_stock(lambda contestant: trained(contestant, make, x, y, sample_weight=weights))
 
 
 PICTURES = np.random.default_rng(1).normal(size=(5, 8, 8, 1)).astype("float32")
@@ -572,7 +562,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_no_model_sees_an_empty_batch(name, contestant):
+def test_no_model_sees_an_empty_batch(name, same_as_stock):
     shape, stack = STACKS[name]
     x = PICTURES.reshape(-1, *shape)
     y = np.ones((len(x), 1), "float32")
@@ -586,7 +576,7 @@ def test_no_model_sees_an_empty_batch(name, contestant):
         loss = strategy.fit(model, x, y, batch_size=2, shuffle=False, verbose=0).history["loss"]
         return predicted, scores, loss, model.get_weights()
 
-    assert_same(run(contestant), run(STOCK), tolerance=2e-4)
+    same_as_stock(run, tolerance=2e-4)
 
 
 def test_a_part_without_examples_never_counts_not_even_its_nan(contestant):

@@ -212,6 +212,33 @@ def test_a_difference_is_not_hidden_by_dropout(contestant):
     assert raised.value.layer == "planted"
 
 
+class SpreadOfNoise(keras.Model):
+    """As the generator of a GAN: its loss is of a statistic of what it makes of noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.planted = layers.Dense(3, name="planted")
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            made = self.planted(tf.random.normal([tf.shape(data[0])[0], 4]))
+            loss = tf.sqrt(tf.math.reduce_variance(made) + 1e-6)
+        self.optimizer.apply(tape.gradient(loss, self.planted.trainable_variables), self.planted.trainable_variables)
+        return {"loss": loss}
+
+
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+def test_a_statistic_of_random_examples_is_not_hidden_by_how_they_are_drawn(contestant):
+    def model():
+        made = SpreadOfNoise()
+        made.planted.build((None, 4))
+        made.compile("sgd")
+        return made
+
+    with pytest.raises(VerificationError, match="planted"):
+        verified(start(contestant), model)
+
+
 QUICK_CASES = ["remainder 1", "mixed bfloat16", "mixed float16, inf on one replica", "synchronized batch norm", "auc"]
 ALL_CASES = [
     pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.thorough, id=name) for name in cases.CASES

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import consensus
-from tfdist.core import building
+from tfdist.core import building, randomness
 from tfdist.data.pipeline.passes import Passes
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
@@ -19,16 +19,22 @@ if TYPE_CHECKING:
 _NEXT_PASS = "_tfdist_next_pass"
 
 
-def take_seed_of_resumed_run(strategy: Strategy, callbacks: Any) -> None:
-    """Takes the seed of the checkpoint that is resumed, unless the user gave one: the order of examples continues."""
+def settle_seed(strategy: Strategy, callbacks: Any) -> None:
+    """Settles the seed of the order of examples, unless the user gave one, and agrees on it with all processes.
+
+    A run that is resumed takes the seed of its checkpoint. Otherwise the seed follows, at the strategy's first
+    training, from Python's `random`, which the user may have seeded after the strategy was made.
+    """
     seed = None
     if strategy.world.is_chief and not strategy.seed_is_given:
         given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
         resuming = [c for c in keras_patches.with_wrapped(given) if hasattr(c, "seed_to_resume_with")]
         seed = next((found for c in resuming if (found := c.seed_to_resume_with()) is not None), None)
+        if seed is None and not strategy.seed_is_settled:
+            seed = randomness.seed_of_random()
     seed = consensus.broadcast_from_chief(strategy, seed)
     if seed is not None:
-        strategy.seed = seed
+        strategy.seed, strategy.seed_is_settled = seed, True
 
 
 def require_alike(strategy: Strategy, model: Any, passes: Passes, epochs: range) -> None:

@@ -50,4 +50,6 @@ def install() -> None:
     tensorflow_patches.around_draws(randomness.drawn, randomness.of_operation)
     # A `tf.function` inside a step is called without a graph of its own: replicas that exchange tensors in it would
     # wait for each other's trace, and a graph that it kept from a verification would be used in the training.
-    tensorflow_patches.around_functions(lambda: replica_context.current() is not None or randomness.is_alike())
+    tensorflow_patches.around_functions(
+        lambda: replica_context.current() is not None or randomness.is_of_global_batch()
+    )

@@ -45,7 +45,7 @@ def _in_step(function: Callable[..., Any], original: Callable[..., Any], *args: 
 
 
 def _drawing(function: Callable[..., Any], original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    if replica_context.current() is None and not randomness.is_alike():
+    if replica_context.current() is None and not randomness.is_of_global_batch():
         return original(*args, **named)
     return function(original, *args, **named)
 
@@ -140,21 +140,27 @@ def gathered(structure: Any) -> Any:
 
 
 def _draw(original: Callable[..., Any], shape: Any, *args: Any, **named: Any) -> Any:
-    return randomness.drawn(lambda shape: original(shape, *args, **named), shape)
+    def draw(shape: Any) -> Any:
+        return original(shape, *args, **named)
+
+    per_example = any(tf.is_tensor(one) and one.shape.rank != 0 for one in (*args, *named.values()))
+    # Parameters per example are those of this part alone.
+    return randomness.drawn_for(lambda: draw(shape), shape) if per_example else randomness.drawn(draw, shape)
 
 
 def _draw_dropout(
     original: Callable[..., Any], inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
 ) -> Any:
-    noise_shape = randomness.noise_shape(inputs, noise_shape)
-    shape = tf.shape(inputs) if noise_shape is None or noise_shape[0] is None else noise_shape
+    shape = randomness.mask_shape(inputs, noise_shape)
+    if randomness.is_of_global_batch():
+        return inputs * randomness.drawn(lambda shape: original(tf.ones(shape, inputs.dtype), rate, None, seed), shape)
     return randomness.drawn_for(lambda: original(inputs, rate, noise_shape, seed), shape)
 
 
 def _draw_categorical(
     original: Callable[..., Any], logits: Any, num_samples: int, dtype: Any = "int64", seed: Any = None
 ) -> Any:
-    if randomness.is_alike():
+    if randomness.is_of_global_batch():
         # The largest of the logits that this noise is added to is drawn with their probabilities (Gumbel).
         noise = keras_internals.uniform([*tf.unstack(tf.shape(logits)), num_samples], 1e-7, 1.0, seed)
         noisy = tf.cast(logits[:, :, tf.newaxis], noise.dtype) - tf.math.log(-tf.math.log(noise))

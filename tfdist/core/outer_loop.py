@@ -79,7 +79,7 @@ def fit(
         DataError: there are no batches.
     """
     _check(strategy, model, "fit")
-    beginning.take_seed_of_resumed_run(strategy, callbacks)
+    beginning.settle_seed(strategy, callbacks)
     epochs = min(epochs, keras_internals.max_epochs() or epochs)
     steps = _limited(steps_per_epoch)
     request = adapters.request(

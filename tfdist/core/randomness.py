@@ -4,13 +4,14 @@ One device draws a mask for each example of the global batch, and one noise for 
 the axis of examples gets a seed of the replica's own, and any other draw gets the same seed on all replicas. On the
 first replica seeds are unchanged. The same seeds and the same number of replicas give the same numbers.
 
-To compare steps of one replica and of several (`tfdist.core.verification`), all examples can be given the same numbers
-instead: one draw, repeated for each example.
+To compare steps of one replica and of several (`tfdist.core.verification`), each replica can draw for the whole global
+batch instead, with the same seeds, and take the rows of its part: then each example gets the numbers of one device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
 import threading
 import weakref
@@ -32,51 +33,84 @@ SEEDS_APART = 15_485_863
 _UNSEEDED = secrets.randbits(31)
 
 
-class _Alike:
-    """The state of a step that gives all examples the same random numbers.
+def seed_of_random() -> int:
+    """A number that follows from the state of Python's `random`, and leaves it as it is.
+
+    So the weights that Keras draws next are those that it would draw without the strategy.
+    """
+    copy = random.Random()
+    copy.setstate(random.getstate())
+    return copy.getrandbits(31)
+
+
+class _OfGlobalBatch:
+    """The state of a step that draws for the whole global batch and takes the rows of its part.
 
     Attributes:
-        examples: the number of examples of the step; `None` where it varies.
+        examples: the number of examples of the part; `None` where it varies.
         unseeded: the seed generator for draws that are given no seed.
         draws: the number of draws by TensorFlow's operations so far.
     """
 
-    def __init__(self, examples: int | None, unseeded: Any):
-        self.examples = examples
+    def __init__(self, data: Any, unseeded: Any):
         self.unseeded = unseeded
         self.draws = 0
+        sized = [one for one in tf.nest.flatten(data) if one is not None and one.shape.rank]
+        self.examples = sized[0].shape[0] if sized else None
+        self._rows = _rows(sized[0]) if sized else tf.constant(1)
+        replica = replica_context.current()
+        if replica is None:
+            self._begin, self._total = tf.constant(0), self._rows
+        else:
+            count = tf.where(replica.real, self._rows, 0)
+            self._begin, self._total = replica_context.rows_before(replica, count[tf.newaxis])
+
+    def draw(self, draw: Callable[[Any], Any], shape: Any) -> tf.Tensor:
+        """The rows of this part of `draw(...)` for the global batch; `shape` is that of the part, `[k * rows, ...]`."""
+        first = tf.cast(shape[0], tf.int32)
+        times = first // self._rows
+        # A part without examples has a row that does not count, and takes it from the end.
+        begin = tf.minimum(self._begin, self._total - self._rows) * times
+        numbers = draw(tf.concat([[self._total * times], tf.cast(shape[1:], tf.int32)], 0))
+        rows = numbers[begin : begin + first]
+        return tf.ensure_shape(rows, [tf.get_static_value(first), *rows.shape[1:]])
+
+
+def _rows(tensor: Any) -> tf.Tensor:
+    """The length of the first axis of a dense, ragged or sparse tensor, int32."""
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int32)
+    return tf.cast(tensor.dense_shape[0], tf.int32) if isinstance(tensor, tf.SparseTensor) else tf.shape(tensor)[0]
 
 
 class _Thread(threading.local):
     for_examples = False
-    alike: _Alike | None = None
+    of_global_batch: _OfGlobalBatch | None = None
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def alike_for_all_examples(examples: int | None, unseeded: Any) -> Iterator[_Alike]:
-    """In a step that runs in this context all examples get the same random numbers, on all replicas."""
-    before, _thread.alike = _thread.alike, _Alike(examples, unseeded)
+def of_global_batch(data: Any, unseeded: Any) -> Iterator[_OfGlobalBatch]:
+    """In a step on `data` that runs in this context each example gets the random numbers of one device."""
+    before, _thread.of_global_batch = _thread.of_global_batch, _OfGlobalBatch(data, unseeded)
     try:
-        yield _thread.alike
+        yield _thread.of_global_batch
     finally:
-        _thread.alike = before
+        _thread.of_global_batch = before
 
 
-def is_alike() -> bool:
-    """Whether the present code draws the same numbers for all examples."""
-    return _thread.alike is not None
+def is_of_global_batch() -> bool:
+    """Whether the present code draws for the whole global batch."""
+    return _thread.of_global_batch is not None
 
 
 def drawn(draw: Callable[[Any], Any], shape: Any) -> Any:
-    """The random numbers `draw(shape)`, drawn for the replica that runs the code, or once for all examples."""
-    if _thread.alike is not None and is_for_examples(_thread.alike.examples, shape):
-        if not tf.is_tensor(shape) and not hasattr(shape, "__iter__"):
-            shape = [shape]
-        count, rest = shape[0], shape[1:]
-        return tf.repeat(draw(tf.concat([[1], rest], 0) if tf.is_tensor(shape) else [1, *rest]), count, axis=0)
+    """The random numbers `draw(shape)`, drawn for the replica that runs the code, or for the global batch."""
+    of_global_batch = _thread.of_global_batch
+    if of_global_batch is not None and is_for_examples(of_global_batch.examples, shape):
+        return of_global_batch.draw(draw, shape if tf.is_tensor(shape) or hasattr(shape, "__iter__") else [shape])
     return drawn_for(lambda: draw(shape), shape)
 
 
@@ -92,13 +126,10 @@ def drawn_for(draw: Callable[[], Any], shape: Any) -> Any:
         _thread.for_examples = before
 
 
-def noise_shape(inputs: Any, shape: Any) -> Any:
+def mask_shape(inputs: Any, noise_shape: Any) -> list[Any]:
     """The shape of dropout's mask for `inputs`, from its argument `noise_shape`."""
     sizes = [tf.shape(inputs)[axis] if size is None else size for axis, size in enumerate(inputs.shape)]
-    wanted = sizes if shape is None else [s if w is None else w for s, w in zip(sizes, shape, strict=True)]
-    if _thread.alike is not None and is_for_examples(_thread.alike.examples, wanted):
-        return [1, *wanted[1:]]
-    return shape
+    return sizes if noise_shape is None else [s if n is None else n for s, n in zip(sizes, noise_shape, strict=True)]
 
 
 def is_for_examples(examples: int | None, shape: Any) -> bool:
@@ -127,8 +158,8 @@ def unseeded_of(strategy: Strategy) -> Any:
 
 def unseeded(replica: Replica | None) -> Any:
     """The seed generator for a draw that is given no seed; `None` for Keras' own."""
-    if _thread.alike is not None:
-        return _thread.alike.unseeded
+    if _thread.of_global_batch is not None:
+        return _thread.of_global_batch.unseeded
     return None if replica is None else replica.unseeded
 
 
@@ -146,9 +177,9 @@ def of_operation(seeds: tuple[int | None, int | None], given: int | None) -> tup
         seeds: the two seeds that TensorFlow would use.
         given: the seed that the user has given for the operation.
     """
-    if _thread.alike is not None:
-        _thread.alike.draws += 1
-        return _UNSEEDED if seeds[0] is None else seeds[0], _thread.alike.draws if given is None else given
+    if (verified := _thread.of_global_batch) is not None:
+        verified.draws += 1
+        return _UNSEEDED if seeds[0] is None else seeds[0], verified.draws if given is None else given
     replica = replica_context.current()
     if replica is None:
         return seeds

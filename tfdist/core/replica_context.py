@@ -87,7 +87,7 @@ def _gathered(replica: Replica, tensor: Any) -> Any:
         lengths = replica.all_gather(tensor.row_lengths())
         return tf.RaggedTensor.from_row_lengths(_gathered(replica, tensor.values), lengths, validate=False)
     if isinstance(tensor, tf.SparseTensor):
-        first, rows = _rows_before(replica, tensor.dense_shape[:1])
+        first, rows = rows_before(replica, tensor.dense_shape[:1])
         indices = replica.all_gather(tensor.indices + tf.pad([first], [[0, tf.rank(tensor) - 1]]))
         shape = tf.concat([rows[tf.newaxis], tensor.dense_shape[1:]], 0)
         return tf.SparseTensor(indices, _gathered(replica, tensor.values), shape)
@@ -97,7 +97,7 @@ def _gathered(replica: Replica, tensor: Any) -> Any:
     @tf.custom_gradient
     def gathered(local: tf.Tensor) -> Any:
         count = tf.shape(local)[:1]
-        begin, _ = _rows_before(replica, count)
+        begin, _ = rows_before(replica, count)
 
         def backward(upstream: Any) -> tf.Tensor:
             (total,) = replica.all_reduce([tf.convert_to_tensor(upstream)])  # sparse where rows were looked up
@@ -108,7 +108,7 @@ def _gathered(replica: Replica, tensor: Any) -> Any:
     return gathered(tensor)
 
 
-def _rows_before(replica: Replica, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def rows_before(replica: Replica, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """The number of rows of the replicas before this one, and of all replicas, from this replica's `count`, `[1]`."""
     counts = replica.all_gather(count)
     # With a constant index TensorFlow would drop the exchange on the first replica, and on it alone.

@@ -13,10 +13,10 @@ plus its size times the square root of the machine epsilon of the coarsest type 
 its digits. The size of a variable is the largest change that the steps made to it.
 
 **Random numbers** are usually drawn per example, so that those of one device and of several replicas differ. During a
-verification they are drawn once per batch instead and repeated for all examples, in all runs, so that dropout is active
-and yet the runs can be compared. That holds for Keras' functions and layers and for the stateful operations of
-`tf.random`. Reported as different are numbers from `tf.random.stateless_*`, from `gamma`, `beta` and `binomial` with
-parameters per example, and a shuffle of the examples.
+verification each replica draws for the whole global batch, with the seeds of one device, and takes the rows of its
+part. That holds for Keras' functions and layers and for the stateful operations of `tf.random`. Reported as different
+are numbers from `tf.random.stateless_*`, from `gamma`, `beta` and `binomial` with parameters per example, and a shuffle
+of the examples.
 """
 
 from __future__ import annotations

@@ -58,12 +58,10 @@ class Watch(contextlib.AbstractContextManager[None]):
         seen: dict[str, tf.Tensor] = {}
         self._of_thread.step = seen
         self._of_thread.graph = _graph()
-        sized = [one for one in tf.nest.flatten(data, expand_composites=True) if one is not None and one.shape.rank]
         try:
-            examples = sized[0].shape[0] if sized else None
-            with randomness.alike_for_all_examples(examples, self._unseeded) as alike:
+            with randomness.of_global_batch(data, self._unseeded) as drawn:
                 logs = step(data)
-            self.keeps_state = self.keeps_state or alike.draws > 0
+            self.keeps_state = self.keeps_state or drawn.draws > 0
         finally:
             self._of_thread.step = None
         return {**logs, **seen} if isinstance(logs, dict) else logs
