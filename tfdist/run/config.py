@@ -157,7 +157,8 @@ class TrainConfig:
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"`--seed` is {self.seed}", "use a number from 0 to 4294967295")
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
-            raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", "use a number above 0, at most 1")
+            hint = "use a number above 0, at most 1, such as 0.9"
+            raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", hint)
         for name in ("timeout_seconds", "callback_timeout_seconds"):
             if getattr(self, name) is not None:
                 checked_seconds(_option(name), getattr(self, name))
