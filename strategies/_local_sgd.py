@@ -111,22 +111,32 @@ class Averages:
         self._examples += examples
 
     def take(self) -> None:
-        """Gives every process the mean of the weights."""
+        """Gives every process the mean of the weights, and measures the time and the distance from it."""
         began = time.perf_counter()
-        examples = np.array([self._examples], np.float64)
-        self.communicator.sum_in_place(examples)
-        if examples[0] == 0:
-            return
         local = self.packed()
-        mean = local * np.float32(self._examples / examples[0])
-        self.communicator.sum_in_place(mean)
+        mean = self.mean(local)
+        if mean is None:
+            return
         self.unpack(mean)
         difference = local[: self._weights] - mean[: self._weights]
         distance = np.array([np.dot(difference, difference)], np.float64)
         self.communicator.sum_in_place(distance)
         self._disagreements.append(math.sqrt(distance[0] / self.communicator.size))
-        self._examples = 0
         self._seconds += time.perf_counter() - began
+
+    def mean(self, values: np.ndarray) -> np.ndarray | None:
+        """The mean of the processes' `values`, weighted by their examples since the last averaging.
+
+        `None` if no process has had an example. An algorithm that averages otherwise overrides this.
+        """
+        examples = np.array([self._examples], np.float64)
+        self.communicator.sum_in_place(examples)
+        if examples[0] == 0:
+            return None
+        mean = values * np.float32(self._examples / examples[0])
+        self.communicator.sum_in_place(mean)
+        self._examples = 0
+        return mean
 
     def end_epoch(self) -> dict[str, float]:
         self.take()

@@ -21,7 +21,7 @@ def trained(strategy):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.05), "mse")
     history = strategy.fit(model, x, y, batch_size=8, epochs=3, verbose=0).history
-    return history["loss"], model.get_weights()
+    return [history[name] for name in ("loss", "disagreement") if name in history], model.get_weights()
 
 for name, options in (("mine:Gossip", {"sync_every": 1}), ("mine:Pipeline", {})):
     losses, weights = trained(tfdist.strategy(name, seed=1, **options))
@@ -47,8 +47,9 @@ def results(tmp_path_factory):
 
 
 def test_gossip_between_two_processes_trains_and_ends_with_the_same_weights(results):
-    losses = results["Gossip-0"][0]
+    losses, disagreements = results["Gossip-0"][0]
     assert losses[-1] < losses[0]
+    assert all(disagreements > 0)
     for mine, others in zip(results["Gossip-0"][1:], results["Gossip-1"][1:], strict=True):
         np.testing.assert_allclose(mine, others, rtol=1e-6)
 
