@@ -55,11 +55,11 @@ def test_data_that_cannot_be_made_are_refused(given, said):
 
 
 def test_a_number_may_be_written_as_a_text_and_a_text_as_a_number():
-    def build(spec, *, units: options.Count = 1, folder: str = "", anything=None):
-        return {"units": units, "folder": folder, "anything": anything}
+    def build(spec, *, units: options.Count = 1, folder: str = "", size: options.Size = (8, 8), anything=None):
+        return {"units": units, "folder": folder, "size": size, "anything": anything}
 
-    given = {"units": "64", "folder": 2024, "anything": "as it is"}
-    expected = {"units": 64, "folder": "2024", "anything": "as it is"}
+    given = {"units": "64", "folder": 2024, "size": "32", "anything": "as it is"}
+    expected = {"units": 64, "folder": "2024", "size": (32, 32), "anything": "as it is"}
     assert registry.call(build, None, kind="model", name="mine", options=given) == expected
 
 

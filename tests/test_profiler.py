@@ -190,6 +190,10 @@ class TestSummarize:
         assert "of a step waited for input" in answer.stdout
         assert all(op.name in answer.stdout for op in trace.summarize(plain_trace).ops)
 
+    def test_the_module_has_a_help(self):
+        asked = [sys.executable, "-m", "tfdist.profiling.trace", "--help"]
+        assert "LOG_DIR" in subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+
     def test_a_folder_without_a_trace_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="No trace in") as error:
             trace.summarize(tmp_path)

@@ -95,7 +95,11 @@ class ClusterError(TfdistError):
     @classmethod
     def lost(cls, sentence: str) -> ClusterError:
         """The error for the loss of processes that were there when the job began."""
-        return cls(sentence, "see that process' own output; start the job again with `--resume`")
+        return cls(
+            sentence,
+            "see that process' own output; start the job again with `--resume`, or a script of your own with "
+            "`Checkpoint(..., resume=True)`",
+        )
 
 
 class DisagreementError(ClusterError):

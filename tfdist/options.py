@@ -31,7 +31,8 @@ Factor = Annotated[float, Field(gt=0)]
 
 
 def _of_square(size: Any) -> Any:
-    return (size, size) if isinstance(size, int) else size
+    is_one_number = isinstance(size, int) or (isinstance(size, str) and size.isdecimal())
+    return (size, size) if is_one_number else size
 
 
 # Height and width in pixels; one number stands for both.

@@ -41,7 +41,7 @@ class Throughput(ClockedCallback):
             raise UsageError(
                 f"Throughput(global_batch_size=...) is the number of examples per step. "
                 f"Received: `{global_batch_size}`",
-                "pass the `batch_size` of `fit`",
+                "pass the number of examples of a batch over all replicas and processes",
             )
         self.global_batch_size = global_batch_size
         self._counter = StepCounter()
@@ -67,7 +67,7 @@ class Throughput(ClockedCallback):
             raise UsageError(
                 "Throughput does not know the number of examples per step: "
                 "`fit` does not announce it and `global_batch_size` is not set",
-                "pass `Throughput(global_batch_size=...)`, the same as `fit`'s `batch_size`",
+                "pass `Throughput(global_batch_size=...)`: the examples of a batch over all replicas and processes",
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -120,7 +120,8 @@ class World:
         if found != self.world_size:
             raise UsageError(
                 f"{self.source} says that there are {self.world_size} processes, and {engine} finds {found}",
-                "start them with the `mpirun` of the MPI library that this program is linked with",
+                "start them with `python -m tfdist.launch --mpi`, or with the `mpirun` of the MPI library that this "
+                "program is linked with",
             )
 
     def named(self, rank: int) -> str:

@@ -24,6 +24,7 @@ missing from framework op stats.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -303,9 +304,11 @@ def as_text(summary: Summary) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m tfdist.profiling.trace LOG_DIR")
+    parser = argparse.ArgumentParser(
+        prog="python -m tfdist.profiling.trace", description="Print the most expensive operations of a trace."
+    )
+    parser.add_argument("log_dir", metavar="LOG_DIR", help="a folder with traces, such as that of a run")
     try:
-        print(as_text(summarize(sys.argv[1])))
+        print(as_text(summarize(parser.parse_args().log_dir)))
     except RunFolderError as error:
         sys.exit(str(error))
