@@ -71,9 +71,14 @@ def build(name: str, spec: DataSpec, **options: Any) -> keras.Model:
             f"The model `{name}` does {does}, dataset `{spec.name}` is for {spec.task.replace('_', ' ')}",
             f"use `--model {FOR_TASK[spec.task]}`, or another that docs/models.md lists for this task",
         )
-    model = registry.call(function, spec, kind="model", name=name, options=options)
     import keras
 
+    if isinstance(function, keras.Model):
+        raise UsageError(
+            f"The model `{name}` is a model already, not a function that makes one",
+            "make it in a function, such as `def build(spec):`, which returns it",
+        )
+    model = registry.call(function, spec, kind="model", name=name, options=options)
     if not isinstance(model, keras.Model):
         raise UsageError(
             f"The model `{name}` returned a `{type(model).__name__}`, not a `keras.Model`",
@@ -107,4 +112,5 @@ def _said(name: str, what: str, default: Any) -> Any:
 
 
 def _builder(name: str) -> Callable[..., Any]:
-    return registry.find(name, "model", __name__, "build")
+    builder = registry.find(name, "model", __name__, "build")
+    return builder

@@ -17,8 +17,9 @@ from matplotlib.image import imread
 from pydantic import BaseModel, ValidationError
 
 from tfdist.errors import RunFolderError
-from tfdist.run import curves, schema
+from tfdist.run import curves, resume, schema
 from tfdist.run import folder as folders
+from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record
 from tfdist.run.schema import EpochRecord, RunRecord
 
@@ -90,7 +91,7 @@ class TestRunJson:
     def test_it_says_when_and_where_without_naming_the_machine(self, folder):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text(encoding="utf-8"))
-        assert written["schema_version"] == 3
+        assert written["schema_version"] == 4
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", written["started"])
         assert written["machine"]["cores"] >= 1
         assert written["machine"]["memory_bytes"] > 1e8
@@ -130,12 +131,12 @@ class TestLoad:
         with pytest.raises(RunFolderError, match=r"no `run\.json`.*No such file"):
             load_record(tmp_path)
 
-    @pytest.mark.parametrize("version", [4, 10])
+    @pytest.mark.parametrize("version", [5, 10])
     def test_a_newer_schema_is_refused_by_its_version(self, folder, version):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text()) | {"schema_version": version, "new_field": 1}
         folder.run_json.write_text(json.dumps(written))
-        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 3") as error:
+        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 4") as error:
             load_record(folder.path)
         assert "upgrade" in error.value.hint
 
@@ -291,6 +292,24 @@ class TestCurves:
         folder.path.write_text("a file now")
         with pytest.raises(RunFolderError, match="cannot be written"):
             folder.draw_curves(run_of([0.9]))
+
+
+class TestResumed:
+    @pytest.mark.parametrize(
+        ("schedule", "before", "now", "done", "warning"),
+        [
+            ("constant", 2, 5, 2, None),
+            ("cosine", 5, 5, 2, None),
+            ("cosine", None, 5, 2, None),
+            ("cosine", 2, 5, 2, "was started with `--epochs 2`, and it is resumed with `--epochs 5`"),
+            ("constant", 2, 2, 2, "The run has 2 epochs already, and `--epochs` is 2: no epoch is trained"),
+        ],
+    )
+    def test_what_is_different_in_it_is_warned_of(self, schedule, before, now, done, warning):
+        config = TrainConfig("single", "mlp", "digits", epochs=now, schedule=schedule)
+        earlier = run_of([0.5] * done).model_copy(update={"planned_epochs": before})
+        found = resume.about(config, earlier)
+        assert found is None if warning is None else warning in found
 
 
 class TestSchema:

@@ -153,6 +153,8 @@ def test_options_are_checked_without_importing_tensorflow():
         (["--strategy", "multiworker", "--timeout-seconds", "inf"], ["`--timeout-seconds` is inf"]),
         (["--strategy", "horovod", "--callback-timeout-seconds", "nan"], ["`--callback-timeout-seconds` is nan"]),
         (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["has no use for it", "`mpi_split`"]),
+        (["--strategy", "mine:Mine", "--sync-every", "2"], ["no use", "hint: set it with `--strategy-option sync_"]),
+        (["--strategy", "mine:Mine", "--workers", "2"], ["has no use for it", "`TRAITS = Traits(processes=True)`"]),
         (["--devices", "0"], ["`--devices` is 0"]),
         (["--profile", "20:10"], ["20:10", "10:20"]),
         (["--target-accuracy", "93"], ["93", "0.9"]),
@@ -263,14 +265,17 @@ def test_every_strategy_leaves_the_same_record(tmp_path):
 
 def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_path):
     options = ["--strategy", "single", "--model", "mlp", "--dataset", "digits", "--seed", "3", "--batch-size", "64"]
+    options += ["--schedule", "cosine"]
     assert run(*options, "--model-option", "width=16", "--epochs", "1", "--run-dir", "r", cwd=tmp_path).returncode == 0
     for epochs in (2, 3):
         done = run("--resume", "--run-dir", "r", "--epochs", str(epochs), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+        assert f"warning: The run was started with `--epochs {epochs - 1}`" in done.stdout
         resumed = load_record(tmp_path / "r")
         assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, epochs + 1))
         assert (resumed.global_batch_size, resumed.seed, resumed.model.options) == (64, 3, {"width": "16"})
     assert "`elsewhere` has no `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
+    assert "`--resume` needs `--run-dir`" in refuse(tmp_path, "--resume")
 
 
 def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
@@ -369,6 +374,42 @@ def test_what_is_probably_not_meant_in_own_functions_is_told_in_sentences(tmp_pa
     assert len(lines) == len(told)
     for line, words in zip(lines, told, strict=True):
         assert words in line
+
+
+STARTS_TENSORFLOW = """
+import keras, tensorflow as tf
+scale = tf.constant(1 / 255)
+net = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+
+def unbuilt(spec):
+    return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(spec.classes)])
+
+def few(spec):
+    return keras.Sequential([keras.Input(spec.input_shape), keras.layers.Flatten(), keras.layers.Dense(1)])
+"""
+
+
+@pytest.mark.parametrize("strategy", [["single"], ["custom", "--devices", "2"], ["mirrored", "--devices", "2"]])
+def test_own_code_may_use_tensorflow_where_it_is_imported(tmp_path, strategy):
+    (tmp_path / "mine.py").write_text(STARTS_TENSORFLOW)
+    options = ["--dataset", "digits", "--run-dir", "r", "--epochs", "1"]
+    done = run("--strategy", *strategy, "--model", "mine:unbuilt", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load_record(tmp_path / "r").model.parameters == 64 * 10 + 10
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("net", "The model `mine:net` is a model already, not a function that makes one"),
+        ("few", "are [1] per example, for 10 classes"),
+    ],
+)
+def test_an_own_model_that_cannot_be_trained_is_refused_in_a_sentence(tmp_path, model, said):
+    (tmp_path / "mine.py").write_text(STARTS_TENSORFLOW)
+    options = ["--strategy", "single", "--model", f"mine:{model}", "--dataset", "digits", "--run-dir", "r"]
+    assert said in refuse(tmp_path, *options)
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tfdist import data, models, registry, startup, strategies, terminal
 from tfdist.cluster import job_environment, process_exit
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation
-from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
 from tfdist.run import config as configs
@@ -87,8 +87,9 @@ class _TrainCommand(terminal.Command):
         if "--resume" not in args:
             return {}
         given = self._parsed(ctx, args)
-        if not (given.get("resume") and given.get("run_dir")):
+        if not given.get("resume") or given.get("help"):
             return {}
+        configs.require_run_to_resume(True, given.get("run_dir"))
         from tfdist.run.folder import load_record
 
         if given.get("strategy") and not (Path(given["run_dir"]) / "run.json").exists():
@@ -257,7 +258,10 @@ def run(config: TrainConfig, world: World) -> int:
     folder = RunFolder(path, resume=config.resume or serves)
     with terminal.any_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         show = (lambda *lines: None) if config.quiet else click.echo
-        return _reported(config, folder, show, stderr)
+        exit_code = _reported(config, folder, show, stderr)
+    if exit_code == EXIT_USAGE:
+        folder.remove_if_unused()
+    return exit_code
 
 
 def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None], stderr: TextIO) -> int:

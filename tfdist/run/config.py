@@ -162,8 +162,7 @@ class TrainConfig:
         for name in ("timeout_seconds", "callback_timeout_seconds"):
             if getattr(self, name) is not None:
                 checked_seconds(_option(name), getattr(self, name))
-        if self.resume and self.run_dir is None:
-            raise UsageError("`--resume` does not say which run", "name its folder with `--run-dir`")
+        require_run_to_resume(self.resume, self.run_dir)
         if self.quiet and self.verbose:
             raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
         _check_optimizer(self)
@@ -180,13 +179,21 @@ class TrainConfig:
         return dict(self.data_options) | policy
 
 
+def require_run_to_resume(resume: Any, run_dir: Any) -> None:
+    """Raises `UsageError` for `--resume` without `--run-dir`."""
+    if resume and run_dir is None:
+        raise UsageError("`--resume` needs `--run-dir`, which is not set", "name the run's folder with `--run-dir`")
+
+
 def _check_strategy_options(config: TrainConfig) -> None:
     """Refuses an option that the strategy does not use, that is set twice, or that the command itself sets."""
     for name in OF_STRATEGIES:
         if getattr(config, name) is not None and name not in config.traits.options:
             raise UsageError(
                 f"`{_option(name)}` is set, and `{config.strategy}` has no use for it",
-                f"leave it out, or use the strategy {' or '.join(f'`{s}`' for s in strategies.having(name))}",
+                f"set it with `--strategy-option {name}={getattr(config, name)}`"
+                if ":" in config.strategy
+                else f"leave it out, or use the strategy {' or '.join(f'`{s}`' for s in strategies.having(name))}",
             )
     for name in config.strategy_options:
         if name in ("devices", "seed"):

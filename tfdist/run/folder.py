@@ -41,6 +41,7 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], resume: bool = False):
         self.path = Path(path)
+        self._is_new = not self.path.exists()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
@@ -52,6 +53,13 @@ class RunFolder:
                 f"The run folder `{self.path}` already holds a run: {names}",
                 f"continue it with `python -m tfdist.train --resume --run-dir {path}`, or choose another `--run-dir`",
             )
+
+    def remove_if_unused(self) -> None:
+        """Removes the folder if this object made it and it holds at most a log: the run has not begun."""
+        if self._is_new and {path.name for path in self.path.iterdir()} <= {self.log.name}:
+            with contextlib.suppress(OSError):
+                self.log.unlink(missing_ok=True)
+                self.path.rmdir()
 
     @property
     def run_json(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,7 +53,9 @@ def check(config: TrainConfig, world: World, wanted: Processes) -> None:
         if count is not None and not getattr(config.traits, trait):
             raise UsageError(
                 f"`{option}` is {count}, and `{config.strategy}` has no use for it",
-                "use `--devices`, or one of the strategies " + ", ".join(strategies.having(trait)),
+                f"say `TRAITS = Traits({trait}=True)` in its module, as docs/strategies.md shows"
+                if ":" in config.strategy
+                else "use `--devices`, or one of the strategies " + ", ".join(strategies.having(trait)),
             )
         there = len(world.tasks_of(role)) if world.tasks else world.world_size
         if count is not None and world.world_size > 1 and count != there:
@@ -121,5 +124,5 @@ def _require_package(config: TrainConfig) -> None:
 
 def new_run_dir(config: TrainConfig, job_name: str) -> Path:
     """The folder of a run if the user has named none."""
-    names = [name.replace(":", ".") for name in (config.model, config.dataset, config.strategy)]
+    names = [re.sub(r"[:/\\]", ".", name) for name in (config.model, config.dataset, config.strategy)]
     return Path("runs") / "-".join([*names, job_name])

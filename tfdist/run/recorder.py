@@ -48,7 +48,7 @@ def begin_record(
         ),
         model=schema.ModelRecord(
             name=config.model,
-            parameters=model.count_params(),
+            parameters=_parameters(model),
             options={name: str(value) for name, value in session.model_options.items()},
         ),
         dataset=schema.DatasetRecord(
@@ -65,6 +65,7 @@ def begin_record(
         optimizer=model.optimizer.name,
         learning_rate=_learning_rate(model.optimizer),
         dtype_policy=config.dtype_policy,
+        planned_epochs=config.epochs,
         epochs=[] if earlier is None else list(earlier.epochs),
         startup_seconds=None if earlier is None else earlier.startup_seconds,
     )
@@ -90,6 +91,8 @@ class Recorder(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.raise_if_interrupted()
         found = self._session.record
+        if found is not None and found.model.parameters is None:
+            found.model.parameters = _parameters(self.model)
         if found is not None and found.startup_seconds is None:
             found.startup_seconds = (datetime.now(UTC) - found.started).total_seconds()
 
@@ -111,6 +114,11 @@ class Recorder(keras.callbacks.Callback):
             )
         self._session.folder.write(found)
         self._session.folder.write_history(found)
+
+
+def _parameters(model: Any) -> int | None:
+    """The number of scalars in the weights; `None` for a model whose weights are made by its first step."""
+    return int(model.count_params()) if model.built else None
 
 
 def _learning_rate(optimizer: Any) -> float | None:

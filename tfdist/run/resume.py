@@ -1,9 +1,10 @@
-"""Checks that a resumed run is the same run, and joins its commands."""
+"""Checks that a resumed run is the same run, says what is different in it, and joins its commands."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tfdist import terminal
 from tfdist.errors import UsageError
 from tfdist.run.config import TrainConfig
 from tfdist.run.schema import RunRecord
@@ -35,6 +36,21 @@ def refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
                 f"`{option} {now}`",
                 f"use `{option} {before}`, or begin another run in another `--run-dir`",
             )
+
+
+def about(config: TrainConfig, earlier: RunRecord) -> str | None:
+    """A warning if no epoch is left to train, or if those that are left follow another schedule; else `None`."""
+    done, before, now = len(earlier.epochs), earlier.planned_epochs, config.epochs
+    if done >= now:
+        has = terminal.counted(done, "epoch")
+        return f"The run has {has} already, and `--epochs` is {now}: no epoch is trained, the model is evaluated"
+    if config.schedule == "constant" or before in (None, now):
+        return None
+    return (
+        f"The run was started with `--epochs {before}`, and it is resumed with `--epochs {now}`: "
+        f"`--schedule {config.schedule}` now ends after epoch {now}, and the learning rates of the epochs before were "
+        f"not those of a run that was started with `--epochs {now}`"
+    )
 
 
 def _setting(name: str, options: Mapping[str, str]) -> str:

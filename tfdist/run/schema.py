@@ -27,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 import tfdist
 from tfdist.cluster.cores import cores
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -111,7 +111,7 @@ class ModelRecord(_Part):
     """The model."""
 
     name: str
-    parameters: int
+    parameters: int | None
     options: dict[str, str] = {}
 
 
@@ -191,6 +191,7 @@ class RunRecord(_Part):
     learning_rate: Number
     dtype_policy: str
     startup_seconds: Number = None
+    planned_epochs: int | None = None
     epochs: list[EpochRecord] = []
     peak_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
@@ -214,6 +215,7 @@ def example() -> RunRecord:
         optimizer="adam",
         learning_rate=0.001,
         dtype_policy="float32",
+        planned_epochs=5,
     )
 
 

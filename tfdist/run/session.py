@@ -20,6 +20,7 @@ from tfdist.cluster import consensus
 from tfdist.cluster.world import World
 from tfdist.data.formats import text
 from tfdist.errors import UsageError
+from tfdist.internals.tensorflow import runtime_started
 from tfdist.profiling import trace
 from tfdist.run import advice, flops, optimizers, resume, schema, usage, vocabularies
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
@@ -76,12 +77,8 @@ class Session:
         earlier = load_record(self.folder.path) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
             resume.refuse_other_run(config, earlier)
-        if vocabularies.asks_chief(config):
-            strategy = self._strategy(None)
-            source = self._load_with_words_of_chief(strategy)
-        else:
-            source = self._load()
-            strategy = self._strategy(source)
+            self._warn(resume.about(config, earlier))
+        strategy, source = self._strategy_and_source()
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(config.dtype_policy)
 
@@ -96,7 +93,7 @@ class Session:
             compiled = model.compiled
             if not compiled:
                 tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
-        if ":" in config.model or ":" in config.dataset:
+        if _is_of_user(config):
             self._advise(model, source, compiled)
         self.record = begin_record(self, strategy, model, source, earlier)
         self.folder.write(self.record)
@@ -148,6 +145,16 @@ class Session:
         of_batch = {"streams": self.config.batch_size} if _keeps_streams(self.config) else {}
         return of_batch | dict(self.config.model_options)
 
+    def _strategy_and_source(self) -> tuple[Any, data.Source]:
+        """The strategy is made before the dataset, since the user's own code may start TensorFlow, where it can be."""
+        if _may_use_one_thread(self.config):
+            source = self._load()
+            return self._strategy(source), source
+        strategy = self._strategy(None)
+        if vocabularies.asks_chief(self.config):
+            return strategy, self._load_with_words_of_chief(strategy)
+        return strategy, self._load()
+
     def _load(self, **options: Any) -> data.Source:
         config = self.config
         source = data.load(config.dataset, config.data_dir, **config.load_options, **options)
@@ -173,8 +180,8 @@ class Session:
         options: dict[str, Any] = {}
         if (
             source is not None
-            and config.strategy in ("single", "custom")
-            and config.devices in (None, 1)
+            and _may_use_one_thread(config)
+            and not runtime_started()  # by the user's own code, which has fixed the threads
             and flops.step_is_small(config.model, source.spec, config.batch_size, self.model_options)
         ):
             options["threads"] = 1
@@ -202,8 +209,12 @@ class Session:
         of_optimizer = ("optimizer", "learning_rate", "momentum", "weight_decay")
         for name in of_optimizer if compiled else ():
             if getattr(self.config, name) is not None:
-                self._show(f"warning: The model is compiled already, and `--{name.replace('_', '-')}` has no effect.")
+                self._warn(f"The model is compiled already, and `--{name.replace('_', '-')}` has no effect")
         for sentence in advice.about(model, source):
+            self._warn(sentence)
+
+    def _warn(self, sentence: str | None) -> None:
+        if sentence is not None:
             self._show(f"warning: {sentence}.")
 
     def _callbacks(self, strategy: Any) -> list[Any]:
@@ -248,8 +259,7 @@ class Session:
         run = tasks.Run(model, source, strategy, self.folder.path, self.config.batch_size, self.config.seed)
         with writing(self.folder.path):
             tasks.show(run)
-        if run.skipped is not None:
-            self._show(f"warning: {run.skipped}.")
+        self._warn(run.skipped)
         self._shown = run.files
         if run.scores:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
@@ -259,6 +269,15 @@ class Session:
         with writing(self.folder.path):
             files.write_text(self.folder.profile, text + "\n")
         self._show(text)
+
+
+def _is_of_user(config: TrainConfig) -> bool:
+    """Whether model or dataset are the user's own code."""
+    return ":" in config.model or ":" in config.dataset
+
+
+def _may_use_one_thread(config: TrainConfig) -> bool:
+    return config.strategy in ("single", "custom") and config.devices in (None, 1)
 
 
 def _keeps_streams(config: TrainConfig) -> bool:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdist.errors import UsageError
+
 if TYPE_CHECKING:
     import keras
 
@@ -87,9 +89,27 @@ class Run:
 
 
 def compile(model: keras.Model, spec: DataSpec, optimizer: Any) -> None:
-    """Compiles `model` with the loss and the metrics of the task of `spec`."""
+    """Compiles `model` with the loss and the metrics of the task of `spec`.
+
+    Raises:
+        UsageError: the model returns fewer numbers than there are classes.
+    """
+    import keras
+
     task = _module(spec)
-    model.compile(optimizer, task.loss(spec), metrics=task.metrics(spec))
+    loss = task.loss(spec)
+    if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+        _require_logits_of_all_classes(model, spec.classes)
+    model.compile(optimizer, loss, metrics=task.metrics(spec))
+
+
+def _require_logits_of_all_classes(model: keras.Model, classes: int) -> None:
+    shape = getattr(model, "output_shape", None) if model.built else None  # unknown for a subclassed model
+    if isinstance(shape, tuple) and isinstance(shape[-1], int) and shape[-1] < classes:
+        raise UsageError(
+            f"The outputs of the model `{model.name}` are {list(shape[1:])} per example, for {classes} classes",
+            f"end it with one logit per class, as in `keras.layers.Dense({classes})`, or compile it with another loss",
+        )
 
 
 def show(run: Run) -> None:
