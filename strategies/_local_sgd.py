@@ -226,7 +226,7 @@ class OwnBatches(Batches):
     def _end(self, state: Any, step: Any) -> Any:
         """The position of step `step` in this process' examples: the same fraction as in all examples, rounded."""
         (_, positions), examples = state
-        seen = tf.cast(tf.minimum(step * self.whole.batch_size, examples), tf.int64)
+        seen = tf.minimum(tf.cast(step, tf.int64) * self.whole.batch_size, examples)
         own_count, examples = tf.cast(tf.shape(positions[0])[0], tf.int64), tf.cast(examples, tf.int64)
         return tf.cast((2 * own_count * seen + examples) // (2 * examples), tf.int32)
 

@@ -166,7 +166,8 @@ def test_a_pipeline_can_have_threads_of_its_own_and_give_up_its_order():
 def test_shards_of_whole_files_have_every_example_once_and_no_file_twice(batch_size, world_size):
     files = np.random.default_rng(0).integers(9, size=100)
     indices = order.epoch_order(100, SEED, 0)
-    ranks = [order.parts_by_file(indices, files, batch_size, rank, world_size) for rank in range(world_size)]
+    parts = [order.parts_by_file(indices, files, batch_size, rank, world_size) for rank in range(world_size)]
+    ranks = [[of_rank.joined(step, step + 1) for step in range(len(of_rank))] for of_rank in parts]
     assert len({len(batches) for batches in ranks}) == 1
     mine = [np.concatenate(batches) for batches in ranks]
     assert sorted(np.concatenate(mine)) == list(range(100))

@@ -71,7 +71,7 @@ def batch_spec(arrays: Any) -> Any:
     return tree.traverse(spec_one, arrays)
 
 
-def number_of_examples(arrays: Any) -> int:
-    """The length of the first array of a structure that `sliceable` made."""
-    first = next(array for array in tree.flatten(arrays) if array is not None)
+def number_of_examples(adapter: ArrayDataAdapter) -> int:
+    """The length of the adapter's first array."""
+    first = next(array for array in tree.flatten(adapter._inputs) if array is not None)
     return int(first.shape[0])

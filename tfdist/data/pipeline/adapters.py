@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -9,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.data.pipeline import order
-from tfdist.data.pipeline.array_feed import ArrayFeed, Order
+from tfdist.data.pipeline.array_feed import ArrayFeed, OrderOf
 from tfdist.data.pipeline.dataset_feed import DatasetFeed, InOrder
 from tfdist.data.pipeline.feed import NO_BATCHES, Feed
+from tfdist.data.pipeline.large_feed import LargeArrayFeed
 from tfdist.data.pipeline.processes import PerProcess
 from tfdist.errors import DataError, UsageError
 from tfdist.internals import keras_data
@@ -88,9 +91,7 @@ def make(request: Request, seed: int) -> Feed:
     if adapter.num_batches == 0:
         raise DataError(*NO_BATCHES)
     if isinstance(adapter, keras_data.ArrayDataAdapter):
-        arrays = keras_data.sliceable(adapter)
-        examples = keras_data.number_of_examples(arrays)
-        return ArrayFeed(arrays, adapter.batch_size, _order(examples, adapter.batch_size, shuffle, seed))
+        return _of_arrays(adapter, shuffle, seed)
     return DatasetFeed(adapter, x if isinstance(x, InOrder) else None)
 
 
@@ -107,7 +108,15 @@ def _one_more(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[An
         yield batch
 
 
-def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> Order:
+def _of_arrays(adapter: Any, shuffle: Any, seed: int) -> Feed:
+    large = order.is_computed(keras_data.number_of_examples(adapter))
+    with tf.device("CPU:0") if large else contextlib.nullcontext():
+        arrays = keras_data.sliceable(adapter)
+    order_of = _order(keras_data.number_of_examples(adapter), adapter.batch_size, shuffle, seed)
+    return (LargeArrayFeed if large else ArrayFeed)(arrays, adapter.batch_size, order_of)
+
+
+def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> OrderOf:
     """The order that Keras' argument `shuffle` asks for."""
     if shuffle == "batch":
         return lambda epoch: order.order_within_batches(examples, batch_size, seed, epoch)

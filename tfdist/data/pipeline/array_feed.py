@@ -14,8 +14,8 @@ from tfdist.data.pipeline import batch_parts, order
 from tfdist.data.pipeline.feed import Batches, Feed
 from tfdist.internals import keras_data
 
-# The indices of the examples in the order in which pass number `epoch` takes them: int32 `[n]`.
-Order = Callable[[int], np.ndarray]
+# The order in which pass number `epoch` takes the examples.
+OrderOf = Callable[[int], order.Order]
 
 
 def tensors(x: Any, y: Any, *, on_host: bool = False) -> Any:
@@ -37,7 +37,9 @@ class Transform(Protocol):
 
 
 class ArrayFeed(Feed):
-    """Examples in memory, in an order that each pass may have of its own.
+    """Examples in memory, in an order that each pass may have of its own, and that is a tensor as a whole.
+
+    An order too long for that has `LargeArrayFeed`.
 
     Args:
         arrays: a structure of tensors, as `keras_data.sliceable` gives it; also an attribute.
@@ -46,7 +48,7 @@ class ArrayFeed(Feed):
         transform: what is done to a batch, if anything.
     """
 
-    def __init__(self, arrays: Any, batch_size: int, order_of: Order, transform: Transform | None = None):
+    def __init__(self, arrays: Any, batch_size: int, order_of: OrderOf, transform: Transform | None = None):
         self.arrays = arrays
         self._order_of = order_of
         self._transform = transform
@@ -59,18 +61,24 @@ class ArrayFeed(Feed):
 
     def start(self, epoch: int, first_batch: int) -> Any:
         del first_batch  # any batch can be fetched at any time
-        indices = self._order_of(epoch)
+        indices = self._order_of(epoch)[:]
         extras = () if self._transform is None else self._transform.extras(epoch, indices)
         return self.arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
 
-    def datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
-        """A graph, kept for all epochs: `datasets(first_batch, *positions)` is a pass of part `index` of `count`."""
+    def dataset(
+        self, index: int, count: int, epoch: int, first_batch: int, deterministic: bool = True
+    ) -> tf.data.Dataset:
+        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on; one gather per batch."""
         asked = (index, count, deterministic)
-        if asked not in self._datasets:
-            self._datasets[asked] = self._make_datasets(index, count, deterministic)
-        return self._datasets[asked]
+        with tf.init_scope(), tf.device("CPU:0"):
+            if asked not in self._datasets:
+                self._datasets[asked] = self._make_datasets(*asked)
+            _, positions = self.start(epoch, first_batch)
+            return self._datasets[asked](tf.constant(first_batch, tf.int64), *positions)
 
     def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        """A graph for all epochs: `dataset(first_batch, *positions)`."""
+
         @tf.function(autograph=False)
         def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
@@ -100,12 +108,14 @@ class ArrayBatches(Batches):
 
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
         _, positions = state
-        return tuple(self._rows(of_each, step * self.batch_size) for of_each in positions)
+        return tuple(self._rows(of_each, step) for of_each in positions)
 
-    def _rows(self, of_each: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
+    def _rows(self, of_each: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         if not (self.even and self.length_is_known):
+            # Processes that each bring their own arrays step on after the end of theirs, and int32 must not wrap.
+            begin = tf.minimum(step, tf.shape(of_each)[0] // self.batch_size + 1) * self.batch_size
             return of_each[begin : begin + self.batch_size]
-        rest = of_each.shape[1:]
+        begin, rest = step * self.batch_size, of_each.shape[1:]
         return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:

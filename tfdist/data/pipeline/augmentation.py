@@ -1,8 +1,8 @@
 """Augmentation: random crops and flips whose random numbers depend on (seed, epoch, example) only.
 
-All random numbers of an epoch form one table with one row per example. An example is therefore augmented in the same
-way on any replica, in any batch, and after a run is resumed. The functions work on batches in a graph: on the device
-for arrays in memory, in the input pipeline for files.
+All random numbers of an epoch form one table with one row per example; a very large table is computed by row. An
+example is therefore augmented in the same way on any replica, in any batch, and after a run is resumed. The functions
+work on batches in a graph: on the device for arrays in memory, in the input pipeline for files.
 
 Synopsis:
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfdist.data.pipeline import order, permutation
 from tfdist.data.spec import DataSpec
 from tfdist.errors import UnknownNameError, UsageError
 
@@ -88,6 +89,13 @@ def check(augmentation: Augmentation | None, spec: DataSpec) -> None:
 def table(examples: int, draws: int, seed: int, epoch: int) -> np.ndarray:
     """The random numbers of an epoch, uniform in [0, 1): float32 `[examples, draws]`; row i belongs to example i."""
     return np.random.default_rng([seed, epoch, _STREAM]).random((examples, draws), np.float32)
+
+
+def rows(examples: int, draws: int, seed: int, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+    """The random numbers of an epoch of so many examples: float32 `[n, draws]` for the examples int `[n]`."""
+    if order.is_computed(examples):
+        return lambda indices: permutation.uniform(indices, draws, [seed, epoch, _STREAM])
+    return table(examples, draws, seed, epoch).__getitem__
 
 
 def _crop_flip(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
@@ -185,10 +193,11 @@ class Augmented:
     spec: DataSpec
     augmentation: Augmentation
     seed: int
+    examples: int
 
     def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
         """The random numbers of each example, float32 `[n, draws]`."""
-        return (table(int(indices.max()) + 1, self.augmentation.draws, self.seed, epoch)[indices],)
+        return (rows(self.examples, self.augmentation.draws, self.seed, epoch)(indices),)
 
     def __call__(self, data: tuple[Any, Any], draws: tf.Tensor) -> tuple[Any, Any]:
         return self.augmentation(self.spec, data, draws)

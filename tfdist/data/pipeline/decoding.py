@@ -43,7 +43,6 @@ class Decoder:
         self._augmentation = None if self._crops else augmentation
         self._masks = spec.task == "segmentation"
         self._cache = cache
-        self._datasets: dict[Any, Callable[..., tf.data.Dataset]] = {}
         if isinstance(files, Pictures):
             with tf.init_scope(), tf.device("CPU:0"):
                 self._pictures = tf.constant(list(files.pictures))
@@ -56,7 +55,7 @@ class Decoder:
         """Example number `index`, augmented.
 
         Args:
-            index: int32 scalar.
+            index: integer scalar.
             draws: the random numbers of the example, float32 `[draws]`.
 
         Returns:
@@ -69,33 +68,6 @@ class Decoder:
         data = (x[tf.newaxis], y[tf.newaxis])
         x, y = self._augmentation(self._spec, data, draws[tf.newaxis])
         return x[0], y[0]
-
-    def datasets(self, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
-        """A function, traced once for all epochs, that returns batches of `length` examples as a dataset.
-
-        `datasets(indices, table, batches)` takes the numbers of the examples, int32 `[n]`, their random numbers,
-        float32 `[n, draws]`, and the number of batches.
-        """
-        asked = (length, draws, deterministic)
-        if asked not in self._datasets:
-            self._datasets[asked] = self._make_datasets(*asked)
-        return self._datasets[asked]
-
-    def _make_datasets(self, length: int, draws: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
-        run = [tf.TensorSpec([None], tf.int32), tf.TensorSpec([None, draws], tf.float32), tf.TensorSpec([], tf.int64)]
-
-        @tf.function(input_signature=run, autograph=False)
-        def dataset(indices: tf.Tensor, table: tf.Tensor, batches: tf.Tensor) -> tf.data.Dataset:
-            examples = tf.data.Dataset.from_tensor_slices((indices, table))
-            decode = tf.autograph.experimental.do_not_convert(self.__call__)
-            decoded = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-            if length:
-                return decoded.batch(length, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
-            # A rank may have no part of a batch; its batch then has no examples.
-            nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
-            return tf.data.Dataset.from_tensors(nothing).repeat(batches)
-
-        return dataset
 
     def fitted(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Example number `index`, checked and resized; a separate stage, so that it can be timed."""

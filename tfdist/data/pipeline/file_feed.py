@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +43,12 @@ class FileFeed(Feed):
         self.examples = examples
         self.batch_size = batch_size
         self.num_batches = -(-examples // batch_size)
-        of_any_size = functools.partial(tree.map_structure, lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype))
-        self.spec = of_any_size(pipeline(0, 0).element_spec)
+        if self.num_batches > tf.int32.max:
+            raise UsageError(
+                f"An epoch has {self.num_batches:,} batches, and steps are counted up to {tf.int32.max:,}",
+                f"use a batch size of at least {-(-examples // tf.int32.max)}",
+            )
+        self.spec = tree.map_structure(_of_any_size, pipeline(0, 0).element_spec)
         alone = world.world_size == 1
         self.batches: Any = (
             DatasetBatches(length_known=True)
@@ -73,6 +76,10 @@ class FileFeed(Feed):
             raise problem from error
 
 
+def _of_any_size(spec: Any) -> Any:
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if isinstance(spec, tf.TensorSpec) else spec
+
+
 @dataclass(frozen=True)
 class RankBatches(DatasetBatches):
     """The iterator has only what the replicas of this rank take of a global batch."""
@@ -83,8 +90,8 @@ class RankBatches(DatasetBatches):
     batch_size: int
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        size = tf.minimum(self.batch_size, self.examples - step * self.batch_size)
-        return next(state), size
+        whole, rest = divmod(self.examples, self.batch_size)
+        return next(state), tf.where(step < whole, self.batch_size, rest)
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         del state

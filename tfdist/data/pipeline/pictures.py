@@ -9,7 +9,7 @@ each batch is decoded while those before it are trained on, by the rank that nee
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tfdist.data.pipeline.decoding import Decoder
     from tfdist.data.pipeline.disk_cache import DiskCache
     from tfdist.data.pipeline.feed import Feed
+    from tfdist.data.pipeline.tf_datasets import DecodedBatches
 
 # A split that takes at most this share of the memory that is free is decoded once.
 SHARE_OF_MEMORY = 0.25
@@ -72,6 +73,7 @@ class PictureSource(Source):
         self.cache = cache
         self._caches: dict[tuple[str, bool], str] = {}
         self._decoders: dict[tuple[str, Augmentation | None], Decoder] = {}
+        self._decoded: dict[Part, DecodedBatches] = {}
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
             for split, (numbers, problems) in scan.good(spec, self.files).items():
@@ -123,20 +125,41 @@ class PictureSource(Source):
         augmentation = self.augmentation(part.augment)
         if not part.by_file and self.in_memory(part.split, augmentation):
             return super()._batches(part)
-        from tfdist.data.pipeline import decoding, tf_datasets
+        whole = dataclasses.replace(part, epoch=0, first_batch=0)
+        if whole not in self._decoded:
+            self._decoded[whole] = self._decoded_batches(whole)
+        return self._decoded[whole].of_epoch(part.epoch, part.first_batch)
 
-        files, world, size = self.files[part.split], part.world, part.global_batch_size
-        indices = self._order_of(part.split, size, part.seed, part.shuffle)(part.epoch)
-        if part.by_file:
-            batches = order.parts_by_file(indices, files.file_numbers, size, world.rank, world.world_size)
-        else:
-            batches = order.parts(indices, size, world.rank, world.world_size)
-        table = augmentations.table(len(indices), augmentation.draws if augmentation else 0, part.seed, part.epoch)
-        if (part.split, augmentation) not in self._decoders:
-            cache = self._disk_cache(part.split) if self.cache_of(part.split, augmentation) == "disk" else None
-            self._decoders[part.split, augmentation] = decoding.Decoder(self.spec, files, augmentation, cache)
-        decoder = self._decoders[part.split, augmentation]
-        return tf_datasets.of_examples(decoder, batches[part.first_batch :], table, part.deterministic)
+    def _decoded_batches(self, part: Part) -> DecodedBatches:
+        """The batches of all epochs."""
+        from tfdist.data.pipeline import tf_datasets
+
+        files, ranks, size = self.files[part.split], (part.world.rank, part.world.world_size), part.global_batch_size
+        order_of = self._order_of(part.split, size, part.seed, part.shuffle)
+        augmentation = self.augmentation(part.augment)
+
+        def parts_of(epoch: int) -> order.Parts:
+            if part.by_file:
+                return order.parts_by_file(order_of(epoch), files.file_numbers, size, *ranks)
+            return order.Parts(order_of(epoch), size, *ranks)
+
+        decoder = self._decoder(part.split, augmentation)
+        if augmentation is None:
+            return tf_datasets.DecodedBatches(decoder, parts_of, deterministic=part.deterministic)
+        draws = augmentation.draws
+
+        def draws_of(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+            return augmentations.rows(len(files), draws, part.seed, epoch)
+
+        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, part.deterministic)
+
+    def _decoder(self, split: str, augmentation: Augmentation | None) -> Decoder:
+        from tfdist.data.pipeline import decoding
+
+        if (split, augmentation) not in self._decoders:
+            cache = self._disk_cache(split) if self.cache_of(split, augmentation) == "disk" else None
+            self._decoders[split, augmentation] = decoding.Decoder(self.spec, self.files[split], augmentation, cache)
+        return self._decoders[split, augmentation]
 
     def in_memory(self, split: str, augmentation: Augmentation | None = None) -> bool:
         """Whether the split is decoded once into memory."""
@@ -170,7 +193,7 @@ class PictureSource(Source):
 
     def _with_spec(self, **changes: Any) -> Self:
         changed = super()._with_spec(**changes)
-        changed._caches, changed._decoders = {}, {}
+        changed._caches, changed._decoders, changed._decoded = {}, {}, {}
         return changed
 
     def _disk_cache(self, split: str) -> DiskCache:

@@ -30,9 +30,10 @@ from tfdist.errors import DataError, UnknownNameError, UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfdist.data.pipeline.array_feed import ArrayFeed, Order, Transform
+    from tfdist.data.pipeline.array_feed import ArrayFeed, OrderOf, Transform
     from tfdist.data.pipeline.augmentation import Augmentation
     from tfdist.data.pipeline.feed import Feed
+    from tfdist.data.pipeline.large_feed import LargePasses
 
 # The first `count` examples of a split, in the split's stored order.
 Read = Callable[[str, int], Arrays]
@@ -83,7 +84,7 @@ class Source:
         self._bucketed = bucketed
         self._arrays: dict[str, Arrays] = {}
         self._tensors: dict[str, Any] = {}
-        self._host_feeds: dict[Any, ArrayFeed] = {}
+        self._made: dict[Any, ArrayFeed | LargePasses] = {}
 
     @classmethod
     def from_arrays(
@@ -197,7 +198,8 @@ class Source:
         Args:
             split: "train", "validation" or "test".
             global_batch_size: examples a step, over all ranks.
-            world: this process' place; where examples are files, they are read by the rank that needs them.
+            world: this process' place; examples that are files, or too many for an order that is drawn, are read by
+                the rank that needs them.
             seed: with the epoch, all that order and augmentation depend on.
             shuffle: whether to shuffle; None shuffles "train" alone. Characters stay in order.
             augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
@@ -208,11 +210,14 @@ class Source:
             UsageError: a batch size below 1, or an augmentation that the examples cannot have.
             UnknownNameError, DataError: as `arrays`.
         """
-        del world
-        augmentation = self.augmentation(augment)
-        return self._array_feed(
-            split, global_batch_size, seed, shuffle, augmentation, on_host=False, stream_positions=stream_positions
-        )
+        asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment), stream_positions)
+        if not self._by_range(split):
+            from tfdist.data.pipeline.array_feed import ArrayFeed
+
+            return ArrayFeed(*self._in_memory(*asked, on_host=False))
+        from tfdist.data.pipeline.large_feed import LargeFeed
+
+        return LargeFeed(self._passes(*asked), world)
 
     def pipeline(
         self,
@@ -263,26 +268,37 @@ class Source:
         return tf_datasets.with_options(self._batches(part), threads, deterministic)
 
     def _batches(self, part: Part) -> tf.data.Dataset:
-        from tfdist.data.pipeline import tf_datasets
-
         if part.by_file:
             raise UsageError(
                 f"The examples of `{self.spec.name}` are in memory, and in no files to be dealt out",
                 "leave `by_file` out",
             )
-        feed = self.host_feed(
+        passes = self.passes(
             part.split, part.global_batch_size, seed=part.seed, shuffle=part.shuffle, augment=part.augment
         )
-        return tf_datasets.of_feed(feed, part.world, part.epoch, part.first_batch, part.deterministic)
+        return passes.dataset(part.world.rank, part.world.world_size, part.epoch, part.first_batch, part.deterministic)
 
-    def host_feed(
+    def passes(
         self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
-    ) -> ArrayFeed:
-        """As `feed`, of arrays on the CPU, where `tf.data` works; made once."""
-        asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment))
-        if asked not in self._host_feeds:
-            self._host_feeds[asked] = self._array_feed(*asked, on_host=True)
-        return self._host_feeds[asked]
+    ) -> ArrayFeed | LargePasses:
+        """As `feed`, for pipelines on the CPU, where `tf.data` works; made once."""
+        return self._passes(split, global_batch_size, seed, shuffle, self.augmentation(augment), False)
+
+    def _passes(self, *asked: Any) -> Any:
+        if asked not in self._made:
+            self._made[asked] = self._make_passes(*asked)
+        return self._made[asked]
+
+    def _make_passes(self, *asked: Any) -> ArrayFeed | LargePasses:
+        from tfdist.data.pipeline.array_feed import ArrayFeed
+        from tfdist.data.pipeline.large_feed import LargePasses
+
+        return (LargePasses if self._by_range(asked[0]) else ArrayFeed)(*self._in_memory(*asked, on_host=True))
+
+    def _by_range(self, split: str) -> bool:
+        """Whether a split has so many examples that their order is never a tensor as a whole."""
+        self._check_split(split)
+        return order.is_computed(self.spec.examples[split])
 
     def augmentation(self, augment: str) -> Augmentation | None:
         """The augmentation of that name, `None` for "none", after a check that the examples can have it."""
@@ -290,18 +306,19 @@ class Source:
         augmentations.check(augmentation, self.spec)
         return augmentation
 
-    def _array_feed(
+    def _in_memory(
         self,
         split: str,
         batch_size: int,
         seed: int,
         shuffle: bool | None,
         augmentation: Augmentation | None,
+        stream_positions: bool,
         *,
         on_host: bool,
-        stream_positions: bool = False,
-    ) -> ArrayFeed:
-        from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
+    ) -> tuple[Any, int, OrderOf, Transform | None]:
+        """What a feed of arrays is made of."""
+        from tfdist.data.pipeline.array_feed import tensors
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
         arrays = self.arrays(split)
@@ -311,10 +328,10 @@ class Source:
         if stream_positions:
             stream, position = order.stream_positions(len(arrays[1]), batch_size)
             arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
-        held = self._tensors[split] if on_host else tensors(*arrays)
-        return ArrayFeed(held, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed))
+        held = self._tensors[split] if on_host and not stream_positions else tensors(*arrays, on_host=on_host)
+        return held, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed)
 
-    def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> Order:
+    def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> OrderOf:
         """The order of each epoch, after a check of what it is asked for."""
         self._check_split(split)
         examples = self.spec.examples[split]
@@ -342,13 +359,13 @@ class Source:
     ) -> Transform | None:
         if self._bucketed:
             return padding.Trimmed(sentence_lengths(arrays[0]), batch_size)
-        return None if augmentation is None else augmentations.Augmented(self.spec, augmentation, seed)
+        return None if augmentation is None else augmentations.Augmented(self.spec, augmentation, seed, len(arrays[1]))
 
     def _with_spec(self, **changes: Any) -> Self:
         """A copy with other facts, which has read nothing yet."""
         changed = copy.copy(self)
         changed.spec = dataclasses.replace(self.spec, **changes)
-        changed._arrays, changed._tensors, changed._host_feeds = {}, {}, {}
+        changed._arrays, changed._tensors, changed._made = {}, {}, {}
         return changed
 
     def _check_split(self, split: str) -> None:

@@ -1,27 +1,19 @@
-"""Batches as a `tf.data.Dataset`: of a feed of arrays, of files; and the options of every pipeline."""
+"""Batches of decoded examples as a `tf.data.Dataset`, and the options of every pipeline."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster.world import World
-from tfdist.data.pipeline.array_feed import ArrayFeed
+from tfdist.data.pipeline import order, ranges
 from tfdist.data.pipeline.decoding import Decoder
 
 # Examples decoded into one piece.
 _AT_ONCE = 64
-
-
-def of_feed(feed: ArrayFeed, world: World, epoch: int, first_batch: int, deterministic: bool) -> tf.data.Dataset:
-    """This rank's part of each global batch of a pass, from batch `first_batch` on; one gather a batch."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        _, positions = feed.start(epoch, first_batch)
-        dataset = feed.datasets(world.rank, world.world_size, deterministic)
-        return dataset(tf.constant(first_batch, tf.int64), *positions)
 
 
 def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: bool) -> tf.data.Dataset:
@@ -38,24 +30,73 @@ def with_options(dataset: tf.data.Dataset, threads: int | None, deterministic: b
     return dataset.with_options(options)
 
 
-def of_examples(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool) -> tf.data.Dataset:
-    """Batches of examples that are decoded in parallel.
+class DecodedBatches:
+    """Batches of examples that are decoded in parallel, in any epoch from any batch on.
 
     Args:
         decoder: makes the examples.
-        batches: the numbers of the examples of each batch, int32 `[b]`.
-        table: the random numbers of all examples, float32 `[N, draws]`.
+        parts_of: this rank's examples in each batch of an epoch.
+        draws: the number of random numbers per example.
+        draws_of: the random numbers of an epoch: float32 `[n, draws]` for the examples int `[n]`.
         deterministic: whether the batches come in order.
     """
-    datasets = [_of_run(decoder, run, table, deterministic) for run in _runs(batches) or [[]]]
-    return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        parts_of: Callable[[int], order.Parts],
+        draws: int = 0,
+        draws_of: Callable[[int], Callable[[np.ndarray], np.ndarray]] | None = None,
+        deterministic: bool = True,
+    ):
+        self._decoder = decoder
+        # What is drawn is drawn once per epoch; training and a look at another epoch may alternate.
+        self._parts_of = functools.lru_cache(maxsize=2)(parts_of)
+        self._draws_of = functools.lru_cache(maxsize=2)(draws_of) if draws_of else None
+        self._specs = [tf.TensorSpec([None], order.index_type(len(decoder))), tf.TensorSpec([None, draws], tf.float32)]
+        self._deterministic = deterministic
+        self._datasets: dict[int, Callable[..., tf.data.Dataset]] = {}
+
+    def of_epoch(self, epoch: int, first_batch: int = 0) -> tf.data.Dataset:
+        """The batches from number `first_batch` on."""
+        runs = self._parts_of(epoch).runs(first_batch) or [(0, 0, 1)]
+        datasets = [self._of_run(epoch, *run) for run in runs]
+        return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
+
+    def _of_run(self, epoch: int, begin: int, end: int, length: int) -> tf.data.Dataset:
+        if length not in self._datasets:
+            self._datasets[length] = self._make_datasets(length)
+        with tf.init_scope(), tf.device("CPU:0"):
+            return self._datasets[length](*(tf.constant(number, tf.int64) for number in (epoch, begin, end)))
+
+    def _make_datasets(self, length: int) -> Callable[..., tf.data.Dataset]:
+        """A function, traced once for all epochs, for batches of `length` examples of which the last may have fewer."""
+        decoder, parallel = tf.autograph.experimental.do_not_convert(self._decoder.__call__), tf.data.AUTOTUNE
+
+        @tf.function(autograph=False)
+        def dataset(epoch: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
+            examples = ranges.by_example(self._rows, self._specs, max(length, 1), (epoch, begin, end))
+            decoded = examples.map(decoder, num_parallel_calls=parallel, deterministic=self._deterministic)
+            if length:
+                return decoded.batch(length, num_parallel_calls=parallel, deterministic=self._deterministic)
+            # A rank may have no part of a batch; its batch then has no examples.
+            nothing = tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), decoded.element_spec)
+            return tf.data.Dataset.from_tensors(nothing).repeat(end - begin)
+
+        return dataset
+
+    def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
+        """The numbers of the examples of these batches, and their random numbers."""
+        indices = self._parts_of(epoch).joined(begin, end)
+        if self._draws_of is None:
+            return indices, np.zeros((len(indices), 0), np.float32)
+        return indices, self._draws_of(epoch)(indices)
 
 
 def all_examples(decoder: Decoder) -> Any:
     """All examples in stored order, as pairs of NumPy arrays of a few examples each."""
-    numbers = np.arange(len(decoder), dtype=np.int32)
-    batches = np.split(numbers, range(_AT_ONCE, len(numbers), _AT_ONCE))
-    return of_examples(decoder, batches, np.zeros((len(numbers), 0), np.float32), True).as_numpy_iterator()
+    stored = order.Parts(order.as_stored(len(decoder)), _AT_ONCE)
+    return DecodedBatches(decoder, lambda epoch: stored).of_epoch(0).as_numpy_iterator()
 
 
 def numbers_of_good(decoder: Decoder) -> list[int]:
@@ -66,25 +107,6 @@ def numbers_of_good(decoder: Decoder) -> list[int]:
         x, y = decoder(index, tf.zeros(0))
         return index, tf.reduce_max(x), tf.reduce_max(y)  # what is not asked for is not computed
 
-    numbers = tf.data.Dataset.range(len(decoder), output_type=tf.int32)
+    numbers = tf.data.Dataset.range(len(decoder))
     good = numbers.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).ignore_errors()
     return [int(index) for index, _, _ in good.as_numpy_iterator()]
-
-
-def _runs(batches: list[np.ndarray]) -> list[list[np.ndarray]]:
-    """Batches that follow each other and are of one length, or shorter at the end: few runs keep all cores decoding."""
-    runs: list[list[np.ndarray]] = []
-    for batch in batches:
-        goes_on = runs and len(runs[-1][-1]) == len(runs[-1][0]) and 0 < len(batch) <= len(runs[-1][0])
-        if goes_on or (runs and not len(batch) and not len(runs[-1][0])):
-            runs[-1].append(batch)
-        else:
-            runs.append([batch])
-    return runs
-
-
-def _of_run(decoder: Decoder, batches: list[np.ndarray], table: np.ndarray, deterministic: bool) -> tf.data.Dataset:
-    indices = np.concatenate(batches) if batches else np.zeros(0, np.int32)
-    length = len(batches[0]) if batches else 1
-    with tf.init_scope(), tf.device("CPU:0"):
-        return decoder.datasets(length, table.shape[1], deterministic)(indices, table[indices], len(batches))

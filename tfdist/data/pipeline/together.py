@@ -22,6 +22,7 @@ from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.dataset_feed import DatasetFeed
 from tfdist.data.pipeline.feed import ONLY_PARTS, Batches, Feed
+from tfdist.data.pipeline.large_feed import LargeArrayFeed
 from tfdist.errors import UsageError
 from tfdist.internals.keras import tree
 from tfdist.internals.tensorflow import without_strategy
@@ -40,7 +41,7 @@ def shared(feed: Feed, strategy: Strategy) -> Feed:
         strategy,
         {"the examples": feed.examples, "the batches": feed.num_batches, "the batch size": feed.batch_size},
     )
-    if isinstance(feed, ArrayFeed):
+    if isinstance(feed, ArrayFeed | LargeArrayFeed):
         mine = fingerprint(feed.arrays).numpy().tobytes().hex()
         consensus.require_equal_fingerprints(strategy, "arrays", mine)
     return _SharedFeed(feed, strategy) if isinstance(feed, DatasetFeed) else feed

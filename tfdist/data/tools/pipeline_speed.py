@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster.cores import cores
-from tfdist.data.pipeline import tf_datasets
+from tfdist.data.pipeline.array_feed import ArrayFeed
 from tfdist.data.pipeline.decoding import Decoder
 from tfdist.data.pipeline.pictures import PictureSource
-from tfdist.data.pipeline.source import ALONE, Source
+from tfdist.data.pipeline.source import Source
 
 # Stages are timed one by one, on at most this number of examples, each for this time.
 _EXAMPLES, _SECONDS = 512, 0.5
@@ -65,10 +65,11 @@ def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str,
     """Seconds per example for the order of an epoch, the gathering, and the processing of batches."""
     seconds = {}
     for name in dict.fromkeys(("none", augment)):
-        feed = source.host_feed(split, batch_size, seed=seed, augment=name)
-        seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / feed.examples
+        feed = source.passes(split, batch_size, seed=seed, augment=name)
+        if isinstance(feed, ArrayFeed):  # elsewhere it is a part of gathering
+            seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / feed.examples
         whole_batches = max(1, feed.examples // batch_size)
-        dataset = tf_datasets.of_feed(feed, ALONE, 1, 0, True).take(whole_batches)
+        dataset = feed.dataset(0, 1, 1, 0).take(whole_batches)
         seconds["gather" if name == "none" else name] = _seconds_an_element(dataset) / min(batch_size, feed.examples)
     if augment != "none":
         seconds[augment] = max(0.0, seconds[augment] - seconds["gather"])

@@ -1,0 +1,101 @@
+"""Examples by their numbers, in an order that is too long to be drawn: arrays, or the user's own reader."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster.cores import cores
+from tfdist.cluster.world import World
+from tfdist.data.pipeline import order, ranges, tf_datasets
+from tfdist.data.pipeline.array_feed import OrderOf, Transform
+from tfdist.data.pipeline.batch_parts import length
+from tfdist.data.pipeline.file_feed import FileFeed
+from tfdist.internals import keras_data
+
+
+class LargePasses:
+    """Passes over examples as pipelines, which know a range of the order at a time.
+
+    Args:
+        examples: a structure of tensors on the CPU, as `ArrayFeed` takes it; or what reads the examples with these
+            numbers, int `[n]`, in a graph on the CPU.
+        batch_size: examples in a full global batch.
+        order_of: the order of each pass.
+        transform: what is done to a batch, if anything.
+    """
+
+    def __init__(self, examples: Any, batch_size: int, order_of: OrderOf, transform: Transform | None = None):
+        self._examples_at = examples if callable(examples) else functools.partial(keras_data.gather, examples)
+        self._order_of = functools.lru_cache(maxsize=2)(order_of)  # one that is drawn is drawn once
+        self._transform = transform
+        self._datasets: dict[tuple[int, int, bool], Callable[..., tf.data.Dataset]] = {}
+        self.batch_size = batch_size
+        self.examples = len(order_of(0))
+        self.num_batches = -(-self.examples // batch_size)
+
+    def dataset(
+        self, index: int, count: int, epoch: int, first_batch: int, deterministic: bool = True
+    ) -> tf.data.Dataset:
+        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on."""
+        asked = (index, count, deterministic)
+        with tf.init_scope(), tf.device("CPU:0"):
+            if asked not in self._datasets:
+                self._datasets[asked] = self._make_datasets(*asked)
+            return self._datasets[asked](*(tf.constant(number, tf.int64) for number in (epoch, first_batch)))
+
+    def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+        specs = [tf.TensorSpec([None, *row.shape[1:]], row.dtype) for row in self._rows(0, 0, 1)]
+
+        @tf.function(autograph=False)
+        def dataset(epoch: tf.Tensor, first_batch: tf.Tensor) -> tf.data.Dataset:
+            @tf.autograph.experimental.do_not_convert
+            def read(*rows: tf.Tensor) -> Any:
+                begin, end = order.part(length(rows[0]), index, count)
+                numbers, *extras = (of_each[begin:end] for of_each in rows)
+                data = self._examples_at(numbers)
+                return data if self._transform is None else self._transform(data, *extras)
+
+            steps = epoch, first_batch, tf.constant(self.num_batches, tf.int64)
+            batches = ranges.by_step(self._rows, specs, self.batch_size, steps)
+            return batches.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic).prefetch(
+                tf.data.AUTOTUNE
+            )
+
+        return dataset
+
+    def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
+        """The numbers of the examples of these batches, and what `transform` must know of each."""
+        indices = self._order_of(epoch)[begin * self.batch_size : end * self.batch_size]
+        return indices, *(() if self._transform is None else self._transform.extras(epoch, indices))
+
+
+class LargeFeed(FileFeed):
+    """The batches of `passes`, of which each process reads the parts of its replicas."""
+
+    def __init__(self, passes: LargePasses, world: World):
+        def pipeline(epoch: int, first_batch: int) -> tf.data.Dataset:
+            dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch)
+            # The model's operations shall not wait behind reading, however few threads they have.
+            return tf_datasets.with_options(dataset, cores(), True)
+
+        super().__init__(pipeline, lambda *batches: None, passes.examples, passes.batch_size, world)
+
+
+class LargeArrayFeed(LargeFeed):
+    """Arrays of so many examples that `ArrayFeed` would draw an order too long for it.
+
+    Args:
+        arrays: as for `ArrayFeed`, on the CPU; also an attribute.
+        batch_size: as for `ArrayFeed`, as `order_of` and `transform`.
+        order_of: the order of each pass.
+        transform: what is done to a batch, if anything.
+    """
+
+    def __init__(self, arrays: Any, batch_size: int, order_of: OrderOf, transform: Transform | None = None):
+        self.arrays = arrays
+        super().__init__(LargePasses(arrays, batch_size, order_of, transform), World())
