@@ -17,7 +17,7 @@ from PIL import Image
 import tfdist
 import tfdist.data
 from tests.shared_data import FILES, needs
-from tests.test_data_pipeline import assert_same_batches, batches_of_ranks
+from tests.test_data_pipeline import assert_same_batches, batches_of_ranks, segmenter
 from tfdist.cluster.world import World
 from tfdist.data.formats import coco
 from tfdist.data.pipeline import augmentation, disk_cache, pictures
@@ -342,17 +342,6 @@ def test_ranks_can_have_whole_files(folder_of_classes):
     ranks = [list(data.pipeline("train", 5, world=World(rank, 2), by_file=True)) for rank in range(2)]
     assert [len(batches) for batches in ranks] == [3, 3]
     assert Counter(np.concatenate([y for batches in ranks for _, y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
-
-
-def segmenter(strategy, spec):
-    import keras
-
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        layers = [keras.Input(spec.input_shape), keras.layers.Conv2D(spec.classes, 3, padding="same")]
-        model = keras.Sequential(layers)
-        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
 
 
 @needs("camvid")

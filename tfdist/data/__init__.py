@@ -23,12 +23,24 @@ from typing import Any
 
 from tfdist import registry
 from tfdist.data.pipeline.arrays import check_labels
+from tfdist.data.pipeline.indexed import IndexedSource
 from tfdist.data.pipeline.processes import per_process, shard
 from tfdist.data.pipeline.source import Source
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 
-__all__ = ["SPLITS", "DataSpec", "Source", "check_labels", "knows", "load", "names", "per_process", "shard"]
+__all__ = [
+    "SPLITS",
+    "DataSpec",
+    "IndexedSource",
+    "Source",
+    "check_labels",
+    "knows",
+    "load",
+    "names",
+    "per_process",
+    "shard",
+]
 
 _SOURCES = "tfdist.data.sources"
 

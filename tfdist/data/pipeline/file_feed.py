@@ -17,6 +17,14 @@ from tfdist.data.pipeline.feed import ONLY_PARTS, Feed
 from tfdist.errors import DataError, UsageError
 from tfdist.internals.keras import tree
 
+# What TensorFlow makes of files that it cannot read or decode, and of exceptions of Python functions in a pipeline.
+_OF_EXAMPLES = (
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.DataLossError,
+    tf.errors.UnknownError,
+)
+
 
 class FileFeed(Feed):
     """Batches that are decoded from files, a pipeline a pass.
@@ -69,7 +77,7 @@ class FileFeed(Feed):
     def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
         try:
             yield
-        except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError, tf.errors.DataLossError) as error:
+        except _OF_EXAMPLES as error:
             problem = self._problem(self._epoch, first_batch, batches)
             if problem is None:
                 raise

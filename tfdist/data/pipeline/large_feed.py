@@ -15,6 +15,7 @@ from tfdist.data.pipeline import order, ranges, tf_datasets
 from tfdist.data.pipeline.array_feed import OrderOf, Transform
 from tfdist.data.pipeline.batch_parts import length
 from tfdist.data.pipeline.file_feed import FileFeed
+from tfdist.errors import DataError
 from tfdist.internals import keras_data
 
 
@@ -75,15 +76,21 @@ class LargePasses:
 
 
 class LargeFeed(FileFeed):
-    """The batches of `passes`, of which each process reads the parts of its replicas."""
+    """The batches of `passes`, of which each process reads the parts of its replicas.
 
-    def __init__(self, passes: LargePasses, world: World):
+    Args:
+        passes: reads the examples.
+        world: this process' place.
+        problem: what was wrong with examples that were read, if anything.
+    """
+
+    def __init__(self, passes: LargePasses, world: World, problem: Callable[[], DataError | None] = lambda: None):
         def pipeline(epoch: int, first_batch: int) -> tf.data.Dataset:
             dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch)
             # The model's operations shall not wait behind reading, however few threads they have.
             return tf_datasets.with_options(dataset, cores(), True)
 
-        super().__init__(pipeline, lambda *batches: None, passes.examples, passes.batch_size, world)
+        super().__init__(pipeline, lambda *batches: problem(), passes.examples, passes.batch_size, world)
 
 
 class LargeArrayFeed(LargeFeed):

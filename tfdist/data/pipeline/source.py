@@ -214,7 +214,7 @@ class Source:
         if not self._by_range(split):
             from tfdist.data.pipeline.array_feed import ArrayFeed
 
-            return ArrayFeed(*self._in_memory(*asked, on_host=False))
+            return ArrayFeed(*self._made_of(*asked, on_host=False))
         from tfdist.data.pipeline.large_feed import LargeFeed
 
         return LargeFeed(self._passes(*asked), world)
@@ -270,7 +270,7 @@ class Source:
     def _batches(self, part: Part) -> tf.data.Dataset:
         if part.by_file:
             raise UsageError(
-                f"The examples of `{self.spec.name}` are in memory, and in no files to be dealt out",
+                f"The examples of `{self.spec.name}` are in no files that could be dealt out",
                 "leave `by_file` out",
             )
         passes = self.passes(
@@ -293,7 +293,7 @@ class Source:
         from tfdist.data.pipeline.array_feed import ArrayFeed
         from tfdist.data.pipeline.large_feed import LargePasses
 
-        return (LargePasses if self._by_range(asked[0]) else ArrayFeed)(*self._in_memory(*asked, on_host=True))
+        return (LargePasses if self._by_range(asked[0]) else ArrayFeed)(*self._made_of(*asked, on_host=True))
 
     def _by_range(self, split: str) -> bool:
         """Whether a split has so many examples that their order is never a tensor as a whole."""
@@ -306,7 +306,7 @@ class Source:
         augmentations.check(augmentation, self.spec)
         return augmentation
 
-    def _in_memory(
+    def _made_of(
         self,
         split: str,
         batch_size: int,

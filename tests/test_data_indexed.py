@@ -1,0 +1,123 @@
+"""Sources whose examples are read by their numbers, up to 10⁹ of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+
+import numpy as np
+import pytest
+
+import tfdist
+from benchmarks import large_order
+from tests.test_data_pipeline import SEED, assert_same_batches, batches_of_ranks, pictures, segmenter
+from tfdist.cluster.world import World
+from tfdist.data import DataSpec, IndexedSource, Source
+from tfdist.data.pipeline import indexed
+from tfdist.errors import DataError, UsageError
+
+BILLION = 10**9
+
+
+def indexed_of(source: Source, read: list | None = None) -> IndexedSource:
+    """The same examples, read by their numbers, which are noted in `read`."""
+    x, y = source.arrays("train")
+
+    def read_at(split: str, indices: np.ndarray) -> tuple:
+        if read is not None:
+            read.extend(indices.tolist())
+        return x[indices], y[indices]
+
+    return IndexedSource(source.spec, read_at)
+
+
+def test_the_synopsis_of_the_module_runs():
+    result = doctest.testmod(indexed)
+    assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize("augment", ["none", "crop_flip"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_examples_that_are_read_by_number_are_those_of_memory(augment, world_size):
+    expected = batches_of_ranks(pictures(), 6, 1, augment=augment, epoch=2)
+    found = indexed_of(pictures())
+    assert_same_batches(batches_of_ranks(found, 6, world_size, augment=augment, epoch=2), expected)
+    resumed = batches_of_ranks(found, 6, world_size, augment=augment, epoch=2, first_batch=2)
+    assert_same_batches(resumed, expected[2:])
+
+
+def test_each_rank_reads_only_its_own_examples():
+    read: list[list[int]] = [[], []]
+    for rank in range(2):
+        list(indexed_of(pictures(), read[rank]).pipeline("train", 6, world=World(rank, 2), seed=SEED))
+    assert [len(numbers) for numbers in read] == [10, 10] and sorted(read[0] + read[1]) == list(range(20))
+
+
+def test_training_on_examples_that_are_read_gives_the_weights_of_training_in_memory():
+    weights = []
+    for data, replicas in ((pictures(), 1), (indexed_of(pictures()), 1), (indexed_of(pictures()), 2)):
+        strategy = tfdist.strategy("custom", devices=replicas, seed=SEED)
+        model = segmenter(strategy, data.spec)
+        strategy.fit(model, data.feed("train", 6, seed=SEED), epochs=2, verbose=0)
+        weights.append(np.concatenate([weight.reshape(-1) for weight in model.get_weights()]))
+    np.testing.assert_allclose(weights[0], weights[1], atol=1e-6)
+    np.testing.assert_allclose(weights[0], weights[2], atol=5e-5)
+
+
+def test_an_autoencoder_gets_what_it_reads_as_its_target():
+    data = indexed_of(pictures()).for_autoencoding().limit(4)
+    for x, y in data.pipeline("train", 4):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_examples_that_do_not_fit_the_spec_are_named_when_training_meets_them():
+    spec = DataSpec("wrong", "segmentation", (16, 16, 3), 2, {"train": 20, "validation": 0, "test": 0}, (), (16, 16))
+    strategy = tfdist.strategy("single", seed=SEED)
+    for read_at, message in (
+        (lambda split, i: (np.zeros((len(i), 8)), np.zeros((len(i), 16, 16), int)), "promises x of shape"),
+        (lambda split, i: (np.zeros((len(i), 16, 16, 3)), np.full((len(i), 16, 16), 5)), "is `5`, outside its 2"),
+    ):
+        with pytest.raises(DataError, match=message):
+            strategy.fit(segmenter(strategy, spec), IndexedSource(spec, read_at).feed("train", 4), verbose=0)
+
+
+def test_positions_in_streams_are_refused():
+    spec = DataSpec("text", "characters", (4,), 7, {"train": 20, "validation": 0, "test": 0}, (), (4,), 7)
+    with pytest.raises(UsageError, match="without their positions in streams"):
+        IndexedSource(spec, lambda split, i: (i, i)).feed("train", 4, stream_positions=True)
+
+
+# 10⁹ examples
+
+
+def test_the_order_of_a_billion_examples_and_its_parts_take_few_megabytes():
+    found = large_order.measure("order", BILLION)
+    assert found["added by the order, MiB"] < 50
+    assert found["peak of the process, MiB"] < 200
+
+
+@pytest.mark.thorough
+def test_batches_of_a_billion_examples_are_read_from_any_step_in_little_memory():
+    found = large_order.measure("source", BILLION)
+    assert found["added by the source, MiB"] < 200
+
+
+def test_the_last_of_a_billion_examples_come_in_the_last_batches():
+    spec = DataSpec("large", "classification", (1,), 10, {"train": BILLION, "validation": 0, "test": 0})
+    data = IndexedSource(spec, lambda split, indices: (indices[:, np.newaxis] / BILLION, indices % 10))
+    steps = -(-BILLION // 1000)
+    for shuffle in (True, False):
+        options = {"seed": SEED, "shuffle": shuffle, "first_batch": steps - 3}
+        alone = batches_of_ranks_of(data, 1, options)
+        assert [len(y) for _, y in alone] == [1000] * 3
+        assert_same_batches(batches_of_ranks_of(data, 3, options), alone)
+    assert alone[-1][1].tolist() == [*range(10)] * 100
+    odd = IndexedSource(dataclasses.replace(spec, examples={**spec.examples, "train": BILLION - 1}), data._read_at)
+    (_, y), *_ = odd.pipeline("train", 1000, first_batch=steps - 1)
+    assert len(y) == 999
+
+
+def batches_of_ranks_of(data: Source, world_size: int, options: dict) -> list:
+    options = {"epoch": 1, **options}
+    ranks = [list(data.pipeline("train", 1000, world=World(rank, world_size), **options)) for rank in range(world_size)]
+    return [tuple(np.concatenate(part) for part in zip(*parts, strict=True)) for parts in zip(*ranks, strict=True)]
