@@ -52,6 +52,12 @@ def working_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """No test finds what another one, or the user, has left in the folder of the caches."""
+    monkeypatch.setenv("TFDIST_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
 def _clean_keras():
     yield
     import keras

@@ -20,7 +20,7 @@ from tests.shared_data import FILES, needs
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks, segmenter
 from tfdist.cluster.world import World
 from tfdist.data.formats import coco
-from tfdist.data.pipeline import augmentation, disk_cache, pictures
+from tfdist.data.pipeline import augmentation, cache_folder, order, pictures
 from tfdist.errors import DataError, UsageError
 
 SEED = 3
@@ -260,8 +260,8 @@ def test_what_is_kept_on_the_disk_is_what_was_decoded(some_camvid, augment, tmp_
     for epoch in range(2):
         expected = batches_of_ranks(data, 4, 1, augment=augment, epoch=epoch)
         assert_same_batches(batches_of_ranks(again, 4, 1, augment=augment, epoch=epoch), expected)
-    kept = list(disk_cache.root().rglob("*.raw"))
-    assert len(kept) == 10 and all(path.stat().st_size == 8 + 180 * 240 * (3 + 4) for path in kept)
+    (kept,) = cache_folder.root().rglob("*.data")
+    assert kept.stat().st_size == 10 * (8 + 180 * 240 * (3 + 4))
     picture, _ = names(some_camvid, 3)
     picture.write_bytes(names(some_camvid, 4)[0].read_bytes())
     data, again = (camvid(some_camvid, 10, size=(45, 60), cache=cache) for cache in ("off", "disk"))
@@ -335,6 +335,29 @@ def test_a_rank_reads_only_what_its_replicas_take_of_a_global_batch(folder_of_cl
             shares += float(share)
             assert float(share) == pytest.approx(len(y) / 7)
     assert labels == whole[1].tolist() and shares == pytest.approx(1)
+
+
+def test_a_computed_order_of_files_is_the_same_for_any_number_of_ranks_and_from_any_batch(
+    folder_of_classes, monkeypatch
+):
+    monkeypatch.setattr(order, "LARGEST_DRAWN", 4)
+    monkeypatch.setattr("tfdist.data.pipeline.ranges.AT_ONCE", 7)
+    memory, streamed = (
+        tfdist.data.load("image_folder", folder_of_classes, cache=cache, size=(4, 4)) for cache in ("memory", "off")
+    )
+    for augment in ("none", "crop_flip"):
+        expected = batches_of_ranks(memory, 5, 1, augment=augment, epoch=1)
+        for world_size in (1, 2, 7):
+            assert_same_batches(batches_of_ranks(streamed, 5, world_size, augment=augment, epoch=1), expected)
+        resumed = batches_of_ranks(streamed, 5, 2, augment=augment, epoch=1, first_batch=1)
+        assert_same_batches(resumed, expected[1:])
+
+
+def test_ranks_can_have_whole_files_of_some_of_the_examples(folder_of_classes):
+    data = tfdist.data.load("image_folder", folder_of_classes, size=(4, 4)).limit(7)
+    ranks = [list(data.pipeline("train", 4, world=World(rank, 2), by_file=True)) for rank in range(2)]
+    assert [[len(y) for _, y in batches] for batches in ranks] == [[2, 2], [2, 1]]
+    assert sorted(np.concatenate([y for batches in ranks for _, y in batches])) == sorted(data.arrays("train")[1])
 
 
 def test_ranks_can_have_whole_files(folder_of_classes):

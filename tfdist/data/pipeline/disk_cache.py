@@ -1,4 +1,4 @@
-"""A cache of decoded examples on the disk: one file per example, written atomically when it is first decoded.
+"""A cache of decoded examples on the disk, in a few files, to which an example is added when it is first decoded.
 
 The folder's name depends on the decoded files, their sizes and times, so that other files have another folder.
 """
@@ -6,50 +6,32 @@ The folder's name depends on the decoded files, their sizes and times, so that o
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist import files
-from tfdist.cluster import consensus
+from tfdist.data.pipeline import cache_folder
+from tfdist.data.pipeline.packed_files import PackedFiles
 
-FOLDER_VARIABLE = "TFDIST_CACHE_DIR"
-DEFAULT_FOLDER = "~/.cache/tfdist"
-
-# A file has height and width of the picture, then its pixels, then the target as int32.
+# An example has height and width of the picture, then its pixels, then the target as int32.
 _HEADER = np.dtype(np.int32)
-
-
-def root() -> Path:
-    """The folder of all caches: TFDIST_CACHE_DIR, else `~/.cache/tfdist`."""
-    return Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
-
-
-def free_bytes() -> int:
-    """The free space on the disk of the caches; 0 if it is unknown."""
-    folder = root()
-    with contextlib.suppress(OSError, StopIteration):
-        return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
-    return 0
 
 
 class DiskCache:
     """The cache of the examples of a split.
 
     Args:
-        names: the names of the examples, all different.
+        what: tells the examples of these files from others: which there are, and how they are decoded.
         paths: the files that contain the examples.
+        count: the number of examples.
     """
 
-    def __init__(self, names: Sequence[str], paths: Sequence[str | Path]):
-        found = [
-            (str(path), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, map(os.stat, paths), strict=True)
-        ]
-        self.folder = root() / consensus.fingerprint([list(names), found])
+    def __init__(self, what: Any, paths: Sequence[str | Path], count: int):
+        folder = cache_folder.root() / cache_folder.fingerprint(["packed", what], paths)
+        self._files = PackedFiles(folder, count)
 
     def through(
         self, index: tf.Tensor, decode: Callable[[], tuple[tf.Tensor, tf.Tensor]], channels: int
@@ -74,21 +56,11 @@ class DiskCache:
 
         return tf.cond(tf.strings.length(kept) > 0, unpacked, packed)
 
-    def _path(self, index: int) -> Path:
-        return self.folder / f"{index // 1000}" / f"{index}.raw"
-
     def _read(self, index: int) -> bytes:
-        try:
-            return self._path(int(index)).read_bytes()
-        except FileNotFoundError:
-            return b""
+        return self._files.read(int(index))
 
     def _write(self, index: int, picture: np.ndarray, target: np.ndarray) -> np.int32:
         content = np.array(picture.shape[:2], _HEADER).tobytes() + picture.tobytes() + target.astype(np.int32).tobytes()
         with contextlib.suppress(OSError):  # if the disk is full, the example is decoded again next time
-            files.write_whole(self._path(int(index)), lambda temporary: _fill(temporary, content))
+            self._files.write(int(index), content)
         return np.int32(0)
-
-
-def _fill(path: Path, content: bytes) -> None:
-    path.write_bytes(content)

@@ -220,13 +220,13 @@ def parts_by_file(indices: Order, files: np.ndarray, batch_size: int, rank: int,
     batches; a rank without further examples gets empty batches. A rank keeps the numbers of its own examples.
 
     Args:
-        indices: the order of the epoch, a permutation of all examples.
+        indices: the order of the epoch, a permutation of the examples.
         files: the number of the file of each example, from 0, int `[examples]`, in stored order.
         batch_size: examples per step over all ranks.
         rank: the rank.
         world_size: the number of ranks.
     """
-    sizes = np.zeros(0, np.int64)
+    files, sizes = files[: len(indices)], np.zeros(0, np.int64)
     for begin in range(0, len(files), LARGEST_DRAWN):
         more = np.bincount(files[begin : begin + LARGEST_DRAWN], minlength=len(sizes))
         more[: len(sizes)] += sizes

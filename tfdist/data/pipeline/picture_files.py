@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.cluster import consensus
 from tfdist.errors import DataError
 
 
@@ -29,11 +30,11 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.pictures)
 
-    def keep(self, indices: Sequence[int]) -> Pictures:
+    def keep(self, indices: Sequence[int] | np.ndarray) -> Pictures:
         """Only the examples with these numbers."""
         pictures = [self.pictures[index] for index in indices]
         if isinstance(self.targets, np.ndarray):
-            return Pictures(pictures, self.targets[list(indices)])
+            return Pictures(pictures, self.targets[np.asarray(indices)])
         return Pictures(pictures, [self.targets[index] for index in indices], self.draw)
 
     @property
@@ -46,6 +47,11 @@ class Pictures:
     def file_numbers(self) -> np.ndarray:
         """The number of the file of each example: int64 `[N]`."""
         return np.arange(len(self))
+
+    @property
+    def examples_fingerprint(self) -> str:
+        """Tells these examples from others of the same files."""
+        return consensus.fingerprint(list(map(str, self.pictures)))
 
     def name(self, index: int) -> str:
         """The path of an example's picture."""

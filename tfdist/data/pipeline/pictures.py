@@ -18,7 +18,7 @@ import psutil
 from tfdist.cluster.cores import cores
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
-from tfdist.data.pipeline import order, scan
+from tfdist.data.pipeline import cache_folder, order, scan
 from tfdist.data.pipeline.arrays import Arrays
 from tfdist.data.pipeline.bad_examples import BadExamples
 from tfdist.data.pipeline.picture_files import Pictures
@@ -149,7 +149,7 @@ class PictureSource(Source):
         draws = augmentation.draws
 
         def draws_of(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
-            return augmentations.rows(len(files), draws, part.seed, epoch)
+            return augmentations.rows(self.spec.examples[part.split], draws, part.seed, epoch)
 
         return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, part.deterministic)
 
@@ -186,14 +186,14 @@ class PictureSource(Source):
         in_memory = 4 * examples * sum(int(np.prod(shape)) for shape in shapes)
         if not whole and in_memory <= SHARE_OF_MEMORY * psutil.virtual_memory().available:
             return "memory"
-        from tfdist.data.pipeline import decoding, disk_cache
+        from tfdist.data.pipeline import decoding
 
         on_disk = examples * decoding.Decoder(self.spec, self.files[split]).bytes_decoded()
-        return "disk" if on_disk <= SHARE_OF_DISK * disk_cache.free_bytes() else "off"
+        return "disk" if on_disk <= SHARE_OF_DISK * cache_folder.free_bytes() else "off"
 
     def _with_spec(self, **changes: Any) -> Self:
         changed = super()._with_spec(**changes)
-        changed._caches, changed._decoders, changed._decoded = {}, {}, {}
+        changed._caches, changed._disk_caches, changed._decoders, changed._decoded = {}, {}, {}, {}
         return changed
 
     def _disk_cache(self, split: str) -> DiskCache:
@@ -201,8 +201,8 @@ class PictureSource(Source):
 
         if split not in self._disk_caches:
             files = self.files[split]
-            names = (files.name(number) for number in range(len(files)))
-            self._disk_caches[split] = DiskCache([self.spec.task, str(self.spec.input_shape[2]), *names], files.paths)
+            what = [self.spec.task, self.spec.input_shape[2], files.examples_fingerprint]
+            self._disk_caches[split] = DiskCache(what, files.paths, len(files))
         return self._disk_caches[split]
 
     def _decode_all(self, split: str, count: int) -> Arrays:

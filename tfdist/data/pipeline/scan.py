@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tfdist.data.spec import DataSpec
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from tfdist.data.pipeline.tfrecords import Records
 
 # For each split, the numbers of the usable examples, and sentences about the others.
-Found = dict[str, tuple[list[int], list[str]]]
+Found = dict[str, tuple[np.ndarray, list[str]]]
 
 
 def good(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> Found:
@@ -38,12 +40,12 @@ def good(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> Found:
     return pickle.loads(done.stdout)
 
 
-def _good_of(spec: DataSpec, files: Pictures | Records) -> tuple[list[int], list[str]]:
+def _good_of(spec: DataSpec, files: Pictures | Records) -> tuple[np.ndarray, list[str]]:
     from tfdist.data.pipeline import decoding, tf_datasets
 
     decoder = decoding.Decoder(spec, files)
     numbers = tf_datasets.numbers_of_good(decoder)
-    bad = sorted(set(range(len(files))) - set(numbers))
+    bad = np.delete(np.arange(len(files)), numbers).tolist()
     return numbers, [decoder.problem(number) or f"`{files.name(number)}` cannot be read" for number in bad]
 
 

@@ -87,7 +87,7 @@ class DecodedBatches:
 
     def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
         """The numbers of the examples of these batches, and their random numbers."""
-        indices = self._parts_of(epoch).joined(begin, end)
+        indices = self._parts_of(epoch).joined(begin, end).astype(self._specs[0].dtype.as_numpy_dtype, copy=False)
         if self._draws_of is None:
             return indices, np.zeros((len(indices), 0), np.float32)
         return indices, self._draws_of(epoch)(indices)
@@ -99,8 +99,8 @@ def all_examples(decoder: Decoder) -> Any:
     return DecodedBatches(decoder, lambda epoch: stored).of_epoch(0).as_numpy_iterator()
 
 
-def numbers_of_good(decoder: Decoder) -> list[int]:
-    """The numbers of the examples that can be decoded, in order."""
+def numbers_of_good(decoder: Decoder) -> np.ndarray:
+    """The numbers of the examples that can be decoded, in order: int64 `[n]`."""
 
     @tf.autograph.experimental.do_not_convert
     def decode(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -109,4 +109,4 @@ def numbers_of_good(decoder: Decoder) -> list[int]:
 
     numbers = tf.data.Dataset.range(len(decoder))
     good = numbers.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).ignore_errors()
-    return [int(index) for index, _, _ in good.as_numpy_iterator()]
+    return np.fromiter((index for index, _, _ in good.as_numpy_iterator()), np.int64)

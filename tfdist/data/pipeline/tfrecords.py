@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
 import dataclasses
 import os
 import struct
@@ -9,9 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from filelock import FileLock
 
+from tfdist import files
+from tfdist.cluster import consensus
+from tfdist.data.pipeline import cache_folder
 from tfdist.errors import DataError
 
 # A record has its length (8 bytes), a checksum of the length (4), the data, and a checksum of the data (4).
@@ -39,14 +46,21 @@ class Records:
     def __len__(self) -> int:
         return len(self.ranges)
 
-    def keep(self, indices: Sequence[int]) -> Records:
+    def keep(self, indices: Sequence[int] | np.ndarray) -> Records:
         """Only the examples with these numbers."""
-        return dataclasses.replace(self, ranges=self.ranges[list(indices)])
+        if isinstance(indices, range) and indices.step == 1:  # a part of what is mapped, not a copy
+            return dataclasses.replace(self, ranges=self.ranges[indices.start : indices.stop])
+        return dataclasses.replace(self, ranges=self.ranges[np.asarray(indices)])
 
     @property
     def file_numbers(self) -> np.ndarray:
         """The number of the file of each example: int64 `[N]`."""
         return self.ranges[:, 0]
+
+    @property
+    def examples_fingerprint(self) -> str:
+        """Tells these examples from others of the same files."""
+        return consensus.fingerprint_of_arrays([np.ascontiguousarray(self.ranges)])
 
     def name(self, index: int) -> str:
         """The position of an example, for messages."""
@@ -68,28 +82,70 @@ class Records:
 
 
 def index(paths: Sequence[Path]) -> np.ndarray:
-    """The positions of all records of some files, found without reading them: int64 `[N, 3]`, file, begin, length.
+    """The positions of all records of some files: int64 `[N, 3]`, file, begin, length, mapped into memory.
+
+    They are found once, by one process while others wait, and kept in the folder of the caches. Where nothing can be
+    written there, each process finds them and keeps them in memory.
 
     Raises:
         DataError: a file is missing or ends within a record.
     """
-    ranges = [(number, begin, length) for number, path in enumerate(paths) for begin, length in _records_of(path)]
-    return np.array(ranges, np.int64).reshape(-1, 3)
-
-
-def _records_of(path: Path) -> list[tuple[int, int]]:
-    found = []
     try:
-        size = path.stat().st_size
+        kept = cache_folder.root() / f"records-{cache_folder.fingerprint('records', paths)}.npy"
+    except OSError as error:
+        raise _unreadable(error.filename, error) from error
+    with contextlib.suppress(OSError):
+        return np.load(kept, mmap_mode="r")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                files.write_whole(kept, lambda temporary: _write(temporary, paths))
+        return np.load(kept, mmap_mode="r")
+    except (OSError, NotImplementedError):  # the latter for a file system without locks
+        return _found(paths)
+
+
+def _write(kept: Path, paths: Sequence[Path]) -> None:
+    """Writes the index file by file as an array of NumPy's format, whose header leaves room for the number of rows."""
+    rows = 0
+    with kept.open("wb") as index_file:
+        for number, path in enumerate(paths):
+            _write_header(index_file, rows)
+            index_file.seek(0, os.SEEK_END)
+            found = _records_of(path, number)
+            index_file.write(found.data)
+            rows += len(found)
+        _write_header(index_file, rows)
+
+
+def _write_header(index_file: BinaryIO, rows: int) -> None:
+    index_file.seek(0)
+    np.lib.format.write_array_header_1_0(index_file, {"descr": "<i8", "fortran_order": False, "shape": (rows, 3)})
+
+
+def _found(paths: Sequence[Path]) -> np.ndarray:
+    return np.concatenate(
+        [np.zeros((0, 3), np.int64), *(_records_of(path, number) for number, path in enumerate(paths))]
+    )
+
+
+def _records_of(path: Path, number: int) -> np.ndarray:
+    """The rows of one file, found without reading its records."""
+    found, place = array.array("q"), 0
+    try:
         with path.open("rb") as file:
-            place = 0
+            size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
             while place < size:
-                file.seek(place)
-                (length,) = struct.unpack("<Q", file.read(_BEFORE)[:8])
-                found.append((place + _BEFORE, length))
+                (length,) = struct.unpack("<Q", os.pread(descriptor, 8, place))
+                found.extend((number, place + _BEFORE, length))
                 place += _BEFORE + length + _AFTER
-    except (OSError, struct.error) as error:
-        raise DataError(f"`{path}` cannot be read: {error}", "remove its folder; the next start prepares it") from error
+    except (OSError, struct.error, OverflowError) as error:
+        raise _unreadable(path, error) from error
     if place != size:
         raise DataError(f"`{path}` ends within a record", "remove its folder; the next start prepares it again")
-    return found
+    return np.frombuffer(found, np.int64).reshape(-1, 3)
+
+
+def _unreadable(path: Path | str, error: Exception) -> DataError:
+    return DataError(f"`{path}` cannot be read: {error}", "remove its folder; the next start prepares it")
