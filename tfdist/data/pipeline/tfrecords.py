@@ -135,9 +135,10 @@ def _records_of(path: Path, number: int) -> np.ndarray:
     found, place = array.array("q"), 0
     try:
         with path.open("rb") as file:
-            size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
+            size = os.fstat(file.fileno()).st_size
             while place < size:
-                (length,) = struct.unpack("<Q", os.pread(descriptor, 8, place))
+                file.seek(place)
+                (length,) = struct.unpack("<Q", file.read(_BEFORE)[:8])
                 found.extend((number, place + _BEFORE, length))
                 place += _BEFORE + length + _AFTER
     except (OSError, struct.error, OverflowError) as error:
