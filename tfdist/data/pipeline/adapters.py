@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.data.pipeline import order
 from tfdist.data.pipeline.array_feed import ArrayFeed, Order
@@ -88,7 +89,8 @@ def make(request: Request, seed: int) -> Feed:
     if adapter.num_batches == 0:
         raise DataError(*NO_BATCHES)
     if isinstance(adapter, keras_data.ArrayDataAdapter):
-        arrays = keras_data.sliceable(adapter)
+        with tf.device("CPU:0"):
+            arrays = keras_data.sliceable(adapter)
         examples = keras_data.number_of_examples(arrays)
         return ArrayFeed(arrays, adapter.batch_size, _order(examples, adapter.batch_size, shuffle, seed))
     return DatasetFeed(adapter, x if isinstance(x, InOrder) else None)

@@ -211,7 +211,7 @@ class Source:
         del world
         augmentation = self.augmentation(augment)
         return self._array_feed(
-            split, global_batch_size, seed, shuffle, augmentation, on_host=False, stream_positions=stream_positions
+            split, global_batch_size, seed, shuffle, augmentation, stream_positions=stream_positions
         )
 
     def pipeline(
@@ -278,10 +278,10 @@ class Source:
     def host_feed(
         self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
     ) -> ArrayFeed:
-        """As `feed`, of arrays on the CPU, where `tf.data` works; made once."""
+        """As `feed`, of arrays alone; made once, so that its graphs are kept."""
         asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment))
         if asked not in self._host_feeds:
-            self._host_feeds[asked] = self._array_feed(*asked, on_host=True)
+            self._host_feeds[asked] = self._array_feed(*asked)
         return self._host_feeds[asked]
 
     def augmentation(self, augment: str) -> Augmentation | None:
@@ -298,21 +298,21 @@ class Source:
         shuffle: bool | None,
         augmentation: Augmentation | None,
         *,
-        on_host: bool,
         stream_positions: bool = False,
     ) -> ArrayFeed:
         from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
         arrays = self.arrays(split)
-        if on_host and split not in self._tensors:
-            # TensorFlow copies what it is given: once for all epochs, not once an epoch.
-            self._tensors[split] = tensors(*arrays, on_host=True)
+        transform = self._transform(arrays, batch_size, augmentation, seed)
         if stream_positions:
             stream, position = order.stream_positions(len(arrays[1]), batch_size)
             arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
-        held = self._tensors[split] if on_host else tensors(*arrays)
-        return ArrayFeed(held, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed))
+            return ArrayFeed(tensors(*arrays), batch_size, order_of, transform)
+        if split not in self._tensors:
+            # TensorFlow copies what it is given: once for all feeds and epochs.
+            self._tensors[split] = tensors(*arrays)
+        return ArrayFeed(self._tensors[split], batch_size, order_of, transform)
 
     def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> Order:
         """The order of each epoch, after a check of what it is asked for."""
