@@ -62,6 +62,9 @@ class Strategy(KerasMethods):
             cores. Small steps are faster with one. TensorFlow fixes the number when it first computes.
         fused: update each variable with one kernel where the optimizer allows.
         steps_per_call: the largest number of steps in one call of the inner loop; `None` chooses it by the clock.
+        device_data_bytes: arrays of examples up to this size are copied to each device once, and a replica gathers its
+            examples there; of larger ones the host gathers the parts, and copies each to its device ahead of its use.
+            `None` is 256 MiB on GPUs; on CPUs, which share the memory of the host, arrays are read where they are.
         job_settings: settings that must be the same in all processes of the job, if there are several.
     """
 
@@ -80,8 +83,11 @@ class Strategy(KerasMethods):
         threads: int | None = None,
         fused: bool = True,
         steps_per_call: int | None = None,
+        device_data_bytes: int | None = None,
         job_settings: Mapping[str, str] | None = None,
     ):
+        if device_data_bytes is not None and device_data_bytes < 0:
+            raise UsageError(f"`device_data_bytes` is {device_data_bytes}", "use 0 or more, or leave it out")
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
         self.world = World()
@@ -89,6 +95,7 @@ class Strategy(KerasMethods):
         self.seed_is_given = self.seed_is_settled = seed is not None
         self.fused = fused
         self.steps_per_call = steps_per_call
+        self.device_data_bytes = device_data_bytes
         self.threads = threads
         if threads is not None:
             device_choice.set_threads(threads, alone=threads == 1 and devices in (None, 1) and self.default_cpus == 1)
@@ -143,7 +150,8 @@ class Strategy(KerasMethods):
     @property
     def single_threaded(self) -> bool:
         """Whether one thread computes everything, so that handing operations to other threads gains nothing."""
-        on_one_cpu = self.num_replicas == 1 and self.devices[0].startswith("CPU")
+        # Other threads bring data to a device that does not read them where they are, on the first CPU device.
+        on_one_cpu = self.num_replicas == 1 and self.devices[0] == "CPU:0" and self.device_data_bytes is None
         return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1
 
     def run(self, step: Step) -> list[Any]:
@@ -212,6 +220,7 @@ class OnThisProcess(Strategy):
         self.name = strategy.name  # type: ignore[misc]
         self.world, self.devices = World(), strategy.devices[:1]
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
+        self.device_data_bytes = strategy.device_data_bytes
         self.seed, self.seed_is_given, self.seed_is_settled = strategy.seed, strategy.seed_is_given, True
         # Variables that are made while it runs must be the same in all processes.
         self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_patches
+from tfdist.internals import tensorflow_data, tensorflow_patches
 
 
 def test_the_version_of_tensorflow_is_the_one_that_was_read():
@@ -216,17 +216,38 @@ def test_an_iterator_goes_on_where_another_one_stood():
     first, second = iter(shuffled()), iter(shuffled())
     for _ in range(4):
         next(first)
-    state = tensorflow_internals.iterator_state(first)
-    tensorflow_internals.restore_iterator(second, state)
+    state = tensorflow_data.iterator_state(first)
+    tensorflow_data.restore_iterator(second, state)
     assert [int(n) for n in second] == [int(n) for n in first]
     signature = tf.TensorSpec([], tf.int32)
     generated = iter(tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=signature))
     next(generated)
     with pytest.raises(tf.errors.OpError):
-        tensorflow_internals.iterator_state(generated)
+        tensorflow_data.iterator_state(generated)
     plain = iter(tf.data.Dataset.range(9))
     with pytest.raises(tf.errors.OpError):
-        tensorflow_internals.restore_iterator(iter(shuffled()), tensorflow_internals.iterator_state(plain))
+        tensorflow_data.restore_iterator(iter(shuffled()), tensorflow_data.iterator_state(plain))
+
+
+def test_elements_go_to_devices_in_turn():
+    elements = tensorflow_data.device_iterator(tf.data.Dataset.range(4), ["CPU:1", "CPU:2"])
+    taken = [elements.get_next(), elements.get_next()]
+    assert [[int(one) for one in pair] for pair in taken] == [[0, 1], [2, 3]]
+    assert [one.device[-5:] for one in taken[0]] == ["CPU:1", "CPU:2"]
+
+
+def test_the_graphs_that_functions_run_are_collected_one_per_device():
+    @tf.function
+    def across():
+        with tf.device("CPU:1"):
+            one = tf.random.uniform([])
+        with tf.device("CPU:2"):
+            return tf.sin(one)
+
+    with tensorflow_internals.collected_graphs() as graphs:
+        across()
+    sent = [node.attr["recv_device"].s for graph in graphs for node in graph.node if node.op == "_Send"]
+    assert [device[-5:] for device in sent] == [b"CPU:2"]
 
 
 def test_what_is_put_around_gradients_functions_assignments_and_draws_has_the_parameters_that_were_seen():

@@ -29,6 +29,8 @@ from tfdist.internals import tensorflow as tensorflow_internals
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
+HOST = "CPU:0"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -132,19 +134,26 @@ class StepProgram(Program):
         return tf.cast(more, tf.int32), more, self._results(logs, after=finite)
 
     def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
+        # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
         def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
             del logs
-            return (done < count) & more & finite
+            with tf.device(HOST):
+                return (done < count) & more & finite
 
         def body(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> Any:
-            batch = self._batches.fetch(state, first + done)
+            with tf.device(HOST):
+                step = first + done
+            batch = self._batches.fetch(state, step)
             if self._batches.length_known:
-                return done + 1, more, *self._step(state, batch)
-            more = batch.has_value()
-            finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
-            return done + tf.cast(more, tf.int32), more, finite, logs
+                finite, logs = self._step(state, batch)
+            else:
+                more = batch.has_value()
+                finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
+            with tf.device(HOST):
+                return done + tf.cast(more, tf.int32), more, finite, logs
 
-        start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
+        with tf.device(HOST):
+            start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
         parallel = self._strategy.parallel_steps
         done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
         return done, more, self._results(logs, after=done)
@@ -179,7 +188,8 @@ class StepProgram(Program):
         logs: Logs = {}
         if self._returns_own(results[0]):
             logs = results[0]  # the same on all replicas
-        finite = tf.constant(True)
+        with tf.device(HOST):
+            finite = tf.constant(True)
         if self._stop_at_nan:
             total = keras_internals.loss_tracker(self._model).total
             finite = tf.math.is_finite(metrics.value(self._strategy, total, "finite"))

@@ -27,7 +27,7 @@ from tfdist.core import beginning, building, metrics, programs, verification
 from tfdist.core.epoch import EpochRunner
 from tfdist.core.metrics import Logs
 from tfdist.core.verification_report import Report
-from tfdist.data.pipeline import adapters, together
+from tfdist.data.pipeline import adapters, device_feed, together
 from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.data.pipeline.feed import Feed
 from tfdist.data.pipeline.passes import Passes
@@ -275,13 +275,13 @@ def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) ->
 
 
 def _feed(strategy: Strategy, request: adapters.Request, *, for_prediction: bool = False) -> Feed:
-    """The feed of the user's data, compared or joined over the processes of the job."""
+    """The feed of the user's data, compared or joined over the processes of the job, for the strategy's devices."""
     feed = adapters.make(request, strategy.seed)
-    if strategy.world.world_size == 1:
-        return feed
-    if request.own:
-        return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
-    return together.shared(feed, strategy)
+    if strategy.world.world_size > 1:
+        if request.own:
+            return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
+        feed = together.shared(feed, strategy)
+    return device_feed.placed(feed, strategy)
 
 
 def _check(strategy: Strategy, model: Any, method: str) -> None:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import math
 import multiprocessing.pool
 import signal
-import tempfile
 import threading
 import traceback
 import weakref
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -202,44 +198,6 @@ def restore_eager_random_state(state: Any) -> None:
         context.context()._rng.setstate(state)
 
 
-def iterator_state(iterator: Any) -> bytes:
-    """The state of an iterator over a `tf.data.Dataset`: its position and buffers, such as that of a shuffle.
-
-    The state inside the functions of the pipeline, such as that of random numbers, is left out. The public
-    `tf.train.Checkpoint` refuses pipelines with stateful functions; a decoder in Python counts as one.
-
-    Raises:
-        tf.errors.OpError: a part of the pipeline cannot save its state, such as a Python generator.
-    """
-    handle = iterator._iterator_resource
-    state = tf.raw_ops.SerializeIterator(resource_handle=handle, external_state_policy=_IGNORE_FUNCTIONS)
-    with tempfile.TemporaryDirectory() as folder, io.BytesIO() as packed:
-        # Only a file can hold tensors of this type.
-        tf.raw_ops.SaveV2(prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], tensors=[state])
-        with zipfile.ZipFile(packed, "w") as archive:
-            for path in sorted(Path(folder).iterdir()):
-                archive.write(path, path.name)
-        return packed.getvalue()
-
-
-def restore_iterator(iterator: Any, state: bytes) -> None:
-    """Restores the `iterator_state` of another iterator over the same pipeline.
-
-    Raises:
-        tf.errors.OpError: a part of the pipeline has no state in `state`, which is thus of another pipeline.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(io.BytesIO(state)) as archive:
-            archive.extractall(folder)
-        (restored,) = tf.raw_ops.RestoreV2(
-            prefix=f"{folder}/it", tensor_names=["it"], shape_and_slices=[""], dtypes=[tf.variant]
-        )
-        tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=restored)
-
-
-_IGNORE_FUNCTIONS = 1  # the value in `ExternalStatePolicy` of TensorFlow's dataset options
-
-
 def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
     """The coordinator of a strategy, kept until this process ends.
 
@@ -330,6 +288,21 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
 
     def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
         return 0
+
+
+@contextlib.contextmanager
+def collected_graphs() -> Iterator[list[Any]]:
+    """Collects the graphs, as `GraphDef`s of one device each, that TensorFlow makes in this context to run functions.
+
+    The list is filled at the end. Functions that have run before are not in it.
+    """
+    graphs: list[Any] = []
+    context.context().enable_run_metadata()
+    try:
+        yield graphs
+        graphs += context.context().export_run_metadata().partition_graphs
+    finally:
+        context.context().disable_run_metadata()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -110,7 +109,7 @@ def _one_more(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[An
 
 def _of_arrays(adapter: Any, shuffle: Any, seed: int) -> Feed:
     large = order.is_computed(keras_data.number_of_examples(adapter))
-    with tf.device("CPU:0") if large else contextlib.nullcontext():
+    with tf.device("CPU:0"):
         arrays = keras_data.sliceable(adapter)
     order_of = _order(keras_data.number_of_examples(adapter), adapter.batch_size, shuffle, seed)
     return (LargeArrayFeed if large else ArrayFeed)(arrays, adapter.batch_size, order_of)

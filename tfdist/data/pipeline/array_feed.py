@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,9 +17,9 @@ from tfdist.internals import keras_data
 OrderOf = Callable[[int], order.Order]
 
 
-def tensors(x: Any, y: Any, *, on_host: bool = False) -> Any:
-    """x and y as `ArrayFeed` takes them; `on_host` puts them where tf.data works, not on the current device."""
-    with tf.init_scope(), tf.device("CPU:0") if on_host else contextlib.nullcontext():
+def tensors(x: Any, y: Any) -> Any:
+    """x and y as `ArrayFeed` takes them, on the host."""
+    with tf.init_scope(), tf.device("CPU:0"):
         if x is y:
             x = y = tf.convert_to_tensor(x)
         return keras_data.sliceable(keras_data.get_data_adapter(x=x, y=y))
@@ -42,7 +41,7 @@ class ArrayFeed(Feed):
     An order too long for that has `LargeArrayFeed`.
 
     Args:
-        arrays: a structure of tensors, as `keras_data.sliceable` gives it; also an attribute.
+        arrays: a structure of tensors on the host, as `keras_data.sliceable` gives it; also an attribute.
         batch_size: examples in a full global batch.
         order_of: the order of each pass; all passes take equally many examples.
         transform: what is done to a batch, if anything.
@@ -63,7 +62,8 @@ class ArrayFeed(Feed):
         del first_batch  # any batch can be fetched at any time
         indices = self._order_of(epoch)[:]
         extras = () if self._transform is None else self._transform.extras(epoch, indices)
-        return self.arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
+        with tf.device("CPU:0"):
+            return self.arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
 
     def dataset(
         self, index: int, count: int, epoch: int, first_batch: int, deterministic: bool = True
@@ -95,7 +95,10 @@ class ArrayFeed(Feed):
 
 @dataclass(frozen=True)
 class ArrayBatches(Batches):
-    """A batch is fetched as the indices of its examples, and what is known of each; each replica gathers its own."""
+    """A batch is fetched as the indices of its examples, and what is known of each; the host gathers each part.
+
+    So the device of a replica receives the examples of its part, and not the arrays.
+    """
 
     batch_size: int
     even: bool  # the batches are all of one size: a static shape makes a faster graph
@@ -108,7 +111,8 @@ class ArrayBatches(Batches):
 
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
         _, positions = state
-        return tuple(self._rows(of_each, step) for of_each in positions)
+        with tf.device("CPU:0"):
+            return tuple(self._rows(of_each, step) for of_each in positions)
 
     def _rows(self, of_each: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         if not (self.even and self.length_is_known):
@@ -119,17 +123,26 @@ class ArrayBatches(Batches):
         return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
+        with tf.device("CPU:0"):
+            positions, share = self.positions(batch, index, count)
+            return self.gathered(state[0], positions), share
+
+    def positions(self, batch: tuple[tf.Tensor, ...], index: Any, count: int) -> tuple[tuple[tf.Tensor, ...], Any]:
+        """What `fetch` gave of the examples of part `index` of `count`, and the part's share."""
         begin, end, share = batch_parts.bounds(
             self.batch_size if self.even else batch_parts.length(batch[0]), index, count
         )
-        return self._gathered(state, [of_each[begin:end] for of_each in batch] if count > 1 else batch), share
+        return (tuple(of_each[begin:end] for of_each in batch) if count > 1 else batch), share
 
     def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> Any:
         """The examples of part `index` of `count` of a global batch, of which there may be none."""
         begin, end = order.part(batch_parts.length(batch[0]), index, count)
-        return self._gathered(state, [of_each[begin:end] for of_each in batch])
+        return self.gathered(state[0], [of_each[begin:end] for of_each in batch])
 
-    def _gathered(self, state: Any, positions: Sequence[tf.Tensor]) -> Any:
-        arrays, _ = state
-        data = keras_data.gather(arrays, positions[0])
+    def gathered(self, arrays: Any, positions: Sequence[tf.Tensor]) -> Any:
+        """The examples at the `positions` that `fetch` gave, out of `arrays`."""
+        return self.transformed(keras_data.gather(arrays, positions[0]), positions)
+
+    def transformed(self, data: Any, positions: Sequence[tf.Tensor]) -> Any:
+        """The examples `data` at these `positions`, as the model gets them."""
         return data if self.transform is None else self.transform(data, *positions[1:])

@@ -15,8 +15,7 @@ from tfdist.cluster.cores import cores
 from tfdist.data.pipeline import batch_parts, order
 from tfdist.data.pipeline.feed import Batches, Feed
 from tfdist.errors import CheckpointError, DataError
-from tfdist.internals import keras_data
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import keras_data, tensorflow_data
 from tfdist.internals.keras import tree
 
 
@@ -86,10 +85,10 @@ class DatasetFeed(Feed):
             return [keras_data.standardized(self._adapter, self._in_order[number]) for number in numbers]
         iterator, taken = iter(self._dataset), []
         try:
-            state = tensorflow_internals.iterator_state(iterator)
+            state = tensorflow_data.iterator_state(iterator)
             taken = list(itertools.islice(iterator, count))
-            tensorflow_internals.iterator_state(iterator)  # what has not begun could always be set back
-            tensorflow_internals.restore_iterator(iterator, state)
+            tensorflow_data.iterator_state(iterator)  # what has not begun could always be set back
+            tensorflow_data.restore_iterator(iterator, state)
         except tf.errors.OpError:
             iterator, self._rest = self._put_back(taken), iterator
         self._untouched = iterator
@@ -105,7 +104,7 @@ class DatasetFeed(Feed):
         if self._in_order is not None:
             return b"" if self._in_order.always_alike else None
         try:
-            state = b"" if self._iterator is None else tensorflow_internals.iterator_state(self._iterator)
+            state = b"" if self._iterator is None else tensorflow_data.iterator_state(self._iterator)
         except tf.errors.OpError:
             return None
         return self._begun.to_bytes(8, "little") + state
@@ -121,7 +120,7 @@ class DatasetFeed(Feed):
             return self.start(epoch, 0)
         iterator = self._new_iterator()
         try:
-            tensorflow_internals.restore_iterator(iterator, state)
+            tensorflow_data.restore_iterator(iterator, state)
         except tf.errors.OpError as error:
             raise CheckpointError(
                 "The checkpoint was written within an epoch of other data: this dataset is made of other parts",

@@ -72,6 +72,39 @@ class Feed:
         return contextlib.nullcontext()
 
 
+class WrappedFeed(Feed):
+    """A feed over the passes of another one; a subclass says what it has of its own, its `batches` at least."""
+
+    def __init__(self, feed: Feed):
+        self._feed = feed
+        self.examples, self.batch_size, self.spec = feed.examples, feed.batch_size, feed.spec
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._feed.num_batches
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        return self._feed.start(epoch, first_batch)
+
+    def finish(self) -> None:
+        self._feed.finish()
+
+    def release(self) -> None:
+        self._feed.release()
+
+    def first(self, count: int) -> list[Any]:
+        return self._feed.first(count)
+
+    def save(self) -> bytes | None:
+        return self._feed.save()
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
+        return self._feed.resume(saved, epoch, first_batch)
+
+    def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
+        return self._feed.naming_bad_examples(first_batch, batches)
+
+
 class Batches:
     """How a graph gets at the batches of a feed; equal ones can share a graph.
 

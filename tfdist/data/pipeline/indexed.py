@@ -85,10 +85,7 @@ class IndexedSource(Source):
         shuffle: bool | None,
         augmentation: Augmentation | None,
         stream_positions: bool,
-        *,
-        on_host: bool,
     ) -> tuple[Any, int, OrderOf, Transform | None]:
-        del on_host
         if stream_positions:
             raise UsageError(
                 f"The examples of `{self.spec.name}` are read by their numbers, without their positions in streams",

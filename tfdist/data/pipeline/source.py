@@ -214,7 +214,7 @@ class Source:
         if not self._by_range(split):
             from tfdist.data.pipeline.array_feed import ArrayFeed
 
-            return ArrayFeed(*self._made_of(*asked, on_host=False))
+            return ArrayFeed(*self._made_of(*asked))
         from tfdist.data.pipeline.large_feed import LargeFeed
 
         return LargeFeed(self._passes(*asked), world)
@@ -293,7 +293,7 @@ class Source:
         from tfdist.data.pipeline.array_feed import ArrayFeed
         from tfdist.data.pipeline.large_feed import LargePasses
 
-        return (LargePasses if self._by_range(asked[0]) else ArrayFeed)(*self._made_of(*asked, on_host=True))
+        return (LargePasses if self._by_range(asked[0]) else ArrayFeed)(*self._made_of(*asked))
 
     def _by_range(self, split: str) -> bool:
         """Whether a split has so many examples that their order is never a tensor as a whole."""
@@ -314,22 +314,21 @@ class Source:
         shuffle: bool | None,
         augmentation: Augmentation | None,
         stream_positions: bool,
-        *,
-        on_host: bool,
     ) -> tuple[Any, int, OrderOf, Transform | None]:
         """What a feed of arrays is made of."""
         from tfdist.data.pipeline.array_feed import tensors
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
         arrays = self.arrays(split)
-        if on_host and split not in self._tensors:
-            # TensorFlow copies what it is given: once for all epochs, not once an epoch.
-            self._tensors[split] = tensors(*arrays, on_host=True)
+        transform = self._transform(arrays, batch_size, augmentation, seed)
         if stream_positions:
             stream, position = order.stream_positions(len(arrays[1]), batch_size)
             arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
-        held = self._tensors[split] if on_host and not stream_positions else tensors(*arrays, on_host=on_host)
-        return held, batch_size, order_of, self._transform(arrays, batch_size, augmentation, seed)
+            return tensors(*arrays), batch_size, order_of, transform
+        if split not in self._tensors:
+            # TensorFlow copies what it is given: once for all feeds and epochs.
+            self._tensors[split] = tensors(*arrays)
+        return self._tensors[split], batch_size, order_of, transform
 
     def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> OrderOf:
         """The order of each epoch, after a check of what it is asked for."""

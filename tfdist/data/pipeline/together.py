@@ -21,7 +21,7 @@ from tfdist.cluster.world import World
 from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.dataset_feed import DatasetFeed
-from tfdist.data.pipeline.feed import ONLY_PARTS, Batches, Feed
+from tfdist.data.pipeline.feed import ONLY_PARTS, Batches, Feed, WrappedFeed
 from tfdist.data.pipeline.large_feed import LargeArrayFeed
 from tfdist.errors import UsageError
 from tfdist.internals.keras import tree
@@ -93,34 +93,7 @@ def given(strategy: Strategy) -> Given:
     return _given[strategy]
 
 
-class _Around(Feed):
-    """A feed with other `batches`."""
-
-    def __init__(self, feed: Feed):
-        self._feed = feed
-        self.examples, self.batch_size, self.spec = feed.examples, feed.batch_size, feed.spec
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._feed.num_batches
-
-    def start(self, epoch: int, first_batch: int) -> Any:
-        return self._feed.start(epoch, first_batch)
-
-    def finish(self) -> None:
-        self._feed.finish()
-
-    def release(self) -> None:
-        self._feed.release()
-
-    def save(self) -> bytes | None:
-        return self._feed.save()
-
-    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
-        return self._feed.resume(saved, epoch, first_batch)
-
-
-class _SharedFeed(_Around):
+class _SharedFeed(WrappedFeed):
     """A feed whose batches are alike in all processes, which take note of them."""
 
     def __init__(self, feed: DatasetFeed, strategy: Strategy):
@@ -128,15 +101,12 @@ class _SharedFeed(_Around):
         self._strategy = strategy
         self._endless = feed.endless
 
-    def first(self, count: int) -> list[Any]:
-        return self._feed.first(count)
-
     @property
     def batches(self) -> Batches:
         return SharedBatches(self._feed.batches, given(self._strategy), self._strategy.numbers_of_all, self._endless)
 
 
-class PartFeed(_Around):
+class PartFeed(WrappedFeed):
     """A feed that this process goes through by itself."""
 
     def __init__(self, feed: Feed, world: World):
@@ -148,7 +118,7 @@ class PartFeed(_Around):
         return PartBatches(self._feed.batches, self._world.rank, self._world.world_size)
 
 
-class JoinedFeed(_Around):
+class JoinedFeed(WrappedFeed):
     """A feed whose batches are what those of all processes make together.
 
     Args:
