@@ -244,8 +244,11 @@ def test_the_graphs_that_functions_run_are_collected_one_per_device():
         with tf.device("CPU:2"):
             return tf.sin(one)
 
+    tf.summary.trace_on(graph=True)
+    tf.function(across.python_function)()  # collected for TensorBoard, not for us
     with tensorflow_internals.collected_graphs() as graphs:
         across()
+    tf.summary.trace_off()
     sent = [node.attr["recv_device"].s for graph in graphs for node in graph.node if node.op == "_Send"]
     assert [device[-5:] for device in sent] == [b"CPU:2"]
 

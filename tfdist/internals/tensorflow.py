@@ -298,6 +298,7 @@ def collected_graphs() -> Iterator[list[Any]]:
     """
     graphs: list[Any] = []
     context.context().enable_run_metadata()
+    context.context().export_run_metadata()  # what others, such as a trace of TensorBoard's, have collected before
     try:
         yield graphs
         graphs += context.context().export_run_metadata().partition_graphs
