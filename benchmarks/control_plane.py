@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import os
 import random
 import resource
 import sys
@@ -136,11 +137,14 @@ class Host:
 
         heartbeat_links.Link.send = counted  # type: ignore[method-assign]
         threading.stack_size(1 << 19)
+        # Hundreds of threads that ask for the interpreter's lock 200 times per second would do nothing else.
+        sys.setswitchinterval(1.0)
         # Not a word about threads that end as they must.
         threading.excepthook = lambda about: None if about.exc_type is SystemExit else print(about, file=sys.stderr)
         before = psutil.Process().memory_info().rss
         self.pipe.send("ready")
-        while (order := self.pipe.recv())[0] != "end":
+        while True:
+            order = self.pipe.recv()
             if order[0] == "start":
                 self.start()
                 connected = time.monotonic()
@@ -157,12 +161,17 @@ class Host:
 
 
 def host(tasks: tuple[Task, ...], ranks: list[int], pipe: Connection) -> None:
-    """The program of one operating-system process."""
+    """The program of one operating-system process, which ends with the one that started it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     raise_descriptor_limit()
     Host(tasks, ranks, pipe).serve()
-    # The threads of simulated processes are not waited for.
-    sys.stdout.flush()
-    multiprocessing.process.current_process().kill()
 
 
 class Job:

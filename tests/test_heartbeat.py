@@ -218,15 +218,15 @@ BELOW_1 = {1, *range(4, 7), *range(13, 22)}
 
 @pytest.mark.parametrize(
     "killed",
-    [{39}, {4}, {4, 13, 14, 15}, BELOW_1, {1, 5, 16, 17, 18}, {2, 7, 8, 20, 33, 38, 39}, {0}],
-    ids=[
-        "a leaf",
-        "a parent",
-        "a subtree",
-        "a third of all",
-        "a parent, a child and its children",
-        "several",
-        "rank 0",
+    [
+        pytest.param({39}, id="a leaf"),
+        pytest.param({4}, id="a parent"),
+        pytest.param({4, 13, 14, 15}, id="a subtree"),
+        pytest.param(BELOW_1, id="a third of all"),
+        pytest.param({1, 5, 16, 17, 18}, id="a parent, a child and its children"),
+        pytest.param({1, 13, 16, 39}, id="a parent and grandchildren"),
+        pytest.param({2, 7, 8, 20, 33, 38, 39}, id="several"),
+        pytest.param({0}, id="rank 0"),
     ],
 )
 def test_all_name_all_that_were_killed_at_once(start, killed):

@@ -45,7 +45,7 @@ SECONDS_TO_END = 1.0
 # If all processes wait, nothing moves, and none computes, they wait for different operations. A large tensor on a slow
 # network may look like that for a while.
 ALL_WAIT = 5
-# Losses that become known within this time are named together.
+# So long after the first news of a silent process, news of others may come.
 LONGEST_SECONDS_TO_NAME = 2.0
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -190,14 +190,15 @@ class Heartbeat:
 
     def _given_up(self, lost: Mapping[int, Loss], waited_for: bool) -> list[int]:
         """Those of the lost ranks that have been missed for too long; time counts while the processes work together."""
-        look = self._tree.look_seconds
+        look, grace = self._tree.look_seconds, self._tree.grace_seconds
         self._missed = {rank: self._missed.get(rank, 0.0) + look for rank in lost} if waited_for else {}
         to_name = min(self._limits.seconds / 4, LONGEST_SECONDS_TO_NAME)
-        patience = {Loss.SILENT: to_name, Loss.CLOSED: self._tree.grace_seconds, Loss.ENDED: self._limits.seconds}
+        patience = {Loss.SILENT: to_name, Loss.CLOSED: grace, Loss.ENDED: self._limits.seconds}
         left = {rank: patience[lost[rank]] - missed for rank, missed in self._missed.items()}
         if min(left.values(), default=1.0) > 0:
             return []
-        return [rank for rank, seconds in left.items() if seconds <= to_name]
+        # Those that were lost together are named together, but not those that have given up just now.
+        return [rank for rank, seconds in left.items() if seconds <= grace / 2]
 
     def _tell_of(self, busy: Mapping[int, float]) -> None:
         """Reports once which processes the job waits for."""

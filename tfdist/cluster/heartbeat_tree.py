@@ -201,8 +201,8 @@ class Tree:
         link.received = functools.partial(self._hear, child)
         link.ended = functools.partial(self._lose_child, child)
         link.send(self._member(self._rank).name.encode() + b"\n")
+        self._has_news |= rank in self._losses.lost or next(ancestors_of(rank)) != self._rank
         self._losses.forget([rank])
-        self._has_news = self._has_news_down = True
 
     def _is_descendant(self, hello: Hello) -> bool:
         rank = hello.rank
@@ -225,7 +225,8 @@ class Tree:
         elif not summary.ends:
             self.whole = summary
             self._has_news_down = True
-            self._losses.forget([rank for rank in summary.adopted if rank not in self._children])
+            elsewhere = [rank for rank in summary.adopted if rank not in self._children]
+            self._losses.forget([rank for rank in elsewhere if self._rank in ancestors_of(rank)])
 
     # Who is lost, and what is done about it.
 
@@ -313,13 +314,14 @@ class Tree:
         if self._parent is not None:
             self._parent.link.send(self._below().line())
         elif self._is_root:
-            below = self._below()
+            below, before = self._below(), self.whole
             self.whole = below.model_copy(update={"lost": below.lost | self._lost_ancestors})
-            self._has_news_down = True
+            self._has_news_down |= self.whole.news != before.news
 
     def _send_down(self, now: float) -> None:
         self._has_news_down = False
-        self._sent_down, self._send_down_at = now, now + self._interval * 1.5
+        # The root sends at intervals, the others what they receive, and something if that is late.
+        self._sent_down, self._send_down_at = now, now + self._interval * (1.0 if self._is_root else 1.5)
         if self._children:
             line = self.whole.line()
             for child in self._children.values():
