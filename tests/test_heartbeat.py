@@ -1,7 +1,6 @@
 """Who is silent, who is busy, and who cannot be asked at all; here threads take the part of processes."""
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -13,23 +12,35 @@ import pytest
 from tfdist import terminal
 from tfdist.cluster import heartbeat
 from tfdist.cluster.heartbeat import Heartbeat, Limits
+from tfdist.cluster.heartbeat_links import Member
 from tfdist.cluster.world import World
 
+# The end of a thread stands for that of a process.
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*SystemExit:pytest.PytestUnhandledThreadExceptionWarning")
 SECONDS = 0.4
 WAITS, BUSY = (2, 1), (1, 1)
 
 
 class Job:
-    """Two processes of two machines that meet, and what becomes of them."""
+    """Processes of as many machines that meet, and what becomes of them.
 
-    def __init__(self, *counts, **limits):
+    Args:
+        counts: what each process has begun and ended.
+        seconds: how long one may be silent.
+        limits: other limits.
+    """
+
+    def __init__(self, *counts, seconds=SECONDS, **limits):
+        size = len(counts)
         self.counts = list(counts)
-        self.limits = Limits(SECONDS, **limits)
-        self.errors = [None, None]
-        self.barrier = threading.Barrier(2)
-        self.said = [b"", b""]
-        with ThreadPoolExecutor(2) as pool:
-            self.both = list(pool.map(self._start, range(2)))
+        self.limits = Limits(seconds, **limits)
+        self.errors = [None] * size
+        self.paused = [threading.Event() for _ in range(size)]
+        self.killed = set()
+        self.barrier = threading.Barrier(size)
+        self.said = [b""] * size
+        with ThreadPoolExecutor(size) as pool:
+            self.all = list(pool.map(self._start, range(size)))
 
     def _start(self, rank):
         def exchange(message):
@@ -37,21 +48,51 @@ class Job:
             self.barrier.wait(10)
             return list(self.said)
 
+        def counts():
+            while self.paused[rank].is_set() and rank not in self.killed:
+                time.sleep(0.01)
+            if rank in self.killed:
+                raise SystemExit  # which ends the thread, and closes its sockets
+            return self.counts[rank]
+
         def give_up(error):
             self.errors[rank] = error
 
-        world = World(rank, 2, 0, 1, "mpirun of Open MPI")
-        return Heartbeat(world, exchange, lambda: self.counts[rank], self.limits, give_up)
+        world = World(rank, len(self.counts), 0, 1, "mpirun of Open MPI")
+        return Heartbeat(world, exchange, counts, self.limits, give_up)
 
     def close(self):
-        for one in self.both:
-            one._state.close()
-            one._listener.close()
+        self.killed.update(range(len(self.all)))
+        for one in self.all:
+            one.close()
+
+    def kill(self, *ranks):
+        """Their sockets are closed, as of a process that gets SIGKILL."""
+        self.killed.update(ranks)
+
+    def pause(self, rank):
+        """It does nothing, as a process that gets SIGSTOP, and its sockets stay open."""
+        self.paused[rank].set()
+
+    def resume(self, rank):
+        self.paused[rank].clear()
 
     def work(self, seconds):
         """All are at work for so long."""
-        with self.both[0].work(), self.both[1].work():
+        with contextlib.ExitStack() as stack:
+            for one in self.all:
+                stack.enter_context(one.work())
             time.sleep(seconds)
+
+    def wait_for(self, condition, seconds=20.0):
+        until = time.monotonic() + seconds
+        while not condition() and time.monotonic() < until:
+            time.sleep(0.02)
+        assert condition()
+
+    def lost(self, rank):
+        """The ranks that a process knows to be lost."""
+        return set(self.all[rank]._tree.whole.lost)
 
     def sentences(self):
         return [error and error.sentence for error in self.errors]
@@ -79,16 +120,16 @@ def test_the_name_of_a_machine_need_not_be_known_elsewhere(monkeypatch, start):
     with warnings.catch_warnings(action="error"):
         job = start(BUSY, BUSY)
     job.work(3 * SECONDS)
-    assert [one.silent() for one in job.both] == [[], []]
+    assert [one.silent() for one in job.all] == [[], []]
     assert job.errors == [None, None]
 
 
 def test_one_that_cannot_be_connected_with_is_told_with_the_reason_and_is_not_given_up(monkeypatch, start):
     monkeypatch.setattr(heartbeat, "_hosts", lambda world: ["nowhere.invalid"])
-    told = r"rank 0 cannot connect to the heartbeat of rank 1 \(nowhere.invalid: .*\). The job continues"
+    told = r"rank 1 cannot connect to the heartbeat of rank 0 \(nowhere.invalid: .*\). The job continues"
     with pytest.warns(RuntimeWarning, match=told):
         job = start(WAITS, WAITS)
-    assert [list(one.unreachable) for one in job.both] == [[1], [0]]
+    assert [list(one.unreachable) for one in job.all] == [[], [0]]
     job.work((heartbeat.ALL_WAIT + 3) * SECONDS)
     assert job.errors == [None, None]
 
@@ -101,14 +142,14 @@ def test_another_machine_with_the_address_is_not_taken_for_the_process(monkeypat
                 while True:
                     connection, _ = other.accept()
                     with connection:
-                        connection.sendall(json.dumps(["another", False, 0.0]).encode())
+                        connection.sendall(b"another\n")
+                        connection.recv(100)
 
         threading.Thread(target=answer, daemon=True).start()
-        endpoint = heartbeat._endpoint
         monkeypatch.setattr(heartbeat, "_hosts", lambda world: ["127.0.0.1"])
-        monkeypatch.setattr(
-            heartbeat, "_endpoint", lambda name, host, port: endpoint(name, host, other.getsockname()[1])
-        )
+        port = other.getsockname()[1]
+        parse = Member.parse
+        monkeypatch.setattr(Member, "parse", lambda message: parse(message)._replace(port=port))
         with pytest.warns(RuntimeWarning, match="127.0.0.1: another process answers"):
             start(BUSY, BUSY)
 
@@ -128,8 +169,7 @@ def test_ipv6_alone_is_enough(monkeypatch, start):
 
 def test_one_that_falls_silent_is_given_up_in_time_and_by_its_name(start):
     job = start(WAITS, BUSY)
-    job.both[1]._listener.shutdown(socket.SHUT_RDWR)  # which ends what answers
-    job.both[1]._listener.close()
+    job.pause(1)
     began = time.monotonic()
     while job.errors[0] is None and time.monotonic() - began < 10:
         time.sleep(0.01)
@@ -143,7 +183,7 @@ def test_one_that_is_busy_is_waited_for_and_that_is_said_once(start, said):
     assert job.errors == [None, None]
     assert len(said) == 1
     assert said[0].startswith("Waiting for rank 1: alive, and busy for 0 s so far, for example in a callback")
-    assert [one.others_are_busy() for one in job.both] == [True, False]
+    assert [one.others_are_busy() for one in job.all] == [True, False]
 
 
 def test_the_chief_says_that_others_wait_for_it(start, said):
@@ -170,3 +210,80 @@ def test_where_all_wait_for_each_other_the_job_is_given_up(start):
     job = start(WAITS, WAITS)
     job.work((heartbeat.ALL_WAIT + 3) * SECONDS)
     assert all("have waited for each other" in sentence for sentence in job.sentences())
+
+
+SIZE = 40
+BELOW_1 = {1, *range(4, 7), *range(13, 22)}
+
+
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param({39}, id="a leaf"),
+        pytest.param({4}, id="a parent"),
+        pytest.param({4, 13, 14, 15}, id="a subtree"),
+        pytest.param(BELOW_1, id="a third of all"),
+        pytest.param({1, 5, 16, 17, 18}, id="a parent, a child and its children"),
+        pytest.param({1, 13, 16, 39}, id="a parent and grandchildren"),
+        pytest.param({2, 7, 8, 20, 33, 38, 39}, id="several"),
+        pytest.param({0}, id="rank 0"),
+    ],
+)
+def test_all_name_all_that_were_killed_at_once(start, killed):
+    job = start(*[WAITS] * SIZE, seconds=2.0)
+    job.kill(*killed)
+    left = set(range(SIZE)) - killed
+    job.wait_for(lambda: all(job.errors[rank] for rank in left))
+    told = f"Gone, or silent for 2 s: {World().named_all(killed)}"
+    assert {job.errors[rank].sentence for rank in left} == {told}
+
+
+@pytest.mark.parametrize("paused", [0, 4, 39])
+def test_all_name_one_that_is_stopped(start, paused):
+    job = start(*[WAITS] * SIZE, seconds=2.0)
+    job.pause(paused)
+    left = set(range(SIZE)) - {paused}
+    job.wait_for(lambda: all(job.errors[rank] for rank in left))
+    assert {job.errors[rank].sentence for rank in left} == {f"Gone, or silent for 2 s: rank {paused}"}
+
+
+@pytest.mark.parametrize("paused", [0, 4, *(pytest.param(rank, marks=pytest.mark.thorough) for rank in (1, 39))])
+def test_one_that_was_stopped_and_comes_back_is_not_accused_and_accuses_nobody(start, paused):
+    job = start(*[BUSY] * SIZE, seconds=1.0)
+    job.pause(paused)
+    # Nobody waits for it, so that the job is not given up.
+    job.wait_for(lambda: all(paused in job.lost(rank) for rank in range(SIZE) if rank != paused))
+    job.resume(paused)
+    job.wait_for(lambda: not any(map(job.lost, range(SIZE))))
+    job.work(3.0)
+    assert job.errors == [None] * SIZE
+    assert job.all[0]._tree.whole.processes == SIZE
+
+
+def test_a_process_whose_program_has_ended_is_gone_only_after_the_whole_timeout(start):
+    job = start(*[BUSY] * 13, seconds=8.0)
+    job.all[1].close()
+    job.wait_for(lambda: all(job.lost(rank) == {1} for rank in range(13) if rank != 1))
+    assert job.all[12].silent() == [1]
+    job.work(5.5)  # one that was killed would be given up after 5 s
+    assert job.errors == [None] * 13
+
+
+def test_a_process_knows_of_all_others_through_few_connections(start):
+    job = start(*[WAITS] * 39, BUSY, seconds=2.0)
+    job.wait_for(lambda: all(one._tree.whole.waiting == SIZE - 1 for one in job.all))
+    whole = job.all[20]._tree.whole
+    assert (whole.processes, [rank for rank, _ in whole.busy], whole.lost) == (SIZE, [SIZE - 1], {})
+    assert all(one.others_are_busy() for one in job.all[:39]) and not job.all[39].others_are_busy()
+    assert max(len(one._tree._children) for one in job.all) == 3
+
+
+@pytest.mark.parametrize("said", [b"", b"\n", b"[" * 50_000 + b"\n", b'{"rank": 1, "name": "x"}\n', b"\0" * 100_000])
+def test_a_stranger_is_sent_away_and_changes_nothing(start, said):
+    job = start(BUSY, BUSY, seconds=2.0)
+    address = job.all[0]._listener.getsockname()[:2]
+    with contextlib.suppress(ConnectionError), socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(said)
+        assert connection.recv(1) == b""
+    job.work(1.0)
+    assert [job.lost(0), job.lost(1)] == [set(), set()] and job.errors == [None, None]

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tfdist.cluster import rendezvous, world
-from tfdist.cluster.rendezvous_messages import CLUSTER
+from tfdist.cluster.rendezvous_messages import CLUSTER, LONGEST_MESSAGE_BYTES, Hello, as_line, described_cluster
+from tfdist.cluster.task import Task
 from tfdist.errors import ClusterError, DisagreementError
 
 CARD = {"TensorFlow": "2.21.0"}
@@ -23,16 +24,16 @@ def free_ports(count):
     return ports
 
 
+def worlds_of(size):
+    """The worlds of workers on this machine."""
+    tasks = tuple(Task("worker", index, f"localhost:{port}") for index, port in enumerate(free_ports(size)))
+    return [world.World(rank, size, rank, size, "TF_CONFIG", tasks) for rank in range(size)]
+
+
 @pytest.fixture
 def worlds():
     """The worlds of three workers on this machine."""
-    addresses = [f"localhost:{port}" for port in free_ports(3)]
-    return [
-        world.World.detect(
-            {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": i}})}
-        )
-        for i in range(3)
-    ]
+    return worlds_of(3)
 
 
 def outcome(of_world, settings=CARD, seconds=20.0, after=0.0):
@@ -95,9 +96,56 @@ def test_another_cluster_is_refused_at_once(worlds):
     assert other.sentence == chief.sentence
 
 
+def large_world(rank, size, moved=None):
+    """A world of `size` processes, of which the last 8 are on the host `moved` if that is given."""
+    hosts = [f"node{index // 8:04}.cluster.example.com" for index in range(size)]
+    hosts[-8:] = [moved] * 8 if moved else hosts[-8:]
+    tasks = tuple(Task("worker", index, f"{host}:{2222 + index % 8}") for index, host in enumerate(hosts))
+    return world.World(rank, size, rank % 8, 8, "TF_CONFIG", tasks)
+
+
+def test_a_hello_is_short_whatever_the_number_of_processes():
+    assert len(json.dumps(large_world(0, 2000).cluster())) > LONGEST_MESSAGE_BYTES
+    assert len(as_line(hello_of(large_world(7, 2000)))) < LONGEST_MESSAGE_BYTES / 100
+
+
+def test_large_clusters_that_differ_in_one_address_are_told_apart():
+    ours, others = (described_cluster(large_world(0, 2000, moved).cluster()) for moved in (None, "node9999"))
+    assert ours.startswith("2000 processes from node0000.cluster.example.com:2222 to node0249.cluster.example.com:2229")
+    assert ours != others and others == described_cluster(large_world(5, 2000, "node9999").cluster())
+
+
+def test_many_processes_meet_and_equal_values_are_named_together():
+    all_worlds = worlds_of(40)
+    assert meet_all([(each,) for each in all_worlds]) == [True] * 40
+    errors = meet_all([(each, {"TensorFlow": "2.20.0"} if each.rank in (7, 9) else CARD) for each in all_worlds])
+    assert len({error.sentence for error in errors}) == 1
+    assert errors[0].sentence == (
+        "The processes of the job disagree on `TensorFlow`: ranks 0 to 6, 8 and 10 to 39 have `2.21.0`, "
+        f"{all_worlds[0].named(7)} and {all_worlds[0].named(9)} have `2.20.0`"
+    )
+
+
+def test_many_different_values_are_cut():
+    errors = meet_all([(each, {"seed": str(each.rank)}) for each in worlds_of(12)])
+    assert errors[0].sentence.endswith("has `7`, and there are 4 more values")
+
+
 def test_two_processes_with_the_same_task_are_refused(worlds):
     errors = meet_all([(worlds[0], CARD), (worlds[1], CARD, 20, 0.2), (worlds[1], CARD, 20, 0.4)])
     assert "say that they are worker 1" in errors[0].sentence
+
+
+def hello_of(of_world, settings=CARD):
+    return Hello(
+        tfdist=1,
+        rank=of_world.rank,
+        seconds=9.0,
+        deadline_seconds=9.0,
+        world_size=of_world.world_size,
+        cluster=described_cluster(of_world.cluster()),
+        settings=settings,
+    )
 
 
 def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):
@@ -105,9 +153,7 @@ def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):
         for _ in range(20):
             try:
                 with socket.create_connection((worlds[0].tasks[0].host, worlds[0].tasks[0].port)) as connection:
-                    hello = {"tfdist": 1, "rank": 1, "seconds": 9.0, "deadline_seconds": 9.0}
-                    settings = {CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
-                    connection.sendall(json.dumps({**hello, "settings": settings}).encode() + b"\n")
+                    connection.sendall(as_line(hello_of(worlds[1])))
                     time.sleep(0.2)
                 break
             except ConnectionRefusedError:
@@ -145,15 +191,14 @@ def test_a_stranger_is_not_looked_at(worlds, said):
     [
         {"rank": 7},
         {"rank": 0},
-        {"rank": 2, "settings": {"TensorFlow": "2.21.0"}},
-        {"rank": 2, "settings": {CLUSTER: "[]"}},
+        {"rank": 2, "world_size": 2},
+        {"rank": 2, "cluster": None},
         {"rank": 2, "seconds": 0},
     ],
     ids=str,
 )
 def test_one_who_cannot_be_of_the_job_is_a_stranger_whatever_else_it_says(worlds, said):
-    settings = {CLUSTER: json.dumps(worlds[0].cluster()), **CARD}
-    hello = {"tfdist": 1, "seconds": 9.0, "deadline_seconds": 9.0, "settings": settings} | said
+    hello = json.loads(as_line(hello_of(worlds[1]))) | said
 
     def disturb():
         with connected_to(worlds[0].tasks[0]) as connection:

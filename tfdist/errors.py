@@ -23,12 +23,14 @@ Synopsis:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 EXIT_USAGE = 2
 EXIT_CLUSTER = 3
 EXIT_RESHAPED = 75  # the processes of an elastic job ask to be restarted; `EX_TEMPFAIL` of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+# Values that a message about differing processes shows.
+MOST_VALUES = 8
 
 
 class TfdistError(Exception):
@@ -108,20 +110,46 @@ class DisagreementError(ClusterError):
     exit_code = EXIT_USAGE
 
     @classmethod
-    def among(cls, settings_by_rank: Mapping[str, Mapping[str, object]]) -> DisagreementError | None:
-        """The error that shows the value of each process for each setting that differs; `None` if none differs.
+    def among(
+        cls, settings_by_rank: Mapping[int, Mapping[str, object]], named: Callable[[Collection[int]], str]
+    ) -> DisagreementError | None:
+        """The error that shows, for each setting that differs, the values and the processes that have them.
 
-        `settings_by_rank` has the settings of each process, by a name of the process such as "rank 1".
+        Args:
+            settings_by_rank: the settings of each process.
+            named: how the message names some ranks.
+
+        Returns:
+            The error, or `None` if no setting differs.
         """
         names = dict.fromkeys(name for settings in settings_by_rank.values() for name in settings)
-        differing = [name for name in names if len({settings.get(name) for settings in settings_by_rank.values()}) > 1]
-        if not differing:
+        lines = []
+        for name in names:
+            values = {rank: settings.get(name) for rank, settings in settings_by_rank.items()}
+            if len(set(values.values())) > 1:
+                lines.append(f"`{name}`: " + by_value(values, named, "{ranks} {have} `{value}`"))
+        if not lines:
             return None
-        lines = [
-            f"`{name}`: " + ", ".join(f"{who} has `{settings.get(name)}`" for who, settings in settings_by_rank.items())
-            for name in differing
-        ]
         return cls(
             "The processes of the job disagree on " + "; on ".join(lines),
             "start all of them with the same command, data and versions",
         )
+
+
+def by_value(values: Mapping[int, object], named: Callable[[Collection[int]], str], template: str) -> str:
+    """The values of processes in one phrase, in which those with equal values are named together.
+
+    Args:
+        values: the value of each process, by rank.
+        named: how the phrase names some ranks.
+        template: says one value, with the fields `ranks`, `have` (or "has") and `value`.
+    """
+    groups: dict[object, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    shown = [
+        template.format(ranks=named(ranks), have="has" if len(ranks) == 1 else "have", value=value)
+        for value, ranks in list(groups.items())[:MOST_VALUES]
+    ]
+    rest = len(groups) - MOST_VALUES
+    return ", ".join(shown) + (f", and there are {rest} more values" if rest > 0 else "")

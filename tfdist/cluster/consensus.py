@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tfdist.cluster.world import World
-from tfdist.errors import DisagreementError
+from tfdist.errors import DisagreementError, by_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +69,8 @@ def all_gather_object(peers: ProcessGroup, value: Any, doing: str = "exchanges v
         return [value]
     found = [_parsed(message) for message in peers.exchange(json.dumps([doing, value]).encode())]
     if len({what for what, _ in found}) > 1:
-        each = ", ".join(f"{peers.world.named(rank)} {what}" for rank, (what, _) in enumerate(found))
+        doings = {rank: what for rank, (what, _) in enumerate(found)}
+        each = by_value(doings, peers.world.named_briefly, "{ranks}: {value}")
         raise DisagreementError(f"The processes of the job do different things at the same moment: {each}", DO_ALIKE)
     return [value for _, value in found]
 
@@ -112,7 +113,7 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
     found = all_gather_object(
         peers, {name: str(value) for name, value in facts.items()}, "compares what it begins with"
     )
-    error = DisagreementError.among({peers.world.named(rank): values for rank, values in enumerate(found)})
+    error = DisagreementError.among(dict(enumerate(found)), peers.world.named_briefly)
     if error is not None:
         raise error
 
@@ -128,7 +129,7 @@ def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str)
 
 def _require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprints: list[str]) -> None:
     if len(set(fingerprints)) > 1:
-        values = ", ".join(f"{peers.world.named(rank)}: {value}" for rank, value in enumerate(fingerprints))
+        values = by_value(dict(enumerate(fingerprints)), peers.world.named_briefly, "{ranks}: {value}")
         raise DisagreementError(f"The processes of the job were given different {what} ({values})", GIVE_ALIKE)
 
 

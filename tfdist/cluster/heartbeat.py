@@ -1,13 +1,14 @@
 """Which processes of a job are alive, and what they do: TensorFlow, Horovod and MPI wait without knowing for whom.
 
-In every process, one thread answers the other processes, whatever its other threads do, and another one polls them:
+In every process, one thread talks with a few others, whatever the other threads do, and so learns of all (see
+`heartbeat_tree`):
 
-    stopped or ended   does not answer, or refuses           → silent: the job is given up
+    stopped or ended   says nothing, or cannot be reached    → lost: the job is given up
     waiting            is in an exchange with the others     → normal, unless all wait and nothing moves
     busy               computes, saves, or is in a callback  → waited for, with a message
 
-Processes that cannot be reached at the start, for example behind a firewall, are reported and not polled again. Whether
-they are alive is then known only if TensorFlow, Horovod or MPI detects it.
+A process that can connect with none of the others at the start, for example behind a firewall, says so. Whether it is
+alive is then known only if TensorFlow, Horovod or MPI detects it.
 
 Synopsis:
 
@@ -20,35 +21,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import secrets
-import selectors
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
 
 import psutil
 
 from tfdist import terminal
 from tfdist.cluster import ports
+from tfdist.cluster.heartbeat_links import Member
+from tfdist.cluster.heartbeat_messages import MOST_BUSY, Loss, State, Summary
+from tfdist.cluster.heartbeat_tree import Tree
 from tfdist.cluster.world import World
 from tfdist.errors import ClusterError
 
 SECONDS_TO_ANSWER = 2.0
-SECONDS_TO_CONNECT = 3.0  # at the start
-SECONDS_AFTER_ERROR = 0.05
-LONGEST_SECONDS_BETWEEN_SAMPLES = 1.0
-ASKED = 4  # polls without an answer, at least, before a process counts as silent
+SECONDS_BETWEEN_ANSWERS = 0.02
+SECONDS_TO_END = 1.0
 # If all processes wait, nothing moves, and none computes, they wait for different operations. A large tensor on a slow
 # network may look like that for a while.
 ALL_WAIT = 5
-MOST_CONNECTIONS = 16  # at a time
-LONGEST_ANSWER_BYTES = 256
+# So long after the first news of a silent process, news of others may come.
+LONGEST_SECONDS_TO_NAME = 2.0
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -66,15 +64,8 @@ class Limits:
     busy_seconds: float | None = None
 
 
-class State(NamedTuple):
-    """What a process does, and for how many seconds it has done so."""
-
-    waits: bool
-    seconds: float
-
-
 class Heartbeat:
-    """Answers the other processes, and polls them.
+    """Tells the other processes what this one does, and finds out what they do.
 
     Args:
         world: the rank of this process, and the addresses of the others.
@@ -85,7 +76,7 @@ class Heartbeat:
 
     Attributes:
         error: the error that `give_up` was called with.
-        unreachable: the ranks that could not be reached at the start, with the reasons.
+        unreachable: if this process cannot take part, the ranks that it could not reach at the start, with the reasons.
     """
 
     def __init__(
@@ -102,19 +93,27 @@ class Heartbeat:
         self._give_up = give_up
         self._depth = 0
         self._state = _Own(counts)
+        self._missed: dict[int, float] = {}
         self._told: set[int] = set()
-        self._name = secrets.token_hex(8)
         here = world.local_world_size == world.world_size
-        # The answers are not secret, and nothing is read: the port can be open to everyone in the job's network.
+        # Whoever does not know the name of a process of the job is sent away: the port can be open to everyone.
         self._listener = socket.create_server(("localhost", 0)) if here else ports.listen_anywhere()
-        self._start(self._answer)  # before the others learn the address
-        hosts = ["localhost"] if here else _hosts(world)
-        said = exchange(json.dumps([self._name, hosts, self._listener.getsockname()[1]]).encode())
-        self._endpoints: dict[int, _Endpoint] = {}
-        self.unreachable = self._connect({rank: json.loads(endpoint) for rank, endpoint in enumerate(said)})
+        host, port = self._listener.getsockname()[:2]
+        member = Member(secrets.token_hex(8), [host] if here else _hosts(world), port)
+        self._tree = Tree(world.rank, exchange(member.message()), self._listener, limits.seconds)
+        self._tree.join()
+        self.unreachable = self._tree.unreachable
         self._say_who_is_unreachable()
-        self._start(self._look)
-        atexit.register(self._state.close)
+        self._thread = threading.Thread(target=self._run, name="tfdist-heartbeat", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Tells the others that the program of this process has ended."""
+        self._state.close()
+        with contextlib.suppress(OSError):  # it is closed already
+            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+        self._thread.join(SECONDS_TO_END)
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
@@ -126,32 +125,17 @@ class Heartbeat:
             self._depth -= 1
 
     def silent(self) -> list[int]:
-        """The ranks that currently do not answer."""
-        return [rank for rank, state in self._ask().items() if state is None]
+        """The ranks that currently cannot be reached; waits a moment for news of the first one."""
+        until = time.monotonic() + SECONDS_TO_ANSWER
+        while not (lost := self._tree.whole.lost) and time.monotonic() < until:
+            time.sleep(SECONDS_BETWEEN_ANSWERS)
+        return sorted(lost)
 
     def others_are_busy(self) -> bool:
-        """Whether a process that answers is busy, so that it may be worth waiting for it."""
-        return any(state is not None and not state.waits for state in self._ask().values())
-
-    def _start(self, target: Callable[[], None]) -> None:
-        threading.Thread(target=target, name="tfdist-heartbeat", daemon=True).start()
-
-    def _connect(self, said: Mapping[int, tuple[str, list[str], int]]) -> dict[int, str]:
-        """Finds an address of each other process; returns the reasons for failures, by rank."""
-
-        def find(rank: int) -> str | None:
-            reasons = []
-            for host in said[rank][1]:
-                try:
-                    self._endpoints[rank] = _endpoint(said[rank][0], host, said[rank][2])
-                    return None
-                except OSError as error:
-                    reasons.append(f"{host}: {error.strerror or error}")
-            return "; ".join(reasons)
-
-        others = [rank for rank in said if rank != self._world.rank]
-        with ThreadPoolExecutor(MOST_CONNECTIONS) as pool:
-            return {rank: reason for rank, reason in zip(others, pool.map(find, others), strict=True) if reason}
+        """Whether another process is alive and busy, so that it may be worth waiting for it."""
+        whole = self._tree.whole
+        own = [rank for rank, _ in whole.busy].count(self._world.rank)
+        return whole.processes - whole.waiting > own
 
     def _say_who_is_unreachable(self) -> None:
         for rank, reason in self.unreachable.items():
@@ -164,55 +148,57 @@ class Heartbeat:
                 stacklevel=2,
             )
 
-    def _ask(self) -> dict[int, State | None]:
-        """The states of the other processes, by rank; `None` for those that do not answer."""
-        return _asked(self._endpoints, SECONDS_TO_ANSWER)
+    def _run(self) -> None:
+        has_ended = False
+        try:
+            # A process whose program has ended while others wait for it counts as gone.
+            while self._state.sample() and threading.main_thread().is_alive():
+                self._tree.run_for(self._tree.look_seconds, self._state.now())
+                if self.error is None:
+                    self.error = self._verdict(self._tree.whole, self._state.now())
+                    if self.error is not None:
+                        # This thread goes on, so that the others hear the news too.
+                        threading.Thread(target=self._give_up, args=(self.error,), daemon=True).start()
+            has_ended = True
+        finally:
+            self._tree.close(says_so=has_ended)
 
-    def _answer(self) -> None:
-        # A process whose program has ended while others wait for it counts as gone.
-        while threading.main_thread().is_alive():
-            try:
-                connection, _ = self._listener.accept()
-                with connection:
-                    if threading.main_thread().is_alive():
-                        connection.sendall(json.dumps([self._name, *self._state.now()]).encode())
-            except OSError:  # it has ended already, or this process has no more file descriptors
-                time.sleep(SECONDS_AFTER_ERROR)
-        self._listener.close()
-
-    def _look(self) -> None:
-        between = self._limits.seconds / ASKED
-        missed = dict.fromkeys(self._endpoints, 0)
-        while self._state.sample_for(between):
-            states = self._ask()
-            own = self._state.now()
-            for rank, state in states.items():
-                missed[rank] = missed[rank] + 1 if state is None and (self._depth or own.waits) else 0
-            self.error = self._verdict(states, own, [rank for rank, count in missed.items() if count >= ASKED])
-            if self.error is not None:
-                self._give_up(self.error)
-                return
-
-    def _verdict(self, states: Mapping[int, State | None], own: State, lost: list[int]) -> ClusterError | None:
+    def _verdict(self, whole: Summary, own: State) -> ClusterError | None:
         """The error if the job must be given up; reports which processes the job waits for."""
+        lost = self._given_up(whole.lost, bool(self._depth) or own.waits)
         if lost:
             return gone(self._world, lost, self._limits.seconds)
-        known = {rank: state for rank, state in states.items() if state is not None} | {self._world.rank: own}
-        waiting = [state.seconds for state in known.values() if state.waits]
-        if len(waiting) == self._world.world_size and min(waiting) >= ALL_WAIT * self._limits.seconds:
+        all_wait = own.waits and whole.waiting == self._world.world_size
+        if all_wait and whole.least_seconds >= ALL_WAIT * self._limits.seconds:
             return ClusterError(
-                f"All processes of the job have waited for each other for {min(waiting):.0f} s: not all are in the "
-                "same exchange",
+                f"All processes of the job have waited for each other for {whole.least_seconds:.0f} s: not all are in "
+                "the same exchange",
                 "make all processes call the same methods, in the same order, on the same model and data",
             )
-        busy = {rank: state.seconds for rank, state in known.items() if not state.waits}
-        self._tell_of(busy if max(waiting, default=0.0) >= self._limits.seconds else {})
+        busy = dict(whole.busy)
+        busy.pop(self._world.rank, None)
+        if not own.waits:
+            busy[self._world.rank] = own.seconds
+        longest_wait = max(whole.longest_seconds, own.seconds if own.waits else 0.0)
+        self._tell_of(busy if longest_wait >= self._limits.seconds else {})
         bound = self._limits.busy_seconds
         late = [rank for rank, seconds in busy.items() if bound is not None and seconds > bound]
         if late and own.waits:
             limit = f"{bound:g} s (`callback_timeout_seconds`)"
             return ClusterError.lost(f"Busy for longer than {limit} while others waited: {self._named(late)}")
         return None
+
+    def _given_up(self, lost: Mapping[int, Loss], waited_for: bool) -> list[int]:
+        """Those of the lost ranks that have been missed for too long; time counts while the processes work together."""
+        look, grace = self._tree.look_seconds, self._tree.grace_seconds
+        self._missed = {rank: self._missed.get(rank, 0.0) + look for rank in lost} if waited_for else {}
+        to_name = min(self._limits.seconds / 4, LONGEST_SECONDS_TO_NAME)
+        patience = {Loss.SILENT: to_name, Loss.CLOSED: grace, Loss.ENDED: self._limits.seconds}
+        left = {rank: patience[lost[rank]] - missed for rank, missed in self._missed.items()}
+        if min(left.values(), default=1.0) > 0:
+            return []
+        # Those that were lost together are named together, but not those that have given up just now.
+        return [rank for rank, seconds in left.items() if seconds <= grace / 2]
 
     def _tell_of(self, busy: Mapping[int, float]) -> None:
         """Reports once which processes the job waits for."""
@@ -226,13 +212,15 @@ class Heartbeat:
             )
         self._told = set(late)
 
-    def _named(self, ranks: Collection[int]) -> str:
-        return ", ".join(map(self._world.named, sorted(ranks)))
+    def _named(self, late: Collection[int]) -> str:
+        whole = self._tree.whole
+        are_all = len(late) < MOST_BUSY or whole.processes - whole.waiting <= MOST_BUSY
+        return self._world.named_all(late) + ("" if are_all else " and others")
 
 
 def gone(world: World, ranks: Collection[int], seconds: float) -> ClusterError:
     """The error for processes that have ended or do not answer."""
-    return ClusterError.lost(f"Gone, or silent for {seconds:g} s: {', '.join(map(world.named, ranks))}")
+    return ClusterError.lost(f"Gone, or silent for {seconds:g} s: {world.named_all(ranks)}")
 
 
 class _Own:
@@ -242,7 +230,7 @@ class _Own:
         self._counts = counts
         self._seen: tuple[int, int] = (0, 0)
         self._since = time.monotonic()
-        self._closed = threading.Event()
+        self._closed = False
         self._lock = threading.Lock()
 
     def now(self) -> State:
@@ -250,69 +238,20 @@ class _Own:
         begun, ended = self._seen
         return State(ended < begun, time.monotonic() - self._since)
 
-    def sample_for(self, seconds: float) -> bool:
-        """Samples the state for this time; returns whether to continue."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if self._closed.wait(min(left, seconds / ASKED, LONGEST_SECONDS_BETWEEN_SAMPLES)):
+    def sample(self) -> bool:
+        """Samples the state; returns whether to continue."""
+        with self._lock:  # TensorFlow's variables must not be read while TensorFlow shuts down
+            if self._closed:
                 return False
-            with self._lock:  # TensorFlow's variables must not be read while TensorFlow shuts down
-                seen = self._seen if self._closed.is_set() else self._counts()
-            if seen != self._seen:
-                self._seen, self._since = seen, time.monotonic()
+            seen = self._counts()
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
         return True
 
     def close(self) -> None:
         """Stops sampling."""
         with self._lock:
-            self._closed.set()
-
-
-class _Endpoint(NamedTuple):
-    """Where a process answers, and its name: on another network the same address may be another machine."""
-
-    name: str
-    family: int
-    address: Any
-
-
-def _endpoint(name: str, host: str, port: int) -> _Endpoint:
-    """The endpoint of a process, if the process there answers with that name.
-
-    Raises:
-        OSError: the process cannot be reached, or does not answer.
-    """
-    with socket.create_connection((host, port), timeout=SECONDS_TO_CONNECT) as connection:
-        _read(connection, name)
-        return _Endpoint(name, connection.family, connection.getpeername())
-
-
-def _asked(endpoints: Mapping[int, _Endpoint], seconds: float) -> dict[int, State | None]:
-    """The states that the processes at `endpoints` report within `seconds`."""
-    found: dict[int, State | None] = dict.fromkeys(endpoints)
-    until = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
-        for rank, endpoint in endpoints.items():
-            connection = connections.enter_context(socket.socket(endpoint.family))
-            connection.setblocking(False)
-            connection.connect_ex(endpoint.address)
-            selector.register(connection, selectors.EVENT_READ, rank)
-        while selector.get_map() and (left := until - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                with contextlib.suppress(OSError):
-                    found[key.data] = _read(cast(socket.socket, key.fileobj), endpoints[key.data].name)
-                selector.unregister(key.fileobj)
-    return found
-
-
-def _read(connection: socket.socket, name: str) -> State:
-    try:
-        called, waits, seconds = json.loads(connection.recv(LONGEST_ANSWER_BYTES))
-    except ValueError as error:
-        raise ConnectionError("it does not answer") from error
-    if called != name:
-        raise ConnectionError("another process answers")
-    return State(bool(waits), float(seconds))
+            self._closed = True
 
 
 def _hosts(world: World) -> list[str]:

@@ -21,8 +21,8 @@ def hold(port: int = 0) -> socket.socket:
     return held
 
 
-def listen(port: int) -> socket.socket:
-    """A socket that listens as TensorFlow's server will.
+def listen(port: int, backlog: int = 128) -> socket.socket:
+    """A socket that listens as TensorFlow's server will; `backlog` connections may wait to be accepted.
 
     Raises:
         OSError: the port is taken, or not allowed.
@@ -33,7 +33,7 @@ def listen(port: int) -> socket.socket:
         if shared():
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("", port))
-        listener.listen(128)
+        listener.listen(backlog)
     except OSError:
         listener.close()
         raise

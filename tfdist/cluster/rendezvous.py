@@ -1,18 +1,17 @@
 """The processes of a job connect before TensorFlow's servers start, so that an error can name one that is missing.
 
-    rank 1, 2, ...    send a hello to the chief's port          →  {"tfdist": 1, "rank": 1, "seconds": 60.0, ...}
+    rank 1, 2, ...    send a hello to the chief's port         →  {"tfdist": 1, "rank": 1, "seconds": 60.0, ...}
     chief             waits for all ranks, or the deadline     →  {"tfdist": 1, "refusal": null}, or the reason, to all
 
 It happens on the chief's own port in TF_CONFIG, which TensorFlow takes over afterwards; a rank that finds TensorFlow
 there already is late. Messages are lines of JSON of bounded length; anything else is ignored, since other programs may
-connect to the port. This module never imports TensorFlow.
+connect to the port. A large cluster is compared by its hash. This module never imports TensorFlow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import socket
 import time
 from collections.abc import Mapping
@@ -23,11 +22,13 @@ from tfdist.cluster import ports
 from tfdist.cluster.rendezvous_chief import ChiefServer
 from tfdist.cluster.rendezvous_messages import (
     CLUSTER,
+    LONGEST_ANSWER_BYTES,
     LONGEST_MESSAGE_BYTES,
     SECONDS_TO_HEAR_ALL,
     Answer,
     Hello,
     as_line,
+    described_cluster,
 )
 from tfdist.cluster.task import Task, means_itself
 from tfdist.cluster.world import World
@@ -36,6 +37,7 @@ from tfdist.errors import ClusterError
 SECONDS_BETWEEN_TRIES = 0.1
 SECONDS_TO_CONNECT = 5.0
 SECONDS_TO_FIRST_BYTE = 3.0
+SMALLEST_BACKLOG = 128
 # The first frame of an HTTP/2 server, such as TensorFlow's, after three bytes that say its length: type 4, no flags,
 # stream 0 (RFC 9113, sections 3.4 and 6.5).
 HTTP2_SETTINGS = b"\4\0\0\0\0\0"
@@ -59,13 +61,14 @@ def meet(world: World, settings: Mapping[str, str], deadline_seconds: float) -> 
     task = world.tasks[world.rank]
     # TensorFlow's server, which listens on every interface, will need this port.
     _every_interface(task).close()
-    settings = {CLUSTER: json.dumps(world.cluster()), **settings}
+    cluster = described_cluster(world.cluster())
     deadline = time.monotonic() + deadline_seconds
     if world.rank == 0:
-        with _listening(task) as listener:
+        settings = {CLUSTER: cluster, **settings}
+        with _listening(task, world.world_size) as listener:
             refusal = ChiefServer(world, settings, listener, deadline, deadline_seconds).serve()
     else:
-        answer = _ask_chief(world, settings, deadline, deadline_seconds)
+        answer = _ask_chief(world, cluster, settings, deadline, deadline_seconds)
         if answer is None:
             return False
         refusal = answer.refusal
@@ -74,9 +77,9 @@ def meet(world: World, settings: Mapping[str, str], deadline_seconds: float) -> 
     return True
 
 
-def _every_interface(task: Task) -> socket.socket:
+def _every_interface(task: Task, backlog: int = 1) -> socket.socket:
     try:
-        return ports.listen(task.port)
+        return ports.listen(task.port, backlog)
     except OSError as error:
         raise ClusterError(
             f"`TF_CONFIG` has `{task.address}` for this process, {task.role} {task.index}, and its port cannot be "
@@ -85,17 +88,18 @@ def _every_interface(task: Task) -> socket.socket:
         ) from error
 
 
-def _listening(task: Task) -> socket.socket:
+def _listening(task: Task, world_size: int) -> socket.socket:
     """The chief's socket: on its own address where that is certain, else on every interface.
 
     A name can have several addresses, of which others may know another one, and on many systems a host's own name is
     a loopback address to itself. An address may be known outside alone, as behind a translation.
     """
+    backlog = max(SMALLEST_BACKLOG, world_size)  # all may connect at once
     with contextlib.suppress(OSError):
         if means_itself(task.host) or _is_address(task.host):
             family, _, _, _, place = socket.getaddrinfo(task.host, task.port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(place[:2], family=family, backlog=128, reuse_port=ports.shared())
-    return _every_interface(task)
+            return socket.create_server(place[:2], family=family, backlog=backlog, reuse_port=ports.shared())
+    return _every_interface(task, backlog)
 
 
 def _is_address(host: str) -> bool:
@@ -104,7 +108,9 @@ def _is_address(host: str) -> bool:
     return False
 
 
-def _ask_chief(world: World, settings: Mapping[str, str], deadline: float, deadline_seconds: float) -> Answer | None:
+def _ask_chief(
+    world: World, cluster: str, settings: Mapping[str, str], deadline: float, deadline_seconds: float
+) -> Answer | None:
     """Another rank's part: the chief's answer; `None` if TensorFlow answers in its place."""
     chief = world.tasks[0]
     reason = "no time was left"
@@ -120,11 +126,13 @@ def _ask_chief(world: World, settings: Mapping[str, str], deadline: float, deadl
                         rank=world.rank,
                         seconds=left,
                         deadline_seconds=deadline_seconds,
+                        world_size=world.world_size,
+                        cluster=cluster,
                         settings=dict(settings),
                     )
                     connection.sendall(as_line(hello))
                     reason = "it was reached and did not answer"
-                    text = _read_answer(connection, left + SECONDS_TO_HEAR_ALL, world.world_size)
+                    text = _read_answer(connection, left + SECONDS_TO_HEAR_ALL)
                 else:
                     # Linux joins a connection to itself if its own port happens to be the one that nobody listens on.
                     text = b""
@@ -143,12 +151,12 @@ def _ask_chief(world: World, settings: Mapping[str, str], deadline: float, deadl
     )
 
 
-def _read_answer(connection: socket.socket, seconds: float, world_size: int) -> bytes:
+def _read_answer(connection: socket.socket, seconds: float) -> bytes:
     """What the other side says, up to a line's end or enough to see that it is not the chief; empty if it hangs up."""
     until = time.monotonic() + seconds
     text = b""
     while b"\n" not in text and (len(text) < 3 + len(HTTP2_SETTINGS) or text.startswith(b"{")):
-        if len(text) > LONGEST_MESSAGE_BYTES * world_size:
+        if len(text) > LONGEST_ANSWER_BYTES:
             break
         connection.settimeout(max(0.01, until - time.monotonic()))
         part = connection.recv(LONGEST_MESSAGE_BYTES)

@@ -26,11 +26,11 @@ from tfdist.errors import DisagreementError
 # A connection that has sent no hello by then is closed.
 SECONDS_TO_IDENTIFY = 5.0
 SECONDS_TO_CLOSE = 1.0
+# Beside one for each process of the job.
 MAX_UNIDENTIFIED = 64
-MOST_NAMES = 8
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
     """A connection that the chief has accepted; it is unidentified until its hello has come."""
 
@@ -56,20 +56,25 @@ class ChiefServer:
         self.listener = listener
         # The earliest of all ranks, and what that rank had been given to wait.
         self.deadline, self.deadline_seconds = deadline, deadline_seconds
-        self.peers: list[_Peer] = []
+        self.unidentified: dict[_Peer, None] = {}  # in the order in which they came
+        self.identified: dict[int, _Peer] = {}
+        self.twins: list[_Peer] = []  # of one that is identified; they stay among the unidentified
         self.refusal: Refusal | None = None
+        self.selector = selectors.DefaultSelector()
 
     def serve(self) -> Refusal | None:
         """Waits for all ranks, and returns the refusal that all were sent, if any."""
         self.listener.setblocking(False)
-        try:
-            while self.refusal is None and len(self.by_rank) < self.world.world_size:
-                self._wait()
-            self.refusal = self.refusal or self._difference(self.by_rank)
-            self._answer_all()
-        finally:
-            for peer in self.peers:
-                peer.socket.close()
+        with self.selector:
+            self.selector.register(self.listener, selectors.EVENT_READ)
+            try:
+                while self.refusal is None and len(self.by_rank) < self.world.world_size:
+                    self._wait()
+                self.refusal = self.refusal or self._difference(self.by_rank)
+                self._answer_all()
+            finally:
+                for peer in [*self.unidentified, *self.identified.values()]:
+                    peer.socket.close()
         return self.refusal
 
     def _wait(self) -> None:
@@ -78,17 +83,10 @@ class ChiefServer:
         if now >= self.deadline:
             self.refusal = self._missing()
             return
-        unidentified = [peer for peer in self.peers if peer.hello is None]
-        for peer in unidentified:
-            if now >= peer.identify_by:
-                self._drop(peer)
-        until = min([self.deadline, *(peer.identify_by for peer in unidentified)])
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.listener, selectors.EVENT_READ)
-            for peer in self.peers:
-                selector.register(peer.socket, selectors.EVENT_READ, peer)
-            ready = selector.select(max(0.0, until - now))
-        for key, _ in ready:
+        while self.unidentified and now >= next(iter(self.unidentified)).identify_by:
+            self._drop(next(iter(self.unidentified)))
+        until = min([self.deadline, *(peer.identify_by for peer in list(self.unidentified)[:1])])
+        for key, _ in self.selector.select(max(0.0, until - now)):
             if key.data is None:
                 self._accept()
             elif self.refusal is None:
@@ -100,13 +98,14 @@ class ChiefServer:
         except OSError:  # it has gone already
             return
         connection.setblocking(False)
-        unidentified = [peer for peer in self.peers if peer.hello is None]
-        if len(unidentified) >= MAX_UNIDENTIFIED:
-            self._drop(unidentified[0])
-        self.peers.append(_Peer(connection, time.monotonic() + SECONDS_TO_IDENTIFY))
+        if len(self.unidentified) >= MAX_UNIDENTIFIED + self.world.world_size:
+            self._drop(next(iter(self.unidentified)))
+        peer = _Peer(connection, time.monotonic() + SECONDS_TO_IDENTIFY)
+        self.unidentified[peer] = None
+        self.selector.register(connection, selectors.EVENT_READ, peer)
 
     def _receive(self, peer: _Peer) -> None:
-        if peer not in self.peers:
+        if peer.socket.fileno() < 0:  # dropped since the selector returned
             return
         try:
             part = peer.socket.recv(LONGEST_MESSAGE_BYTES)
@@ -131,47 +130,52 @@ class ChiefServer:
         if hello is None or hello.rank >= hello.world_size:
             self._drop(peer)
             return
-        other = next((g for g in self.peers if g.hello is not None and g.hello.rank == hello.rank), None)
+        other = self.identified.get(hello.rank)
         if other is not None and not _has_hung_up(other.socket):
             self.refusal = self._twice(other, peer, hello.rank)
-        elif other is not None:
-            self._drop(other)
-        peer.hello = hello
-        if hello.settings.get(CLUSTER) != self.by_rank[0][CLUSTER]:
-            # Nothing else can be compared by rank, and its own world may not even have this process.
-            self.refusal = self._difference({0: self.by_rank[0], hello.rank: hello.settings})
+            self.twins.append(peer)
             return
-        self.by_rank[hello.rank] = hello.settings
+        if other is not None:
+            self._drop(other)
+        del self.unidentified[peer]
+        peer.hello = hello
+        self.identified[hello.rank] = peer
+        settings = {CLUSTER: hello.cluster, **hello.settings}
+        if hello.cluster != self.by_rank[0][CLUSTER]:
+            # Nothing else can be compared by rank, and its own world may not even have this process.
+            self.refusal = self._difference({0: self.by_rank[0], hello.rank: settings})
+            return
+        self.by_rank[hello.rank] = settings
         if time.monotonic() + hello.seconds < self.deadline:
             self.deadline, self.deadline_seconds = time.monotonic() + hello.seconds, hello.deadline_seconds
 
     def _drop(self, peer: _Peer) -> None:
-        self.peers.remove(peer)
+        self.selector.unregister(peer.socket)
         peer.socket.close()
-        if peer.hello is not None:
-            del self.by_rank[peer.hello.rank]
+        if peer.hello is None:
+            del self.unidentified[peer]
+        else:
+            del self.identified[peer.hello.rank]
+            self.by_rank.pop(peer.hello.rank, None)
 
     def _answer_all(self) -> None:
         answer = as_line(Answer(tfdist=1, refusal=self.refusal))
-        told = [peer.socket for peer in self.peers if peer.hello is not None]
-        for connection in told:
+        for peer in [*self.identified.values(), *self.twins]:
             with contextlib.suppress(OSError):  # TensorFlow will miss those who have gone in this moment
-                connection.settimeout(SECONDS_TO_HEAR_ALL)
-                connection.sendall(answer)
+                peer.socket.settimeout(SECONDS_TO_HEAR_ALL)
+                peer.socket.sendall(answer)
         # Who closes first keeps the port of a connection for a minute; this port is about to be TensorFlow's.
         until = time.monotonic() + SECONDS_TO_CLOSE
-        for connection in told:
-            with contextlib.suppress(OSError):
-                connection.settimeout(max(0.01, until - time.monotonic()))
-                connection.recv(1)
+        self.selector.unregister(self.listener)
+        while self.identified and (left := until - time.monotonic()) > 0:
+            for key, _ in self.selector.select(left):
+                self._drop(key.data)
 
     def _missing(self) -> Refusal:
-        missing = [self.world.named(rank) for rank in range(self.world.world_size) if rank not in self.by_rank]
-        shown = missing if len(missing) <= MOST_NAMES else [*missing[:MOST_NAMES], f"{len(missing) - MOST_NAMES} more"]
-        names = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+        missing = [rank for rank in range(self.world.world_size) if rank not in self.by_rank]
         return Refusal(
             differing=False,
-            sentence=f"{names} did not start within {self.deadline_seconds:g} s",
+            sentence=f"{self.world.named_all(missing)} did not start within {self.deadline_seconds:g} s",
             hint=f"start every process of the job, and see that each can reach `{self.world.tasks[0].address}`",
         )
 
@@ -179,16 +183,14 @@ class ChiefServer:
         hosts = " and ".join(f"`{peer.socket.getpeername()[0]}`" for peer in (one, other))
         return Refusal(
             differing=False,
-            sentence=f"Two processes, on {hosts}, say that they are {self._named(rank)}",
+            sentence=f"Two processes, on {hosts}, say that they are {self.world.named(rank)}",
             hint="give every process a `task` of its own in `TF_CONFIG`, and start each once",
         )
 
     def _difference(self, by_rank: Mapping[int, Mapping[str, str]]) -> Refusal | None:
-        error = DisagreementError.among({self._named(rank): by_rank[rank] for rank in sorted(by_rank)})
+        ordered = {rank: by_rank[rank] for rank in sorted(by_rank)}
+        error = DisagreementError.among(ordered, self.world.named_briefly)
         return None if error is None else Refusal(differing=True, sentence=error.sentence, hint=error.hint)
-
-    def _named(self, rank: int) -> str:
-        return self.world.named(rank) if rank < self.world.world_size else f"rank {rank}"
 
 
 def _has_hung_up(connection: socket.socket) -> bool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, Field, StrictInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, StrictInt
 
 from tfdist.errors import ClusterError, DisagreementError
 
 LONGEST_MESSAGE_BYTES = 1 << 16
+# An answer has at most a few values of each setting.
+LONGEST_ANSWER_BYTES = 16 * LONGEST_MESSAGE_BYTES
 # The chief answers by the earliest deadline of all; its answer may travel this long.
 SECONDS_TO_HEAR_ALL = 5.0
 
 # A setting that is always compared.
 CLUSTER = "TF_CONFIG cluster"
+# A longer cluster is compared by its hash, since a hello must stay short for any number of processes.
+LONGEST_CLUSTER_BYTES = 1000
 
 
 class Hello(BaseModel):
@@ -24,15 +30,9 @@ class Hello(BaseModel):
     rank: StrictInt = Field(gt=0)
     seconds: float = Field(gt=0, allow_inf_nan=False)  # until its deadline
     deadline_seconds: float = Field(gt=0, allow_inf_nan=False)
+    world_size: StrictInt  # of its cluster
+    cluster: str  # as `described_cluster` has it
     settings: dict[str, str]
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes in the cluster of this rank's settings; 0 if these name none."""
-        with contextlib.suppress(ValidationError):
-            cluster = TypeAdapter(dict[str, list[str]]).validate_json(self.settings.get(CLUSTER, ""))
-            return sum(map(len, cluster.values()))
-        return 0
 
 
 class Refusal(BaseModel):
@@ -56,3 +56,13 @@ class Answer(BaseModel):
 def as_line(message: BaseModel) -> bytes:
     """The message as it travels."""
     return message.model_dump_json().encode() + b"\n"
+
+
+def described_cluster(cluster: Mapping[str, Sequence[str]]) -> str:
+    """A cluster in a text of bounded length, which is the same for equal clusters alone."""
+    text = json.dumps(cluster)
+    if len(text) <= LONGEST_CLUSTER_BYTES:
+        return text
+    addresses = [address for of_role in cluster.values() for address in of_role]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{len(addresses)} processes from {addresses[0]} to {addresses[-1]}, SHA-256 {digest}"

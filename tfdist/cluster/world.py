@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import slurm, tf_config
@@ -42,6 +42,10 @@ PMI = {
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "PMIx": ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
 }
+
+# Messages name as many ranks one by one, and if all must be told apart, as few.
+MOST_NAMES = 8
+FEW = 3
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,30 @@ class World:
 
     def named(self, rank: int) -> str:
         """How messages name a rank, such as `worker 1 (10.0.0.2:2222)`."""
-        return str(self.tasks[rank]) if self.tasks else f"rank {rank}"
+        return str(self.tasks[rank]) if rank < len(self.tasks) else f"rank {rank}"
+
+    def named_all(self, ranks: Collection[int]) -> str:
+        """How messages name several ranks with their addresses: the first few of them, and how many more there are."""
+        names = [self.named(rank) for rank in sorted(ranks)[:MOST_NAMES]]
+        return _listed(names if len(ranks) <= MOST_NAMES else [*names, f"{len(ranks) - MOST_NAMES} more"])
+
+    def named_briefly(self, ranks: Collection[int]) -> str:
+        """How messages name all of several ranks, such as `ranks 0, 3 to 511 and 600`; a few with their addresses."""
+        if len(ranks) <= FEW:
+            return self.named_all(ranks)
+        runs: list[list[int]] = []
+        for rank in sorted(ranks):
+            if runs and runs[-1][-1] == rank - 1:
+                runs[-1][1:] = [rank]
+            else:
+                runs.append([rank])
+        shown = [" to ".join(map(str, run)) for run in runs[:MOST_NAMES]]
+        rest = sum(run[-1] - run[0] + 1 for run in runs[MOST_NAMES:])
+        return "ranks " + _listed(shown if not rest else [*shown, f"{rest} more"])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _from_places(source: str, names: Sequence[str], environment: Mapping[str, str]) -> World:
