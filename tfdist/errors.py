@@ -23,7 +23,8 @@ Synopsis:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 EXIT_USAGE = 2
 EXIT_CLUSTER = 3
@@ -113,15 +114,45 @@ class DisagreementError(ClusterError):
 
         `settings_by_rank` has the settings of each process, by a name of the process such as "rank 1".
         """
-        names = dict.fromkeys(name for settings in settings_by_rank.values() for name in settings)
-        differing = [name for name in names if len({settings.get(name) for settings in settings_by_rank.values()}) > 1]
-        if not differing:
+        lines = []
+        for name in dict.fromkeys(name for settings in settings_by_rank.values() for name in settings):
+            values = {who: settings.get(name) for who, settings in settings_by_rank.items()}
+            if len(set(values.values())) > 1:
+                lines.append(f"`{name}`: {grouped(values, _has)}")
+        if not lines:
             return None
-        lines = [
-            f"`{name}`: " + ", ".join(f"{who} has `{settings.get(name)}`" for who, settings in settings_by_rank.items())
-            for name in differing
-        ]
         return cls(
             "The processes of the job disagree on " + "; on ".join(lines),
             "start all of them with the same command, data and versions",
         )
+
+
+MOST_NAMED, MOST_GROUPS = 3, 6
+
+
+def grouped(values: Mapping[str, Hashable], told: Callable[[str, Any, bool], str]) -> str:
+    """Which processes have which value: `told(who, value, one)` of each group of equal values, the first ones of many.
+
+    Args:
+        values: by a name of the process, in the order of the ranks.
+        told: how a group is told; `who` names its processes, and `one` says whether it is a single one.
+
+    >>> print(grouped({f"worker {rank}": rank == 7 for rank in range(512)}, lambda who, value, one: f"{who}: {value}"))
+    worker 0 and 510 others: False, worker 7: True
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for who, value in values.items():
+        groups.setdefault(value, []).append(who)
+    shown = [told(_joined(names), value, len(names) == 1) for value, names in [*groups.items()][:MOST_GROUPS]]
+    left = len(groups) - len(shown)
+    return ", ".join([*shown, *[f"and {left} other values"] * (left > 0)])
+
+
+def _joined(names: Sequence[str]) -> str:
+    if len(names) > MOST_NAMED:
+        return f"{names[0]} and {len(names) - 1} others"
+    return " and ".join(names)
+
+
+def _has(who: str, value: Any, one: bool) -> str:
+    return f"{who} {'has' if one else 'have'} `{value}`"

@@ -1,0 +1,204 @@
+"""The tree: what is small goes up to process 0, merged on the way, and the result comes down again.
+
+This takes two messages per edge, and time that grows with the depth of the tree, where the ring takes time that grows
+with the number of processes. Every collective operation begins here, large ones with nothing but their header: a
+process that does something else in its turn is noticed before any of them has computed with what it sends.
+
+The processes below each process have consecutive ranks, so that ranks of one kind are few ranges.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from tfdist.errors import DisagreementError
+from tfdist.transport import tables
+from tfdist.transport.additions import add_into
+from tfdist.transport.messages import memory
+from tfdist.transport.operations import ERROR, HEADER, Operation, error_of
+from tfdist.transport.session import READABLE, WRITABLE, Link, Session, reason, wait
+
+FAN_OUT = 4
+
+
+def children(rank: int, size: int) -> list[int]:
+    """The processes directly below `rank`."""
+    return [part.start for part in _parts(_path(rank, size)[-1])]
+
+
+def parents(rank: int, size: int) -> list[int]:
+    """The process directly above `rank`; none for process 0."""
+    return [part.start for part in _path(rank, size)[-2:-1]]
+
+
+def depth(size: int) -> int:
+    """The number of edges from process 0 to the process that is farthest away."""
+    return 0 if size == 1 else 1 + depth(max(map(len, _parts(range(size)))))
+
+
+def _path(rank: int, size: int) -> list[range]:
+    """The processes on the way from process 0 to `rank`, each as the first of a range with all those below it."""
+    path = [range(size)]
+    while path[-1].start != rank:
+        path.append(next(part for part in _parts(path[-1]) if rank in part))
+    return path
+
+
+def _parts(whole: range) -> list[range]:
+    """The ranks below the first of `whole`, in parts of about one length."""
+    below = whole[1:]
+    count = min(FAN_OUT, len(below))
+    cuts = [len(below) * index // count for index in range(count + 1)] if count else []
+    return [below[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+
+class Tree:
+    """The place of a process in the tree.
+
+    Args:
+        session: of the process.
+        above: the connection with the parent; none in process 0.
+        below: the connections with the children, by rank.
+
+    Attributes:
+        links: all of them.
+    """
+
+    def __init__(self, session: Session, above: Sequence[Link], below: Sequence[Link]):
+        self._session = session
+        self._above, self._below = above, below
+        self.links = [*above, *below]
+        self._rank, self._size = session.world.rank, session.world.world_size
+        # Those next to a silent process give up first, so that the error that goes through the tree names it.
+        levels, level = depth(self._size), len(_path(self._rank, self._size)) - 1
+        self._later_below, self._later_above = levels - level - 1, levels + level - 1
+
+    def agree(self, operation: Operation) -> None:
+        """Returns when all processes have begun the same operation."""
+        self._through(operation, lambda bodies: b"")
+
+    def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
+        """The sum of an array over the processes; bit by bit the same in all of them, since one computes it."""
+        total = np.array(values, order="C").reshape(-1)
+
+        def add(bodies: Sequence[bytearray]) -> memoryview:
+            for body in bodies:
+                add_into(total, total, np.frombuffer(body, total.dtype))
+            return memory(total)
+
+        found = self._through(operation, add)
+        return np.frombuffer(found, total.dtype).reshape(values.shape)
+
+    def exchange(self, operation: Operation, message: bytes, longest: int) -> list[bytes] | None:
+        """The messages of all processes, by rank; `None` if the different ones among them exceed `longest` bytes."""
+
+        def merge(bodies: Sequence[bytearray]) -> bytes:
+            own = tables.of_one(message, self._rank)
+            return tables.packed(tables.merged([own, *map(tables.unpacked, bodies)], longest))
+
+        table = tables.unpacked(self._through(operation, merge))
+        return None if table is None else tables.by_rank(table, self._size)
+
+    def _through(
+        self, operation: Operation, merge: Callable[[Sequence[bytearray]], bytes | memoryview]
+    ) -> bytes | bytearray | memoryview:
+        """What process 0 has merged of the bodies of all.
+
+        `merge` makes the body of this process of those of its children.
+        """
+        self._session.require_connected()
+        body: bytes | bytearray | memoryview = merge(self._receive(operation, self._below, self._later_below))
+        if self._above:
+            self._send(operation, self._above, body)
+            (body,) = self._receive(operation, self._above, self._later_above)
+        self._send(operation, self._below, body)
+        return body
+
+    def _receive(self, operation: Operation, links: Sequence[Link], later: int) -> list[bytearray]:
+        """The bodies that come by `links`, after headers of the same `operation`."""
+        missing = {link.connection.fileno(): (link, Frame()) for link in links}
+        frames = [frame for _, frame in missing.values()]
+        patience = self._session.patience(later)
+        while missing:
+            ready = wait([(link.connection, READABLE) for link, _ in missing.values()], patience.between_looks_seconds)
+            for descriptor in ready:
+                link, frame = missing[descriptor]
+                try:
+                    whole = frame.receive(link)
+                except OSError as error:
+                    self._session.fail(self._session.lost([link.rank], reason(error)))
+                if whole:
+                    self._require_same(operation, link.rank, frame)
+                    del missing[descriptor]
+            patience = self._session.waited(patience, bool(ready), [link.rank for link, _ in missing.values()])
+        return [frame.body for frame in frames]
+
+    def _require_same(self, mine: Operation, rank: int, frame: Frame) -> None:
+        """Ends the job if `rank` has sent an error, or is in another operation than this process."""
+        other = frame.operation
+        if other.kind == ERROR:
+            self._session.fail(error_of(frame.body))
+        if other != mine:
+            here, there = self._session.world.named(self._rank), self._session.world.named(rank)
+            self._session.fail(
+                DisagreementError(
+                    "The processes of the job disagree on the model, or on the data: in exchange "
+                    f"{mine.number} {here} has {mine}, and in exchange {other.number} {there} has {other}",
+                    "build the same model, on the same data, and give the same callbacks, in all processes",
+                )
+            )
+
+    def _send(self, operation: Operation, links: Sequence[Link], body: bytes | bytearray | memoryview) -> None:
+        """Sends the same body by each of `links`."""
+        frame = memoryview(b"".join((operation.header(len(body)), body)))
+        unsent = {link.connection.fileno(): (link, frame) for link in links}
+        ready: Iterable[int] = list(unsent)
+        patience = self._session.patience()
+        while True:
+            for descriptor in ready:
+                link, data = unsent.pop(descriptor)
+                try:
+                    data = data[link.send(data) :]
+                except OSError as error:
+                    self._session.fail(self._session.lost([link.rank], reason(error)))
+                link.within = len(data) > 0
+                if link.within:
+                    unsent[descriptor] = link, data
+            if not unsent:
+                return
+            waiting = [link for link, _ in unsent.values()]
+            ready = wait([(link.connection, WRITABLE) for link in waiting], patience.between_looks_seconds)
+            patience = self._session.waited(patience, bool(ready), [link.rank for link in waiting])
+
+
+class Frame:
+    """A header and its body, which arrive in pieces of any size.
+
+    Attributes:
+        operation: of the header, once it is there.
+        body: what follows the header.
+    """
+
+    def __init__(self) -> None:
+        self.operation = Operation(0, ERROR, 0)
+        self.body = bytearray()
+        self._header = bytearray(HEADER.size)
+        self._space = memoryview(self._header)
+
+    def receive(self, link: Link) -> bool:
+        """Receives a part; returns whether all is there.
+
+        Raises:
+            OSError: the other process has gone.
+        """
+        self._space = self._space[link.receive_into(self._space) :]
+        if not self._space and self._header:
+            self.operation, body_bytes = Operation.read(self._header)
+            self._header, self.body = bytearray(), bytearray(body_bytes)
+            self._space = memoryview(self.body)
+            if body_bytes:  # most bodies have come with their header
+                self._space = self._space[link.receive_into(self._space) :]
+        return not self._space
