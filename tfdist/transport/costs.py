@@ -22,6 +22,8 @@ Synopsis:
 
 from __future__ import annotations
 
+import functools
+
 from tfdist.transport.tree import FAN_OUT, depth
 
 ALPHA = 40e-6  # to send, to wake up the process that waits for it, and to receive
@@ -32,6 +34,7 @@ PART_BYTES = 1 << 17
 BUFFER_BYTES = 1 << 20
 
 
+@functools.cache
 def longest_by_tree(size: int) -> int:
     """The number of bytes up to which the tree is faster; what the ring carries has begun in the tree without bytes."""
     hops, parts_by_ring = 2 * (size - 1), 2 * (size - 1) / size

@@ -76,7 +76,7 @@ class Ring:
             self.swap((total if turn else flat)[sent], target, add)
         return total, parts
 
-    def gather(self, message: bytes) -> list[memoryview]:
+    def gather(self, message: bytes) -> list[bytes]:
         """The messages of all processes, by rank."""
         parts = [np.empty(0, np.uint8)] * self._size
         parts[self._rank] = np.frombuffer(message, np.uint8)
@@ -87,7 +87,7 @@ class Ring:
             parts[owner] = np.empty(int(other[0]), np.uint8)
             self.swap(parts[(owner + 1) % self._size], parts[owner])
             length, other = other, length
-        return [memory(part) for part in parts]
+        return [part.tobytes() for part in parts]
 
     def swap(self, out: np.ndarray, into: np.ndarray, received: Callable[[int, int], None] | None = None) -> None:
         """Sends `out` to the next process, and fills `into` with what the previous one sends.

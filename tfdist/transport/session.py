@@ -30,6 +30,7 @@ class Link:
     Attributes:
         rank: of the neighbour.
         connection: the socket.
+        ahead: what has been received, and belongs to a later frame.
         sent_bytes: how many bytes the neighbour has been sent.
         within: whether the neighbour has been sent a part of a frame, and takes what comes next for the rest of it.
     """
@@ -37,6 +38,7 @@ class Link:
     def __init__(self, rank: int, connection: socket.socket):
         self.rank = rank
         self.connection = connection
+        self.ahead = b""
         self.sent_bytes = 0
         self.within = False
 
@@ -48,6 +50,20 @@ class Link:
             return 0
         self.sent_bytes += count
         return count
+
+    def receive(self, most: int) -> bytes:
+        """Up to `most` bytes, which may be none.
+
+        Raises:
+            OSError: the neighbour has gone.
+        """
+        try:
+            data = self.connection.recv(most)
+        except BlockingIOError:
+            return b""
+        if not data:
+            raise hung_up()
+        return data
 
     def receive_into(self, data: memoryview) -> int:
         """Fills a part of `data`; returns how many bytes, which may be none.

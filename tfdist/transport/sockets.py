@@ -10,7 +10,7 @@ Synopsis:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -115,10 +115,10 @@ class Sockets:
         return np.concatenate([np.frombuffer(part, values.dtype).reshape(-1, *values.shape[1:]) for part in parts])
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The message of each process, by rank; equal ones may be the same object."""
-        return [bytes(part) for part in self._gathered(self._next(EXCHANGE, 0), message)]
+        """The message of each process, by rank."""
+        return self._gathered(self._next(EXCHANGE, 0), message)
 
-    def _gathered(self, operation: Operation, message: bytes) -> Sequence[bytes | memoryview]:
+    def _gathered(self, operation: Operation, message: bytes) -> list[bytes]:
         """The messages of all processes: by the tree, or by the ring if the tree finds them too long together."""
         found = self._tree.exchange(operation, message, costs.longest_by_tree(self.size))
         return self._ring.gather(message) if found is None else found

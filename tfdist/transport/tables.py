@@ -74,6 +74,8 @@ def unpacked(data: bytes | bytearray | memoryview) -> Table | None:
 
 def by_rank(table: Table, size: int) -> list[bytes]:
     """The message of each process; equal ones are the same object."""
+    if len(table) == 1:
+        return [*table] * size
     messages = [b""] * size
     for message, ranges in table.items():
         for begin, end in ranges:

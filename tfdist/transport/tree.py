@@ -22,6 +22,7 @@ from tfdist.transport.operations import ERROR, HEADER, Operation, error_of
 from tfdist.transport.session import READABLE, WRITABLE, Link, Session, reason, wait
 
 FAN_OUT = 4
+MOST_AT_ONCE = 1024  # bytes that are received with a header; most frames are shorter
 
 
 def children(rank: int, size: int) -> list[int]:
@@ -119,22 +120,28 @@ class Tree:
 
     def _receive(self, operation: Operation, links: Sequence[Link], later: int) -> list[bytearray]:
         """The bodies that come by `links`, after headers of the same `operation`."""
-        missing = {link.connection.fileno(): (link, Frame()) for link in links}
-        frames = [frame for _, frame in missing.values()]
+        if not links:
+            return []
+        frames = {link.connection.fileno(): Frame(link) for link in links}
+        missing = dict(zip(frames, links, strict=True))
+        ready: Iterable[int] = [descriptor for descriptor, frame in frames.items() if frame.whole]
         patience = self._session.patience(later)
-        while missing:
-            ready = wait([(link.connection, READABLE) for link, _ in missing.values()], patience.between_looks_seconds)
+        while True:
             for descriptor in ready:
-                link, frame = missing[descriptor]
+                frame, link = frames[descriptor], missing[descriptor]
                 try:
-                    whole = frame.receive(link)
+                    if not frame.whole:  # an error has come with the frame before
+                        frame.receive()
                 except OSError as error:
                     self._session.fail(self._session.lost([link.rank], reason(error)))
-                if whole:
+                if frame.whole:
                     self._require_same(operation, link.rank, frame)
                     del missing[descriptor]
-            patience = self._session.waited(patience, bool(ready), [link.rank for link, _ in missing.values()])
-        return [frame.body for frame in frames]
+            if not missing:
+                return [frame.body for frame in frames.values()]
+            waiting = [(link.connection, READABLE) for link in missing.values()]
+            ready = wait(waiting, patience.between_looks_seconds)
+            patience = self._session.waited(patience, bool(ready), [link.rank for link in missing.values()])
 
     def _require_same(self, mine: Operation, rank: int, frame: Frame) -> None:
         """Ends the job if `rank` has sent an error, or is in another operation than this process."""
@@ -153,6 +160,8 @@ class Tree:
 
     def _send(self, operation: Operation, links: Sequence[Link], body: bytes | bytearray | memoryview) -> None:
         """Sends the same body by each of `links`."""
+        if not links:
+            return
         frame = memoryview(b"".join((operation.header(len(body)), body)))
         unsent = {link.connection.fileno(): (link, frame) for link in links}
         ready: Iterable[int] = list(unsent)
@@ -175,30 +184,45 @@ class Tree:
 
 
 class Frame:
-    """A header and its body, which arrive in pieces of any size.
+    """A header and its body, which arrive by a link in pieces of any size.
 
     Attributes:
         operation: of the header, once it is there.
         body: what follows the header.
+        whole: whether all is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link):
         self.operation = Operation(0, ERROR, 0)
         self.body = bytearray()
-        self._header = bytearray(HEADER.size)
-        self._space = memoryview(self._header)
+        self.whole = False
+        self._link = link
+        self._begin, link.ahead = link.ahead, b""
+        self._space: memoryview | None = None  # of the body, that is to be filled
+        self._look()
 
-    def receive(self, link: Link) -> bool:
-        """Receives a part; returns whether all is there.
+    def receive(self) -> None:
+        """Receives a part.
 
         Raises:
             OSError: the other process has gone.
         """
-        self._space = self._space[link.receive_into(self._space) :]
-        if not self._space and self._header:
-            self.operation, body_bytes = Operation.read(self._header)
-            self._header, self.body = bytearray(), bytearray(body_bytes)
-            self._space = memoryview(self.body)
-            if body_bytes:  # most bodies have come with their header
-                self._space = self._space[link.receive_into(self._space) :]
-        return not self._space
+        if self._space is None:
+            self._begin += self._link.receive(MOST_AT_ONCE)
+            self._look()
+        else:
+            self._space = self._space[self._link.receive_into(self._space) :]
+            self.whole = not self._space
+
+    def _look(self) -> None:
+        """Reads the header, if it is there, and the part of the body that has come with it."""
+        if len(self._begin) < HEADER.size:
+            return
+        self.operation, body_bytes = Operation.read(self._begin)
+        end = HEADER.size + body_bytes
+        came = self._begin[HEADER.size : end]
+        self._link.ahead = self._begin[end:]  # an error that the other process has sent afterwards
+        self.body = bytearray(body_bytes)
+        self.body[: len(came)] = came
+        self._space = memoryview(self.body)[len(came) :]
+        self.whole = not self._space
