@@ -185,9 +185,9 @@ def test_a_connection_for_messages_is_made_when_it_is_first_used():
             found.receive(2)
             found.receive(2)
         found.barrier()
-        return len(list(found.sockets.pairs))
+        return len(list(found.sockets.pairs)) > 0
 
-    assert together(7, use) == [0, 0, 1, 0, 0, 2, 0]
+    assert together(7, use) == [rank in (2, 5) for rank in range(7)]
 
 
 def test_descriptors_above_1024_are_waited_for():

@@ -15,7 +15,7 @@ benchmarks.exchanges` measures what comes of it.
 Synopsis:
 
     >>> [longest_by_tree(size) >> 10 for size in (2, 16, 512)]  # KiB
-    [78, 82, 1050]
+    [234, 248, 3151]
     >>> [buffer_bytes(size) >> 20 for size in (2, 16, 512)]  # MiB
     [1, 2, 64]
 """
@@ -26,10 +26,10 @@ import functools
 
 from tfdist.transport.tree import FAN_OUT, depth
 
-ALPHA = 40e-6  # to send, to wake up the process that waits for it, and to receive
-BETA = 1e-9  # per byte: of a network of 10 Gbit/s, and of a core that sends, receives and adds
-# Tensors are packed into buffers whose parts in the ring are at least as large as this, so that a hop takes ALPHA for a
-# quarter of its time at most.
+ALPHA = 60e-6  # to send, to wake up the process that waits for it, and to receive
+BETA = 5e-10  # per byte: to send, receive and add what is in the cache; 10 Gbit/s take 8e-10
+# Tensors are packed into buffers whose parts in the ring are at least as large as this, so that a hop takes about half
+# of its time for the bytes at least.
 PART_BYTES = 1 << 17
 BUFFER_BYTES = 1 << 20
 

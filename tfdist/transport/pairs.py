@@ -101,8 +101,9 @@ class Pairs:
         """Waits for messages, or until `sending_to` can be sent to; reads, accepts, and returns the events by rank."""
         self._session.require_connected()
         opened = {rank: one for rank, one in self._opened.items() if rank not in self._gone}
-        wanted = [(one, READABLE) for one in (*self._listener, *self._accepted.values())]
-        wanted += [(one, READABLE | WRITABLE if rank == sending_to else READABLE) for rank, one in opened.items()]
+        wanted = {one.fileno(): READABLE for one in (*self._listener, *self._accepted.values(), *opened.values())}
+        if sending_to in opened:
+            wanted[opened[sending_to].fileno()] |= WRITABLE
         ready = wait(wanted, seconds)
         found: dict[int, int] = {}
         for rank, one in opened.items():

@@ -113,8 +113,12 @@ class Ring:
 
     def _look(self, sending: bool, receiving: bool, seconds: float) -> bool:
         """Waits until something can be sent or received, or until it is time for the next look; whether it can."""
-        following = [(self._following.connection, WRITABLE)] * sending
-        return bool(wait([*following, *[(self._previous.connection, READABLE)] * receiving], seconds))
+        wanted = {}
+        if sending:
+            wanted[self._following.connection.fileno()] = WRITABLE
+        if receiving:
+            wanted[self._previous.connection.fileno()] = READABLE
+        return bool(wait(wanted, seconds))
 
     def _neighbours(self, following: bool = True, previous: bool = True) -> list[int]:
         return [self._following.rank] * following + [self._previous.rank] * previous

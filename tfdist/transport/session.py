@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import select
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 from tfdist.cluster import watchdog
@@ -151,14 +151,14 @@ class Session:
         return [*(link.connection for link in self.tree), *itertools.chain.from_iterable(self.others)]
 
 
-def wait(wanted: Iterable[tuple[socket.socket, int]], seconds: float) -> dict[int, int]:
-    """Waits up to `seconds` until a socket has one of its `wanted` events; returns the events by file descriptor.
+def wait(wanted: Mapping[int, int], seconds: float) -> dict[int, int]:
+    """Waits up to `seconds` for one of the `wanted` events; returns those that came; both by file descriptor.
 
     A connection that has ended is readable and writable.
     """
     poll = select.poll()
-    for connection, events in wanted:
-        poll.register(connection, events)
+    for descriptor, events in wanted.items():
+        poll.register(descriptor, events)
     return {fd: READABLE | WRITABLE if events & ENDED else events for fd, events in poll.poll(1e3 * seconds)}
 
 

@@ -10,7 +10,7 @@ The processes below each process have consecutive ranks, so that ranks of one ki
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from tfdist.transport.additions import add_into
 from tfdist.transport.messages import memory
 from tfdist.transport.operations import ERROR, HEADER, Operation, error_of
 from tfdist.transport.session import READABLE, WRITABLE, Link, Session, reason, wait
+
+Body = bytes | bytearray | memoryview
 
 FAN_OUT = 4
 MOST_AT_ONCE = 1024  # bytes that are received with a header; most frames are shorter
@@ -85,7 +87,7 @@ class Tree:
         """The sum of an array over the processes; bit by bit the same in all of them, since one computes it."""
         total = np.array(values, order="C").reshape(-1)
 
-        def add(bodies: Sequence[bytearray]) -> memoryview:
+        def add(bodies: Sequence[Body]) -> memoryview:
             for body in bodies:
                 add_into(total, total, np.frombuffer(body, total.dtype))
             return memory(total)
@@ -96,52 +98,71 @@ class Tree:
     def exchange(self, operation: Operation, message: bytes, longest: int) -> list[bytes] | None:
         """The messages of all processes, by rank; `None` if the different ones among them exceed `longest` bytes."""
 
-        def merge(bodies: Sequence[bytearray]) -> bytes:
+        def merge(bodies: Sequence[Body]) -> bytes:
             own = tables.of_one(message, self._rank)
             return tables.packed(tables.merged([own, *map(tables.unpacked, bodies)], longest))
 
         table = tables.unpacked(self._through(operation, merge))
         return None if table is None else tables.by_rank(table, self._size)
 
-    def _through(
-        self, operation: Operation, merge: Callable[[Sequence[bytearray]], bytes | memoryview]
-    ) -> bytes | bytearray | memoryview:
-        """What process 0 has merged of the bodies of all.
+    def _through(self, operation: Operation, merge: Callable[[Sequence[Body]], Body]) -> Body:
+        """What process 0 has merged of the bodies of all; of two, each process does.
 
-        `merge` makes the body of this process of those of its children.
+        `merge` makes the body of this process of those of others.
         """
         self._session.require_connected()
-        body: bytes | bytearray | memoryview = merge(self._receive(operation, self._below, self._later_below))
+        if self._size == 2:  # both at the same time
+            return merge(self._pass(operation, merge([]), self.links, self.links, 0))
+        body = merge(self._pass(operation, b"", [], self._below, self._later_below))
         if self._above:
-            self._send(operation, self._above, body)
-            (body,) = self._receive(operation, self._above, self._later_above)
-        self._send(operation, self._below, body)
+            (body,) = self._pass(operation, body, self._above, self._above, self._later_above)
+        self._pass(operation, body, self._below, [], 0)
         return body
 
-    def _receive(self, operation: Operation, links: Sequence[Link], later: int) -> list[bytearray]:
-        """The bodies that come by `links`, after headers of the same `operation`."""
-        if not links:
-            return []
-        frames = {link.connection.fileno(): Frame(link) for link in links}
-        missing = dict(zip(frames, links, strict=True))
-        ready: Iterable[int] = [descriptor for descriptor, frame in frames.items() if frame.whole]
+    def _pass(self, operation: Operation, body: Body, to: Sequence[Link], by: Sequence[Link], later: int) -> list[Body]:
+        """Sends `body` to some neighbours, and returns the bodies that come from some, after the same header."""
+        whole = memoryview(b"".join((operation.header(len(body)), body)))
+        unsent = {link.connection.fileno(): (link, whole) for link in to}
+        frames = {link.connection.fileno(): Frame(link) for link in by}
+        missing = dict(zip(frames, by, strict=True))
+        ready = dict.fromkeys(unsent, WRITABLE)
+        ready |= {descriptor: READABLE for descriptor, frame in frames.items() if frame.whole}
         patience = self._session.patience(later)
-        while True:
-            for descriptor in ready:
-                frame, link = frames[descriptor], missing[descriptor]
-                try:
-                    if not frame.whole:  # an error has come with the frame before
-                        frame.receive()
-                except OSError as error:
-                    self._session.fail(self._session.lost([link.rank], reason(error)))
-                if frame.whole:
-                    self._require_same(operation, link.rank, frame)
+        while unsent or missing:
+            for descriptor, events in ready.items():
+                if events & WRITABLE and descriptor in unsent:
+                    link, data = unsent.pop(descriptor)
+                    data = self._sent(link, data)
+                    if data:
+                        unsent[descriptor] = link, data
+                waits = events & READABLE and descriptor in missing
+                if waits and self._received(operation, missing[descriptor], frames[descriptor]):
                     del missing[descriptor]
-            if not missing:
-                return [frame.body for frame in frames.values()]
-            waiting = [(link.connection, READABLE) for link in missing.values()]
-            ready = wait(waiting, patience.between_looks_seconds)
-            patience = self._session.waited(patience, bool(ready), [link.rank for link in missing.values()])
+            if unsent or missing:
+                links = [*missing.values(), *(link for link, _ in unsent.values())]
+                ready = wait(_wanted(unsent, missing), patience.between_looks_seconds)
+                patience = self._session.waited(patience, bool(ready), [link.rank for link in links])
+        return [frame.body for frame in frames.values()]
+
+    def _sent(self, link: Link, data: memoryview) -> memoryview:
+        """What is left of `data` after a part of it is sent."""
+        try:
+            data = data[link.send(data) :]
+        except OSError as error:
+            self._session.fail(self._session.lost([link.rank], reason(error)))
+        link.within = len(data) > 0
+        return data
+
+    def _received(self, operation: Operation, link: Link, frame: Frame) -> bool:
+        """Whether all of a frame is there, after a part of it is received."""
+        try:
+            if not frame.whole:  # an error has come with the frame before
+                frame.receive()
+        except OSError as error:
+            self._session.fail(self._session.lost([link.rank], reason(error)))
+        if frame.whole:
+            self._require_same(operation, link.rank, frame)
+        return frame.whole
 
     def _require_same(self, mine: Operation, rank: int, frame: Frame) -> None:
         """Ends the job if `rank` has sent an error, or is in another operation than this process."""
@@ -158,29 +179,13 @@ class Tree:
                 )
             )
 
-    def _send(self, operation: Operation, links: Sequence[Link], body: bytes | bytearray | memoryview) -> None:
-        """Sends the same body by each of `links`."""
-        if not links:
-            return
-        frame = memoryview(b"".join((operation.header(len(body)), body)))
-        unsent = {link.connection.fileno(): (link, frame) for link in links}
-        ready: Iterable[int] = list(unsent)
-        patience = self._session.patience()
-        while True:
-            for descriptor in ready:
-                link, data = unsent.pop(descriptor)
-                try:
-                    data = data[link.send(data) :]
-                except OSError as error:
-                    self._session.fail(self._session.lost([link.rank], reason(error)))
-                link.within = len(data) > 0
-                if link.within:
-                    unsent[descriptor] = link, data
-            if not unsent:
-                return
-            waiting = [link for link, _ in unsent.values()]
-            ready = wait([(link.connection, WRITABLE) for link in waiting], patience.between_looks_seconds)
-            patience = self._session.waited(patience, bool(ready), [link.rank for link in waiting])
+
+def _wanted(unsent: Mapping[int, object], missing: Mapping[int, object]) -> dict[int, int]:
+    """The events to wait for, by file descriptor."""
+    wanted = dict.fromkeys(missing, READABLE)
+    for descriptor in unsent:
+        wanted[descriptor] = wanted.get(descriptor, 0) | WRITABLE
+    return wanted
 
 
 class Frame:
