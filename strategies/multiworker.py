@@ -33,6 +33,8 @@ from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import base
 from tfdist.strategies._traits import Traits
+from tfdist.transport import costs
+from tfdist.transport.connections import Exchange
 
 SOCKETS = "sockets"
 COMMUNICATIONS = {
@@ -42,7 +44,6 @@ COMMUNICATIONS = {
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
 }
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16}
-BUFFER_BYTES = 1 << 20
 # A firewall may drop the packets of a connection; then TensorFlow's ring is used.
 SECONDS_TO_CONNECT = 10.0
 
@@ -186,7 +187,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         def on_replica() -> Any:
             if self.communicator is None:
                 return step(WorkerReplica(self.num_replicas, gradient_reduction.Packing(None, wire_dtype)))
-            return step(ConnectedReplica(self.communicator, gradient_reduction.Packing(BUFFER_BYTES, wire_dtype)))
+            packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
+            return step(ConnectedReplica(self.communicator, packing))
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
@@ -238,7 +240,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 yield
         except (tf.errors.OpError, ClusterError) as error:
             tensorflow_internals.close_pools(error)
-            failure = self.communicator.failure if self.communicator is not None else None
+            failure = self.communicator.sockets.failure if self.communicator is not None else None
             if failure is None and self._heartbeat is not None:
                 failure = self._heartbeat.error
             if isinstance(error, ClusterError) and error is not failure:
@@ -292,19 +294,17 @@ def _heartbeat(
 
     def give_up(error: ClusterError) -> None:
         if communicator is not None:
-            communicator.give_up(error)
+            communicator.sockets.give_up(error)
         tensorflow_internals.abort_collectives(error.sentence)
 
     heartbeat = Heartbeat(world, _exchange_by(strategy, communicator), counts, limits, give_up)
     watch.excused = heartbeat.others_are_busy
     if communicator is not None:
-        communicator.excused = heartbeat.others_are_busy
+        communicator.sockets.excuse(heartbeat.others_are_busy)
     return heartbeat
 
 
-def _exchange_by(
-    strategy: tf.distribute.Strategy, communicator: SocketCommunicator | None
-) -> Callable[[bytes], list[bytes]]:
+def _exchange_by(strategy: tf.distribute.Strategy, communicator: SocketCommunicator | None) -> Exchange:
     return functools.partial(_exchange, strategy) if communicator is None else communicator.exchange
 
 

@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 WITH_SYNOPSIS = [
-    "tfdist.communicators.messages",
+    "tfdist.transport.costs",
+    "tfdist.transport.messages",
+    "tfdist.transport.operations",
+    "tfdist.transport.tables",
     "tfdist.run.config",
     "tfdist.data.pipeline.order",
     "tfdist.errors",

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import resource
 import socket
 import threading
 import time
@@ -14,10 +16,11 @@ import tensorflow as tf
 
 from tfdist import communicators
 from tfdist.cluster.world import World
-from tfdist.communicators import messages
-from tfdist.communicators.connections import SECRET_BYTES
-from tfdist.communicators.sockets import HEADER, SocketCommunicator
+from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UsageError
+from tfdist.transport import costs, messages
+from tfdist.transport.connections import SECRET_BYTES
+from tfdist.transport.operations import HEADER
 
 
 class Meeting:
@@ -72,7 +75,7 @@ def together(size, function, **options):
 def test_sums_are_right_and_bit_by_bit_the_same_everywhere(size, count):
     values = [np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(size)]
     kept = [part.copy() for part in values]
-    sums = together(size, lambda found: found.sum(values[found.rank]))
+    sums = together(size, lambda found: found.sockets.sum(values[found.rank]))
     np.testing.assert_allclose(sums[0], np.sum(values, axis=0), rtol=1e-5, atol=1e-5)
     for other in sums[1:]:
         np.testing.assert_array_equal(other, sums[0])
@@ -81,10 +84,10 @@ def test_sums_are_right_and_bit_by_bit_the_same_everywhere(size, count):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.int64])
 def test_each_type_is_added_in_its_own_shape(dtype):
-    sums = together(3, lambda found: found.sum(np.full([2, 3], found.rank + 1, dtype)))
+    sums = together(3, lambda found: found.sockets.sum(np.full([2, 3], found.rank + 1, dtype)))
     assert [total.dtype for total in sums] == [dtype] * 3
     np.testing.assert_array_equal(np.array(sums, np.float64), np.full([3, 2, 3], 6.0))
-    assert [float(total) for total in together(2, lambda found: found.sum(np.array(2.0, dtype)))] == [4.0, 4.0]
+    assert [float(total) for total in together(2, lambda found: found.sockets.sum(np.array(2.0, dtype)))] == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -92,7 +95,11 @@ def test_each_type_is_added_in_its_own_shape(dtype):
 def test_scattered_sums_are_bit_by_bit_the_parts_of_the_whole_sum(size, rows):
     values = [np.random.default_rng(rank).normal(size=[size * rows, 3]).astype(np.float32) for rank in range(size)]
     kept = [each.copy() for each in values]
-    sums = together(size, lambda found: (found.sum_part(values[found.rank]), found.sum(values[found.rank])))
+
+    def both(found):
+        return found.sockets.sum_part(values[found.rank]), found.sockets.sum(values[found.rank])
+
+    sums = together(size, both)
     for rank, (part, total) in enumerate(sums):
         np.testing.assert_array_equal(part, total[rank * rows : (rank + 1) * rows])
         np.testing.assert_allclose(total, np.sum(values, axis=0), rtol=1e-4, atol=1e-5)
@@ -102,7 +109,7 @@ def test_scattered_sums_are_bit_by_bit_the_parts_of_the_whole_sum(size, rows):
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.int64])
 @pytest.mark.parametrize("length", [6, 8, 2])
 def test_each_type_is_scattered_and_rows_that_do_not_divide_belong_to_nobody(dtype, length):
-    parts = together(3, lambda found: found.sum_part(np.arange(length).astype(dtype)))
+    parts = together(3, lambda found: found.sockets.sum_part(np.arange(length).astype(dtype)))
     rows = length // 3
     assert [part.dtype for part in parts] == [dtype] * 3
     np.testing.assert_array_equal(np.array(parts, np.float64).reshape(-1), 3.0 * np.arange(3 * rows))
@@ -121,28 +128,127 @@ def test_complex_numbers_are_added_with_their_imaginary_parts(dtype):
 
 def test_a_scattered_sum_sends_each_byte_of_the_other_parts_once():
     def sent(found):
-        counted, send = [], found._send_some
-        found._send_some = lambda data: counted.append(send(data)) or counted[-1]
-        found.sum_part(np.ones(3_000_000, np.float32))
-        return sum(counted)
+        found.sockets.sum_part(np.ones(3_000_000, np.float32))
+        return found.sockets.traffic()[1]
 
-    assert together(3, sent) == [12_000_000 * 2 // 3 + HEADER.size] * 3
+    headers = 2 * HEADER.size, HEADER.size, HEADER.size  # down the tree from process 0, and up from the others
+    assert together(3, sent) == [12_000_000 * 2 // 3 + each for each in headers]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_different_lengths_are_joined_by_rank(size):
-    joined = together(size, lambda found: found.join(np.full([found.rank, 2], found.rank, np.int64)))
+    joined = together(size, lambda found: found.sockets.join(np.full([found.rank, 2], found.rank, np.int64)))
     expected = np.array([[rank] * 2 for rank in range(size) for _ in range(rank)])
     for each in joined:
         np.testing.assert_array_equal(each, expected)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 5, 3), (1, 0, 0), (7000, 3, 2001)])
-def test_messages_longer_than_a_piece_come_whole(monkeypatch, lengths):
-    monkeypatch.setattr(communicators, "GATHERED_BYTES", 3000)
+def test_messages_that_are_too_long_for_the_tree_come_by_the_ring(monkeypatch, lengths):
+    monkeypatch.setattr(costs, "longest_by_tree", lambda size: 3000)
     messages = [bytes(range(250)) * 28 for _ in lengths]
     messages = [message[:length] for message, length in zip(messages, lengths, strict=True)]
     assert together(3, lambda found: found.exchange(messages[found.rank])) == [messages] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 23])
+def test_messages_come_by_rank_whoever_says_the_same(size):
+    said = [b"even" if rank % 2 == 0 else b"" if rank < 6 else bytes(rank) for rank in range(size)]
+    assert together(size, lambda found: found.exchange(said[found.rank])) == [said] * size
+
+
+def test_an_agreement_takes_the_same_bytes_per_connection_however_many_agree():
+    def sent(found):
+        before = found.sockets.traffic()[1]
+        found.exchange(b"the same")
+        return found.sockets.traffic()[1] - before
+
+    few, many = together(3, sent), together(30, sent)
+    assert few[1] == many[29]  # both have no children
+    assert sum(few) / 2 == sum(many) / 29
+
+
+def test_connections_grow_with_the_number_of_processes_and_not_with_its_square():
+    def ends(found):
+        assert list(found.sockets.pairs) == []
+        return found.sockets.traffic()[0]
+
+    assert sum(together(20, ends)) == 2 * (20 + 19)  # each connection of the ring and of the tree has two ends
+
+
+def test_a_connection_for_messages_is_made_when_it_is_first_used():
+    def use(found):
+        if found.rank == 2:
+            found.send(np.ones(3), 5)
+            found.send(np.ones(3), 5)
+        if found.rank == 5:
+            found.receive(2)
+            found.receive(2)
+        found.barrier()
+        return len(list(found.sockets.pairs)) > 0
+
+    assert together(7, use) == [rank in (2, 5) for rank in range(7)]
+
+
+def test_descriptors_above_1024_are_waited_for():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("this machine allows no more descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+
+        def use(found):
+            found.send(np.ones(300_000), 1 - found.rank)
+            found.receive(1 - found.rank)
+            return found.sockets.sum(np.ones(300_000)).sum(), found.exchange(b"x")
+
+        assert together(2, use) == [(600_000, [b"x", b"x"])] * 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+OTHERS = {
+    "a small sum": lambda sockets: sockets.sum(np.zeros(3)),
+    "a large sum": lambda sockets: sockets.sum(np.zeros(3_000_000)),
+    "a scattered sum": lambda sockets: sockets.sum_part(np.zeros(10)),
+    "rows": lambda sockets: sockets.join(np.zeros([2, 2])),
+    "a message": lambda sockets: sockets.exchange(b"x"),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 4, 5])
+@pytest.mark.parametrize(("most", "other"), [*zip(OTHERS, [*OTHERS][1:], strict=False), ("a message", "a large sum")])
+def test_all_are_told_which_process_does_something_else(most, other, odd):
+    errors = together(6, lambda found: OTHERS[other if found.rank == odd else most](found.sockets))
+    assert all(isinstance(error, DisagreementError) for error in errors)
+    assert {error.sentence for error in errors} == {errors[0].sentence}
+    assert f"worker {odd} " in errors[0].sentence
+
+
+@pytest.mark.parametrize("gone", [1, 4, 5])
+def test_all_are_told_which_process_has_gone(gone):
+    began = time.monotonic()
+    errors = together(6, lambda found: None if found.rank == gone else found.exchange(b""))
+    assert time.monotonic() - began < 5
+    assert all(f"worker {gone} " in error.sentence for rank, error in enumerate(errors) if rank != gone)
+
+
+@pytest.mark.parametrize("silent", [0, 4, 5])
+def test_all_are_told_which_process_is_silent(silent):
+    done = threading.Event()
+    told = threading.Barrier(5, done.set)
+
+    def use(found):
+        if found.rank == silent:
+            return done.wait(10)
+        try:
+            return found.exchange(b"")
+        finally:
+            told.wait(10)
+
+    errors = together(6, use, timeout_seconds=1.0)
+    assert all(f"worker {silent} " in error.sentence for rank, error in enumerate(errors) if rank != silent)
 
 
 @pytest.mark.thorough  # seconds and gigabytes
@@ -153,7 +259,7 @@ def test_a_message_of_two_gibibytes_comes_whole():
 
 
 def test_exchanges_of_different_sizes_are_refused_with_both_sizes():
-    errors = together(2, lambda found: found.sum(np.zeros(10 + found.rank, np.float32)))
+    errors = together(2, lambda found: found.sockets.sum(np.zeros(10 + found.rank, np.float32)))
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "40 bytes" in errors[0].sentence
     assert "44 bytes" in errors[0].sentence
@@ -162,14 +268,14 @@ def test_exchanges_of_different_sizes_are_refused_with_both_sizes():
 
 def test_a_sum_is_not_taken_for_a_scattered_sum_of_the_same_size():
     values = np.zeros(10, np.float32)
-    errors = together(2, lambda found: found.sum_part(values) if found.rank else found.sum(values))
+    errors = together(2, lambda found: found.sockets.sum_part(values) if found.rank else found.sockets.sum(values))
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "a tensor to be scattered of 40 bytes" in errors[0].sentence
 
 
 def test_who_hangs_up_is_named_at_once():
     began = time.monotonic()
-    errors = together(2, lambda found: found.sum(np.zeros(10)) if found.rank == 0 else None)
+    errors = together(2, lambda found: found.sockets.sum(np.zeros(10)) if found.rank == 0 else None)
     assert "worker 1" in errors[0].sentence
     assert time.monotonic() - began < 5
 
@@ -182,7 +288,7 @@ def test_who_is_silent_is_named_after_the_timeout():
             done.wait(10)
             return None
         try:
-            return found.sum(np.zeros(10))
+            return found.sockets.sum(np.zeros(10))
         finally:
             done.set()
 
@@ -212,7 +318,7 @@ def test_strangers_keep_nobody_out_and_are_sent_away(count, said):
     exchanges = [exchange_of_0, meeting.exchange_as(1)]
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda rank: connected(rank, meeting, exchange=exchanges[rank]), range(2)))
-        sums = list(pool.map(lambda found: found.sum(np.ones(3)), both))
+        sums = list(pool.map(lambda found: found.sockets.sum(np.ones(3)), both))
     np.testing.assert_array_equal(sums, np.full([2, 3], 2.0))
     for stranger in strangers:
         stranger.settimeout(5)
@@ -228,7 +334,7 @@ def test_processes_find_each_other_by_ipv6():
             trial.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    sums = together(2, lambda found: found.sum(np.ones(3)), host="[::1]")
+    sums = together(2, lambda found: found.sockets.sum(np.ones(3)), host="[::1]")
     np.testing.assert_array_equal(sums, np.full([2, 3], 2.0))
 
 
@@ -318,7 +424,7 @@ def test_large_messages_cross_without_a_deadlock_and_do_not_touch_the_sums():
                 if other != found.rank:
                     found.send(values, other, tag=9)
             received += [found.receive(other, tag=9)[-1] - other for other in range(3) if other != found.rank]
-            assert found.sum(np.ones(5)).tolist() == [3.0] * 5
+            assert found.sockets.sum(np.ones(5)).tolist() == [3.0] * 5
         return received
 
     assert together(3, use) == [[3_999_999] * 6] * 3
@@ -397,7 +503,8 @@ def test_who_hangs_up_in_the_middle_of_a_message_is_named(sends):
         begun.wait(10)
         time.sleep(0.3)
         if not sends:
-            found._pairs[0].send(bytes(messages.header(np.zeros(1000), tag=0)) + bytes(1000))  # of 8000
+            found.sockets.pairs._open(0)
+            found.sockets.pairs._opened[0].send(bytes(messages.header(np.zeros(1000), tag=0)) + bytes(1000))  # of 8000
         return None
 
     error = together(2, use)[0]
@@ -437,9 +544,9 @@ def test_who_waits_for_a_message_may_be_excused_and_be_told_why_to_give_up():
             time.sleep(0.5)
             found.receive(0)
             return None
-        found.excused = lambda: True
+        found.sockets.excuse(lambda: True)
         received = found.receive(1).item()
-        threading.Timer(0.2, found.give_up, [ClusterError("the job is given up", "try again")]).start()
+        threading.Timer(0.2, found.sockets.give_up, [ClusterError("the job is given up", "try again")]).start()
         with pytest.raises(ClusterError, match="the job is given up"):
             found.receive(1)
         return received

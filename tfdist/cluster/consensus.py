@@ -67,12 +67,24 @@ def all_gather_object(peers: ProcessGroup, value: Any, doing: str = "exchanges v
     """
     if peers.world.world_size == 1:
         return [value]
-    found = [_parsed(message) for message in peers.exchange(json.dumps([doing, value]).encode())]
-    if len({what for what, _ in found}) > 1:
-        doings = {rank: what for rank, (what, _) in enumerate(found)}
-        each = by_value(doings, peers.world.named_briefly, "{ranks}: {value}")
+    values, messages = _exchanged(peers, value, doing)
+    return [values[message] for message in messages]
+
+
+def _exchanged(peers: ProcessGroup, value: Any, doing: str) -> tuple[dict[bytes, Any], list[bytes]]:
+    """The value in each different message, and the messages by rank; most often all processes say the same."""
+    messages = peers.exchange(json.dumps([doing, value]).encode())
+    same = messages.count(messages[0]) == len(messages)  # at once, where all messages are one object
+    found = {message: _parsed(message) for message in (messages[:1] if same else dict.fromkeys(messages))}
+    if len({what for what, _ in found.values()}) > 1:
+        each = _by_process(peers, [found[message][0] for message in messages])
         raise DisagreementError(f"The processes of the job do different things at the same moment: {each}", DO_ALIKE)
-    return [value for _, value in found]
+    return {message: value for message, (_, value) in found.items()}, messages
+
+
+def _by_process(peers: ProcessGroup, values: Iterable[Any]) -> str:
+    """Which processes have which of `values`, which are by rank."""
+    return by_value(dict(enumerate(values)), peers.world.named_briefly, "{ranks}: {value}")
 
 
 def _parsed(message: bytes) -> tuple[str, Any]:
@@ -94,9 +106,12 @@ def next_call(peers: ProcessGroup, steps: int, stop: bool, given: str) -> tuple[
     Raises:
         DisagreementError: `given`, the fingerprint of the batches so far, differs between the processes.
     """
-    found = all_gather_object(peers, [steps, stop, given], "is about to run steps")
-    _require_equal_fingerprints(peers, "batches", [fingerprint for _, _, fingerprint in found])
-    return min(wish for wish, _, _ in found), any(stops for _, stops, _ in found)
+    if peers.world.world_size == 1:
+        return steps, stop
+    found, messages = _exchanged(peers, [steps, stop, given], "is about to run steps")
+    if len({fingerprint for _, _, fingerprint in found.values()}) > 1:
+        _require_equal_fingerprints(peers, "batches", [found[message][2] for message in messages])
+    return min(wish for wish, _, _ in found.values()), any(stops for _, stops, _ in found.values())
 
 
 def any_of(peers: ProcessGroup, wish: bool) -> bool:
@@ -110,12 +125,15 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
     Raises:
         DisagreementError: they differ; raised in every process, with the values of all processes.
     """
-    found = all_gather_object(
-        peers, {name: str(value) for name, value in facts.items()}, "compares what it begins with"
-    )
-    error = DisagreementError.among(dict(enumerate(found)), peers.world.named_briefly)
-    if error is not None:
-        raise error
+    if peers.world.world_size == 1:
+        return
+    mine = {name: str(value) for name, value in facts.items()}
+    found, messages = _exchanged(peers, mine, "compares what it begins with")
+    if len(found) > 1:
+        facts_by_rank = {rank: found[message] for rank, message in enumerate(messages)}
+        error = DisagreementError.among(facts_by_rank, peers.world.named_briefly)
+        if error is not None:
+            raise error
 
 
 def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str) -> None:
@@ -129,7 +147,7 @@ def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str)
 
 def _require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprints: list[str]) -> None:
     if len(set(fingerprints)) > 1:
-        values = by_value(dict(enumerate(fingerprints)), peers.world.named_briefly, "{ranks}: {value}")
+        values = _by_process(peers, fingerprints)
         raise DisagreementError(f"The processes of the job were given different {what} ({values})", GIVE_ALIKE)
 
 

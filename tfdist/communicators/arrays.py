@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.communicators import Communicator, messages
+from tfdist.communicators import Communicator
+from tfdist.transport import messages
 
 
 class ArrayCommunicator(Communicator):

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.communicators import messages
 from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.errors import UsageError
+from tfdist.transport import messages
 
 INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
 MOST_ELEMENTS = 1 << 28

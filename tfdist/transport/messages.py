@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import ml_dtypes  # noqa: F401 (NumPy then knows bfloat16 by its name)
 import numpy as np
-import tensorflow as tf
 
 from tfdist.errors import UsageError
 
 MOST_AXES = 64  # of NumPy's arrays
-HEADER_NUMBERS = 3 + MOST_AXES
+NAME_NUMBERS = 4  # the name of a dtype
+HEADER_NUMBERS = 2 + NAME_NUMBERS + MOST_AXES
 
 
 def sendable(array: Any) -> np.ndarray:
@@ -33,21 +34,23 @@ def sendable(array: Any) -> np.ndarray:
     values = np.asarray(array, order="C")
     if values.dtype.kind in "OSUM" or values.dtype.names:
         raise UsageError(f"An array of dtype `{values.dtype}` cannot be sent", "send numbers; encode others as bytes")
-    return values
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def header(values: np.ndarray, tag: int) -> np.ndarray:
     """The header `[HEADER_NUMBERS]` int64 of a message."""
+    name = np.frombuffer(values.dtype.name.encode().ljust(8 * NAME_NUMBERS, b"\0"), np.int64)
     numbers = np.zeros(HEADER_NUMBERS, np.int64)
-    numbers[:3] = tag, tf.as_dtype(values.dtype).as_datatype_enum, values.ndim
-    numbers[3 : 3 + values.ndim] = values.shape
+    numbers[: 2 + NAME_NUMBERS] = tag, *name, values.ndim
+    numbers[2 + NAME_NUMBERS :][: values.ndim] = values.shape
     return numbers
 
 
 def space_for(numbers: np.ndarray) -> tuple[int, np.ndarray]:
     """The tag that a header names, and an array for the values of its message."""
-    tag, dtype, axes, *shape = numbers.tolist()
-    return tag, np.empty(shape[:axes], tf.as_dtype(dtype).as_numpy_dtype)
+    name = numbers[1 : 1 + NAME_NUMBERS].tobytes().rstrip(b"\0").decode()
+    axes, *shape = numbers[1 + NAME_NUMBERS :].tolist()
+    return int(numbers[0]), np.empty(shape[:axes], np.dtype(name))
 
 
 def memory(values: np.ndarray) -> memoryview:

@@ -1,0 +1,128 @@
+"""Sockets between the processes of a job: sums, messages of all to all, and messages from one to another.
+
+Synopsis:
+
+    sockets = Sockets(world, exchange, connect_timeout_seconds=10.0, timeout_seconds=60.0, mailbox=Mailbox())
+    sockets.sum(np.ones(3))         # size * [1, 1, 1] in every process
+    sockets.exchange(b"ready")      # the message of each process, by rank
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from tfdist.cluster.world import World
+from tfdist.errors import ClusterError
+from tfdist.transport import costs
+from tfdist.transport.connections import Exchange, connect
+from tfdist.transport.messages import Mailbox, memory
+from tfdist.transport.operations import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Operation
+from tfdist.transport.pairs import Pairs
+from tfdist.transport.ring import Ring
+from tfdist.transport.session import Session
+from tfdist.transport.tree import Tree
+
+
+class Sockets:
+    """The processes of a job, connected by sockets. One thread at a time uses them.
+
+    Values are sent as they are in memory: all machines must have the same byte order.
+
+    Args:
+        world: the job with the addresses of all processes, and which of them this one is.
+        exchange: returns the message of each process, by rank; used once, to connect the sockets.
+        connect_timeout_seconds: how long connecting may take.
+        timeout_seconds: how long a process may be silent afterwards.
+        mailbox: takes the messages of single processes that come.
+
+    Attributes:
+        rank: this process' number.
+        size: the number of processes.
+        pairs: messages from one process to another.
+
+    Raises:
+        ClusterError: the processes cannot be connected; raised in all of them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        exchange: Exchange,
+        connect_timeout_seconds: float,
+        timeout_seconds: float,
+        mailbox: Mailbox,
+    ):
+        self.rank, self.size = world.rank, world.world_size
+        self._session = session = Session(world, timeout_seconds)
+        self._begun = 0
+        found = connect(world, exchange, connect_timeout_seconds)
+        self._ring = Ring(session, found.following, found.previous)
+        self._tree = Tree(session, found.above, found.below)
+        self.pairs = Pairs(session, found.listener, found.addresses, mailbox)
+        session.tree += self._tree.links
+        session.others += [[link.connection for link in self._ring.links], found.listener, self.pairs]
+
+    @property
+    def failure(self) -> ClusterError | None:
+        """Why the processes are no longer connected; `None` while they are."""
+        return self._session.failure
+
+    def excuse(self, excused: Callable[[], bool]) -> None:
+        """Has `excused` called when others have been silent for too long; it returns whether to wait as long again."""
+        self._session.excused = excused
+
+    def give_up(self, error: ClusterError) -> None:
+        """Makes the current operation, or the next one, raise `error`; called from another thread."""
+        self._session.give_up(error)
+
+    def traffic(self) -> tuple[int, int]:
+        """The number of connections with the ring and the tree, and of the bytes that this process has sent by them."""
+        links = [*self._ring.links, *self._tree.links]
+        return len(links), sum(link.sent_bytes for link in links)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._session.close()
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """The sum of an array over the processes; bit by bit the same in all of them."""
+        operation = self._next(ALL_REDUCE, values.nbytes)
+        if values.nbytes <= costs.longest_by_tree(self.size):
+            return self._tree.sum(operation, values)
+        self._tree.agree(operation)
+        return self._ring.sum(values)
+
+    def sum_part(self, values: np.ndarray) -> np.ndarray:
+        """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
+
+        If the number of rows is not a multiple of `size`, the last ones belong to no part.
+        """
+        operation = self._next(REDUCE_SCATTER, values.nbytes)
+        if values.nbytes <= costs.longest_by_tree(self.size):
+            rows = len(values) // self.size
+            return self._tree.sum(operation, values)[self.rank * rows : (self.rank + 1) * rows]
+        self._tree.agree(operation)
+        return self._ring.sum_part(values)
+
+    def join(self, values: np.ndarray) -> np.ndarray:
+        """The arrays `[n_rank, ...]` of all processes, concatenated by rank."""
+        values = np.asarray(values, order="C")
+        operation = self._next(ALL_GATHER, values.itemsize * math.prod(values.shape[1:]))
+        parts = self._gathered(operation, bytes(memory(values)))
+        return np.concatenate([np.frombuffer(part, values.dtype).reshape(-1, *values.shape[1:]) for part in parts])
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The message of each process, by rank."""
+        return self._gathered(self._next(EXCHANGE, 0), message)
+
+    def _gathered(self, operation: Operation, message: bytes) -> list[bytes]:
+        """The messages of all processes: by the tree, or by the ring if the tree finds them too long together."""
+        found = self._tree.exchange(operation, message, costs.longest_by_tree(self.size))
+        return self._ring.gather(message) if found is None else found
+
+    def _next(self, kind: int, size_bytes: int) -> Operation:
+        self._begun += 1
+        return Operation(self._begun, kind, size_bytes)
