@@ -12,22 +12,28 @@ import tensorflow as tf
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
+# GPUs have no kernel for bfloat16, and CPUs not all.
+DTYPES = (tf.float16, tf.float32, tf.float64)
+
 
 @contextlib.contextmanager
-def fused(optimizer: Any, enabled: bool = True, locking: bool = False) -> Iterator[None]:
+def fused(optimizer: Any, enabled: bool = True, locking: bool = False, xla: bool = False) -> Iterator[None]:
     """In steps that are traced in this context, `optimizer` updates each variable with one TensorFlow kernel.
 
-    This holds for the Keras optimizers whose formula a kernel computes (`KERNELS`, and `OF_ROWS` for sparse gradients);
-    the others keep Keras' own update. The results agree to rounding.
+    This holds for the Keras optimizers whose formula a kernel computes (`KERNELS`, and `OF_ROWS` for sparse gradients),
+    and for variables of `DTYPES`; the others keep Keras' own update. The results agree to rounding.
 
     Args:
         optimizer: of Keras, also inside a `LossScaleOptimizer`.
         enabled: if not, all keep Keras' own update.
         locking: a kernel locks its variables, which several processes update.
+        xla: XLA compiles the steps.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kernel = KERNELS.get(type(inner))
     if kernel is _rmsprop and not inner.momentum:  # that kernel has no form without momentum
+        kernel = None
+    if kernel is _adam and inner.amsgrad and xla:  # XLA does not know that kernel
         kernel = None
     of_rows = OF_ROWS.get(type(inner))
     if not enabled or (kernel is None and of_rows is None):
@@ -74,10 +80,10 @@ def _update_step(
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         chosen = of_rows if isinstance(gradient, tf.IndexedSlices) else kernel
-        if chosen is None:
+        dtype = variable.dtype.base_dtype
+        if chosen is None or dtype not in DTYPES:
             original(gradient, variable, learning_rate)
             return
-        dtype = variable.dtype.base_dtype
         key = (tf.compat.v1.get_default_graph(), variable.device, dtype)
         if key not in memo or tf.executing_eagerly():
             memo[key] = _Scalars(optimizer, learning_rate, dtype, locking)

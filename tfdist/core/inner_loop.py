@@ -183,7 +183,8 @@ class StepProgram(Program):
             self._metrics_updated |= updated
             return _mean(logs, replica) if self._returns_own(logs) else logs
 
-        with fused_optimizers.fused(self._model.optimizer, self._strategy.fused), self._own_metrics():
+        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, xla=self._with_xla)
+        with update, self._own_metrics():
             results = self._strategy.run(on_replica)
         logs: Logs = {}
         if self._returns_own(results[0]):
@@ -194,6 +195,11 @@ class StepProgram(Program):
             total = keras_internals.loss_tracker(self._model).total
             finite = tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
         return finite, logs
+
+    @property
+    def _with_xla(self) -> bool:
+        # Replicas exchange tensors within a step, which XLA cannot compile.
+        return self._strategy.alone and keras_internals.wants_xla(self._model)
 
     def _returns_own(self, logs: Logs) -> bool:
         """Whether a step that returned `logs` returns something else than the results of the metrics."""
@@ -206,8 +212,7 @@ class StepProgram(Program):
 
     def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
         step = getattr(self._model, self._step_name)
-        # Replicas exchange tensors within a step, which XLA cannot compile.
-        if keras_internals.wants_xla(self._model) and replica.alone:
+        if self._with_xla:
             step = tf.function(step, jit_compile=True)
         return functools.partial(self._checked_logs, step, replica)
 

@@ -351,8 +351,8 @@ def traces_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
 
 
 def wants_xla(model: Any) -> bool:
-    """Whether Keras would compile the steps with XLA: by the argument of `compile`; its "auto" never does on a CPU."""
-    return model._compile_config.config.get("jit_compile") is True
+    """Whether Keras would compile the steps with XLA; its "auto" does where there is a GPU and the layers allow it."""
+    return bool(model.jit_compile)
 
 
 def layers(model: Any) -> list[tuple[str, dict[str, Any]]]:
