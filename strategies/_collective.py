@@ -24,7 +24,7 @@ from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
-from tfdist.strategies import base
+from tfdist.strategies import _gpus, base
 
 
 class CollectiveReplica(base.Replica):
@@ -95,17 +95,13 @@ class MultiProcessStrategy(base.Strategy):
         raise NotImplementedError
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
-        gpus = tf.config.list_physical_devices("GPU")
         if wanted not in (None, 1):
             raise UsageError(
                 f"`devices` is `{wanted}`, and a process of `{self.name}` has one device",
                 "leave `devices` out; start more processes to use more devices",
             )
-        if not gpus:
-            return ["CPU:0"]
-        mine = gpus[World.detect(os.environ).local_rank % len(gpus)]
-        tf.config.set_visible_devices([mine], "GPU")
-        return ["GPU:0"]
+        own = _gpus.of_process(World.detect(os.environ), os.environ)[:1]
+        return (_gpus.use_only(own) or ["CPU:0"])[:1]
 
     def set_up(self) -> None:
         self.world = World.detect(os.environ)

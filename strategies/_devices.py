@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.strategies import _gpus
 
 
 def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[str]:
@@ -23,9 +24,9 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
     if isinstance(devices, Sequence):
         names = [devices] if isinstance(devices, str) else list(devices)
         return [_existing(name) for name in names]
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = _gpus.count(tf.config.get_visible_devices("GPU"))
     if gpus:
-        return _first("GPU", len(gpus) if devices is None else devices, len(gpus))
+        return _first("GPU", gpus if devices is None else devices, gpus)
     count = default_cpus if devices is None else devices
     _make_logical_cpus(count)
     return _first("CPU", count, len(tf.config.list_logical_devices("CPU")))

@@ -98,7 +98,8 @@ class Strategy(KerasMethods):
         self.device_data_bytes = device_data_bytes
         self.threads = threads
         if threads is not None:
-            device_choice.set_threads(threads, alone=threads == 1 and devices in (None, 1) and self.default_cpus == 1)
+            one_cpu = devices in (None, 1) and self.default_cpus == 1 and not tf.config.get_visible_devices("GPU")
+            device_choice.set_threads(threads, alone=threads == 1 and one_cpu)
         self.devices = self.choose_devices(devices)
         keras_variables.fill_large_variables_in_place()
         self.set_up()

@@ -11,16 +11,14 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import watchdog
 from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
-from tfdist.communicators import CARRIED_AS, gathered_in_pieces, structures
 from tfdist.communicators.collective_counter import CollectiveCounter
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.core import gradient_reduction
@@ -31,7 +29,8 @@ from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
-from tfdist.strategies import base
+from tfdist.strategies import _gpus, base
+from tfdist.strategies import _worker_collectives as collectives
 from tfdist.strategies._traits import Traits
 from tfdist.transport import costs
 from tfdist.transport.connections import Exchange
@@ -43,29 +42,11 @@ COMMUNICATIONS = {
     "ring": tf.distribute.experimental.CommunicationImplementation.RING,
     "nccl": tf.distribute.experimental.CommunicationImplementation.NCCL,
 }
+# Gradients in the buffers of NCCL and of TensorFlow's ring, which are sent while the next ones are computed.
+BUFFER_BYTES = 32 << 20
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16}
 # A firewall may drop the packets of a connection; then TensorFlow's ring is used.
 SECONDS_TO_CONNECT = 10.0
-
-
-class WorkerReplica(distribute.MirroredReplica):
-    """A replica that meets those of other processes by TensorFlow's collective operations."""
-
-    def __init__(self, count: int, packing: gradient_reduction.Packing):
-        super().__init__(base.current_index(), count)
-        self.packing = packing
-
-    def all_gather(self, structure: Any) -> Any:
-        """The examples of all replicas, in their order, on every replica."""
-        context = tf.distribute.get_replica_context()
-
-        def gather(tensor: tf.Tensor) -> tf.Tensor:
-            numbers = _as_gathered(tensor)
-            # A tensor from outside the step, such as an input of the graph, has no device to gather on.
-            gathered = context.all_gather(tf.identity(numbers), axis=0)
-            return tf.bitcast(gathered, tensor.dtype) if _is_bitcast(tensor) else tf.cast(gathered, tensor.dtype)
-
-        return structures.gathered(structure, gather, self.index)
 
 
 class ConnectedReplica(collective.CollectiveReplica, distribute.MirroredReplica):
@@ -126,16 +107,16 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         # TensorFlow must know the cluster before it starts, so the devices are only counted here.
-        gpus = len(tf.config.list_physical_devices("GPU"))
-        available = gpus or 1
+        own = _gpus.of_process(World.detect(os.environ), os.environ)
+        available = len(own) or 1
         count = available if wanted is None else wanted
         if not isinstance(count, int) or not 1 <= count <= available:
+            found = f"{available} GPU{'s' * (available > 1)}" if own else "one CPU"
             raise UsageError(
-                f"`devices` is `{wanted}`, and a process of `multiworker` has {f'{gpus} GPUs' if gpus else 'one CPU'}",
-                "leave `devices` out; start more processes to use more cores",
+                f"`devices` is `{wanted}`, and a process of `multiworker` has {found}",
+                "leave `devices` out; start more processes to use more of the machine",
             )
-        tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[:count], "GPU")
-        return [f"{'GPU' if gpus else 'CPU'}:{index}" for index in range(count)]
+        return _gpus.use_only(own[:count]) or ["CPU:0"]
 
     def set_up(self) -> None:
         self.world = World.detect(os.environ)
@@ -145,9 +126,13 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 "use the strategy `parameter_server`, or a cluster of workers alone",
             )
         distribute.require_addresses(self.world, self.name)
-        job_settings = tuple(self._job_settings.items())
+        alike = {"communication": self._communication, "compression": self.compression}
         self.tf_strategy, watch = _join(
-            self.world, self._communication, self._timeout_seconds, self._start_timeout_seconds, job_settings
+            self.world,
+            self._collectives,
+            self._timeout_seconds,
+            self._start_timeout_seconds,
+            tuple((self._job_settings | alike).items()),
         )
         self.communicator = self._connect()
         self._heartbeat = None
@@ -156,6 +141,13 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             self._heartbeat = _heartbeat(self.world, self.tf_strategy, watch, self.communicator, limits)
         if self.communicator is not None:
             self.parallel_steps = 1  # sockets pair exchanges by their order
+
+    @property
+    def _collectives(self) -> str:
+        """The `communication` for TensorFlow's collectives, which themselves choose a ring on GPUs too."""
+        if self._communication != "auto" or self.devices[0] == "CPU:0":
+            return self._communication
+        return "ring" if _gpus.are_shared(self.world, os.environ) else "nccl"
 
     def _connect(self) -> SocketCommunicator | None:
         required = self._communication == SOCKETS
@@ -175,7 +167,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def options(self) -> dict[str, Any]:
         return super().options() | {
-            "communication": self._communication if self.communicator is None else SOCKETS,
+            "communication": self._collectives if self.communicator is None else SOCKETS,
             "compression": self.compression,
             "timeout_seconds": self._timeout_seconds,
             "callback_timeout_seconds": self._callback_timeout_seconds,
@@ -186,7 +178,9 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
         def on_replica() -> Any:
             if self.communicator is None:
-                return step(WorkerReplica(self.num_replicas, gradient_reduction.Packing(None, wire_dtype)))
+                return step(
+                    collectives.WorkerReplica(self.num_replicas, gradient_reduction.Packing(BUFFER_BYTES, wire_dtype))
+                )
             packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
             return step(ConnectedReplica(self.communicator, packing))
 
@@ -219,7 +213,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         one = number[tf.newaxis]
         if self.communicator is not None:
             return self.communicator.all_gather(one, "numbers")
-        return _all_gather(self.tf_strategy)(one)[:: len(self.devices)]
+        return collectives.all_gather(self.tf_strategy)(one)[:: len(self.devices)]
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
         def on_replica(replica: base.Replica) -> None:
@@ -305,49 +299,7 @@ def _heartbeat(
 
 
 def _exchange_by(strategy: tf.distribute.Strategy, communicator: SocketCommunicator | None) -> Exchange:
-    return functools.partial(_exchange, strategy) if communicator is None else communicator.exchange
-
-
-def _as_gathered(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` in a dtype that collectives can gather, without loss."""
-    if _is_bitcast(tensor):
-        return tf.bitcast(tensor, CARRIED_AS[tensor.dtype])
-    if tensor.dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
-        return tensor
-    return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
-
-
-def _is_bitcast(tensor: tf.Tensor) -> bool:
-    return tensor.dtype != tf.bfloat16 and tensor.dtype in CARRIED_AS
-
-
-def _exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
-    """The messages of all processes of the job, by rank."""
-    replicas = len(strategy.extended.worker_devices)  # of this process, each of which sends the message
-
-    def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-        # Collectives carry no bytes, so four of them are sent as an int32; with no element at all they crash.
-        words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
-        ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
-        parts = np.split(_all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
-        return [part.view(np.uint8)[:size] for part, size in zip(parts, sizes, strict=True)]
-
-    length = np.array([len(message)], np.int64).view(np.int32)
-    lengths = _all_gather(strategy)(tf.constant(length)).numpy().view(np.int64)[::replicas]
-    return gathered_in_pieces(message, lengths.tolist(), gather)
-
-
-@functools.cache
-def _all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
-    def all_gather(values: tf.Tensor) -> Any:
-        def on_replica() -> Any:
-            replica = WorkerReplica(strategy.num_replicas_in_sync, gradient_reduction.Packing())
-            return replica.all_gather(values)
-
-        return base.local_results(strategy, strategy.run(on_replica))[0]
-
-    return all_gather
+    return functools.partial(collectives.exchange, strategy) if communicator is None else communicator.exchange
 
 
 @functools.cache
@@ -357,7 +309,10 @@ def _connected(
     """Sockets that live as long as this process; `None` if the processes cannot connect and need not."""
     try:
         return SocketCommunicator(
-            world, functools.partial(_exchange, strategy), min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds
+            world,
+            functools.partial(collectives.exchange, strategy),
+            min(timeout_seconds, SECONDS_TO_CONNECT),
+            timeout_seconds,
         )
     except ClusterError as error:
         if required:
@@ -397,4 +352,8 @@ def _join(
 
 
 STRATEGY = MultiWorkerStrategy
-TRAITS = Traits(processes=True, elastic=True, options=("compression", "timeout_seconds", "callback_timeout_seconds"))
+TRAITS = Traits(
+    processes=True,
+    elastic=True,
+    options=("communication", "compression", "timeout_seconds", "callback_timeout_seconds"),
+)

@@ -12,16 +12,27 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.strategies import base
+from tfdist.strategies import _gpus, base
 
 
 class SingleStrategy(base.Strategy):
-    """Trains on one device: the first GPU, else the CPU, unless `devices` names another."""
+    """Trains on one device: the first GPU, else the CPU, unless `devices` names another.
+
+    Args:
+        exclusive: hides all other GPUs from TensorFlow, which would reserve their memory; no other strategy can use
+            them in this process.
+        options: see `tfdist.strategies.base.Strategy`.
+    """
 
     name = "single"
 
+    def __init__(self, *, exclusive: bool = False, **options: Any):
+        self._exclusive = exclusive
+        super().__init__(**options)
+
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
-        chosen = super().choose_devices(1 if wanted is None else wanted)
+        wanted = 1 if wanted is None else wanted
+        chosen = super().choose_devices(_gpus.hide_others(wanted) if self._exclusive else wanted)
         if len(chosen) != 1:
             raise UsageError(
                 f"The strategy `single` uses one device, and {len(chosen)} were set",

@@ -149,6 +149,7 @@ def _last_of_each(value: Any) -> Any:
 @_strategy("--strategy", required=True, metavar="NAME", help=_names(strategies.names(), own="Class"))
 @_strategy("--strategy-option", multiple=True, metavar="NAME=VALUE", help="an option of the strategy; may be repeated")
 @_strategy("--devices", metavar="N|NAMES", help="number or names of the devices of a process, such as GPU:0,GPU:1")
+@_strategy("--communication", metavar="NAME", help="multiworker: how tensors are exchanged: auto, nccl, ring, sockets")
 @_strategy("--compression", metavar="NAME", help="type of gradients on the network: none, bf16; fp16 with horovod")
 @_strategy(
     "--staleness", type=int, metavar="N", help="parameter_server: largest number of updates between read and write"

@@ -5,6 +5,8 @@ Horovod matches tensors by the names of their operations, in any order. Source: 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable
@@ -57,6 +59,8 @@ class HorovodCommunicator(Communicator):
             ) from error
         self.rank, self.size = self._hvd.rank(), self._hvd.size()
         self.engine = "MPI" if self._hvd.mpi_enabled() else "Gloo"
+        # Elsewhere its operations have no kernel for GPUs, and tensors are copied to the host and back.
+        self._device = contextlib.nullcontext if self._hvd.nccl_built() else functools.partial(tf.device, "CPU:0")
         self._counter = CollectiveCounter()
 
     def close(self) -> None:
@@ -79,7 +83,7 @@ class HorovodCommunicator(Communicator):
         return self._run(self._hvd.broadcast, tensor, name, root_rank=root)
 
     def _run(self, operation: Callable[..., Any], tensor: tf.Tensor, name: str, **options: Any) -> tf.Tensor:
-        with tf.device("CPU:0"):
+        with self._device():
             return self._counter.around(
                 lambda: operation(tensor, name=f"tfdist.{name}", ignore_name_scope=True, **options), [tensor]
             )

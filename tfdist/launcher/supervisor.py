@@ -25,7 +25,7 @@ from typing import Any, TextIO, TypeVar
 
 import psutil
 
-from tfdist.cluster import ports
+from tfdist.cluster import job_environment, ports
 
 SECONDS_TO_END = 4.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -60,7 +60,7 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
         cores = part_for(sorted(os.sched_getaffinity(0)), index, count)
         gpus = part_for(_gpus(), index, count)
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), job_environment.OWN_GPUS: "1"}
 
     def before_exec() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

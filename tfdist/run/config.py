@@ -43,6 +43,7 @@ SCHEDULES = ("constant", "cosine")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 # The options of strategies that are also options of the command.
 OF_STRATEGIES = (
+    "communication",
     "compression",
     "staleness",
     "shard_bytes",
@@ -73,6 +74,7 @@ class TrainConfig:
         warmup_epochs: the part of the epochs in which the learning rate rises from 0.
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches per update; their gradients are averaged.
+        communication: how replicas exchange tensors: "sockets", "ring", "nccl"; `None` is the strategy's default.
         compression: type of sent gradients: "none", "bf16", "fp16" with `horovod`; `None` is the strategy's default.
         staleness: largest number of other updates between a step's read and its update; `None` is no bound.
         shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
@@ -115,6 +117,7 @@ class TrainConfig:
     warmup_epochs: float = 0.0
     dtype_policy: str = "float32"
     gradient_accumulation: int = 1
+    communication: str | None = None
     compression: str | None = None
     staleness: int | None = None
     shard_bytes: int | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
@@ -178,10 +179,14 @@ class Session:
         """The strategy; `single` and `custom` on one device use one thread if a step on `source` is small."""
         config = self.config
         options: dict[str, Any] = {}
+        free = not runtime_started()  # by the user's own code, which has fixed devices and threads
+        if config.strategy == "single" and free:
+            options["exclusive"] = True
         if (
-            source is not None
+            free
+            and source is not None
+            and not tf.config.get_visible_devices("GPU")
             and _may_use_one_thread(config)
-            and not runtime_started()  # by the user's own code, which has fixed the threads
             and flops.step_is_small(config.model, source.spec, config.batch_size, self.model_options)
         ):
             options["threads"] = 1
