@@ -60,8 +60,8 @@ def ragged():
         tf.random.stateless_uniform([8], [rank, 0]), [3, 5]), [[0.0], [1.0]]))
 
 def late(number):
-    if rank:
-        time.sleep(0.001 * (int(number) % 3))
+    if rank and number == 0:  # so that other files overtake this one, here alone
+        time.sleep(0.05)
     return number
 
 def racing():

@@ -271,7 +271,7 @@ def test_processes_that_disagree_are_refused_with_each_ones_value(tmp_path):
         for process in processes:
             _, err = process.communicate(timeout=60)
             assert process.returncode == 2
-            assert "`--batch-size`: chief 0" in err and "has `64`, worker 0" in err and "has `32`" in err
+            assert "`--batch-size`: chief 0" in err and "have `64`, worker 0" in err and "has `32`" in err
 
 
 @pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.thorough)])
