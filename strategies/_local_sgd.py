@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfdist.core import metrics
 from tfdist.core.inner_loop import Outcome, StepProgram, Steps
 from tfdist.core.metrics import Logs
+from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.array_feed import ArrayBatches
 from tfdist.data.pipeline.feed import Batches
 from tfdist.internals import keras as keras_internals
@@ -52,7 +53,9 @@ class AveragingProgram(StepProgram):
         self._sync_every = sync_every
         self._averages = averages or Averages(strategy.communicator, steps.model)
         self._state: tuple[Any, Any] = (None, None)
-        super().__init__(base.OnThisProcess(strategy), dataclasses.replace(steps, batches=self._own, stop_at_nan=False))
+        super().__init__(
+            base.OnThisProcess(strategy), dataclasses.replace(steps, batches=self._own, at_nan=AtNan.NOTHING)
+        )
 
     def begin_epoch(self) -> None:
         self._averages.begin_epoch()

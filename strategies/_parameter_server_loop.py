@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfdist.core import assignments, exact_step, fused_optimizers, metrics, randomness
 from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
+from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.array_feed import ArrayBatches
 from tfdist.data.pipeline.batch_feed import FetchedBatches
 from tfdist.data.pipeline.feed import Batches
@@ -163,7 +164,7 @@ class ClosureProgram(StepProgram):
         return values, staleness, logs
 
     def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        if not self._stop_at_nan:
+        if self._at_nan is AtNan.NOTHING:
             return tf.constant(True)
         total = keras_internals.loss_tracker(self._model).total
         index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)

@@ -215,8 +215,14 @@ class TestMemoryUsage:
                 self.name = name
 
         peaks = {"GPU:0": 5, "GPU:1": 7}
-        monkeypatch.setattr(memory.tf.config, "list_logical_devices", lambda kind: list(map(Gpu, peaks)))
-        monkeypatch.setattr(memory.tf.config.experimental, "get_memory_info", lambda name: {"peak": peaks[name]})
+        in_cluster = [*peaks, "/job:worker/replica:0/task:1/device:GPU:0"]  # of another process
+        known = memory.tf.config.experimental.get_memory_info
+        monkeypatch.setattr(memory.tf.config, "list_logical_devices", lambda kind: list(map(Gpu, in_cluster)))
+        monkeypatch.setattr(
+            memory.tf.config.experimental,
+            "get_memory_info",
+            lambda name: {"peak": peaks[name]} if name in peaks else known(name),
+        )
         assert fit([MemoryUsage()]).history["peak_gpu_memory_bytes"] == [7]
 
 

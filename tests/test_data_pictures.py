@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -463,3 +464,17 @@ def test_the_first_picture_must_be_readable_to_know_the_size(tmp_path):
     with pytest.raises(DataError, match=r"The first picture, `.*1.jpg`, cannot be read") as caught:
         tfdist.data.load("image_folder", tmp_path)
     assert "size=64,64" in caught.value.hint
+
+
+def test_the_processes_of_a_machine_divide_the_memory_for_decoded_pictures(folder_of_classes, monkeypatch):
+    def cache():
+        data = tfdist.data.load("image_folder", folder_of_classes, cache="auto", size=(4, 4))
+        decoded_bytes = 4 * data.spec.examples["train"] * (4 * 4 * 3 + 1)
+        memory = SimpleNamespace(available=2 * decoded_bytes / pictures.SHARE_OF_MEMORY)
+        monkeypatch.setattr(pictures.psutil, "virtual_memory", lambda: memory)
+        return data.cache_of("train")
+
+    assert cache() == "memory"
+    cluster = {"worker": [f"localhost:{port}" for port in range(2000, 2004)]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}}))
+    assert cache() != "memory"

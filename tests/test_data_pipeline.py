@@ -222,6 +222,15 @@ def test_a_batch_of_more_streams_than_examples_is_refused():
 # Sentences of similar lengths
 
 
+def test_widths_are_rounded_up_to_multiples_and_what_is_added_is_padding():
+    tokens, _ = sentences().arrays("train")
+    trimmed = padding.Trimmed({"x": padding.lengths(tokens)}, 8, multiple=8)
+    (widths,) = trimmed.extras(0, np.arange(16))
+    assert set(widths.tolist()) <= {8, 16, 24} and (widths >= padding.lengths(tokens)[:16]).all()
+    cut, _ = trimmed((tokens[:8], None), widths[:8])
+    assert cut.shape[1] == min(widths[0], 20)
+
+
 def sentences(examples: int = 103, bucketed: bool = True) -> Source:
     """Sentences of 1 to 20 tokens; the first is the number of the sentence."""
     generator = np.random.default_rng(0)

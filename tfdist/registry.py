@@ -137,11 +137,7 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     known = [parameter.name for parameter in parameters[len(arguments) :] if parameter.kind in named]
     unknown = [option for option in options if option not in known]
     if unknown and not takes_any:
-        takes = ", ".join(f"`{option}`" for option in known) or "no options"
-        raise UsageError(
-            f"The {kind} `{name}` does not know the option `{unknown[0]}`: it takes {takes}",
-            f"leave `{unknown[0]}` out" if not known else "use one of these, or leave it out",
-        )
+        raise _unknown_option(kind, name, unknown[0], known)
     missing = [
         parameter.name
         for parameter in parameters[len(arguments) :]
@@ -152,7 +148,29 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
         raise UsageError(
             f"The {kind} `{name}` needs the option {needs}", f"set it with `--{OPTIONS_OF[kind]} {missing[0]}=VALUE`"
         )
-    return function(*arguments, **checked(function, options, kind=kind, name=name))
+    try:
+        return function(*arguments, **checked(function, options, kind=kind, name=name))
+    except TypeError as error:
+        refused = [one for one in unknown if f"unexpected keyword argument '{one}'" in str(error)]
+        if not refused:
+            raise
+        # The class has passed it on to its base class.
+        raise _unknown_option(kind, name, refused[0], _named_in_bases(function)) from error
+
+
+def _named_in_bases(function: Any) -> list[str]:
+    """The named parameters of a class and of its bases."""
+    initializers = [vars(one)["__init__"] for one in inspect.getmro(function)[:-1] if "__init__" in vars(one)]
+    parameters = [one for each in initializers for one in inspect.signature(each).parameters.values()]
+    return list(dict.fromkeys(one.name for one in parameters if one.kind is one.KEYWORD_ONLY))
+
+
+def _unknown_option(kind: str, name: str, option: str, known: Sequence[str]) -> UsageError:
+    takes = ", ".join(f"`{one}`" for one in known) or "no options"
+    return UsageError(
+        f"The {kind} `{name}` does not know the option `{option}`: it takes {takes}",
+        "use one of these, or leave it out" if known else f"leave `{option}` out",
+    )
 
 
 def _require_first(parameters: Sequence[inspect.Parameter], kind: str, name: str) -> None:

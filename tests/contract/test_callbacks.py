@@ -23,6 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.contract import cases, contestants
 from tests.contract.cases import BATCH, classification
 from tests.contract.comparison import STOCK, assert_same, start
+from tfdist.callbacks import StopAtNonFiniteLoss
+from tfdist.errors import NonFiniteLossError
 
 REPLICAS = contestants.FEW
 # XLA would only make stock Keras slower to start.
@@ -314,3 +316,19 @@ def test_the_length_of_the_inner_loop_does_not_show(contestant):
     case = Case(lambda folder: [], fit={"batch_size": 3})
     one, fifty = (train(case, contestant, steps_per_call=steps) for steps in (1, 50))
     assert_same(one, fifty, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("data", ["arrays", "a generator", "one step per call", "eager steps"])
+def test_a_loss_that_is_not_finite_ends_training_with_its_epoch_and_step(data, contestant):
+    if contestant[0] == "stock_mirrored":
+        pytest.skip("the callback is tfdist's")
+    strategy = start(contestant, **({"steps_per_call": 1} if data == "one step per call" else {}))
+    with strategy.scope():
+        model = dense(run_eagerly=data == "eager steps")()
+    x, y = TRAINING["x"].copy(), TRAINING["y"]
+    x[2 * BATCH - 1] = np.inf  # in the part of the last replica
+    fit = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False}
+    if data == "a generator":
+        fit = {"x": ((x[at : at + BATCH], y[at : at + BATCH]) for at in range(0, len(x), BATCH))}
+    with pytest.raises(NonFiniteLossError, match=r"became `(nan|inf)` in epoch 1 at step 2\n"):
+        strategy.fit(model, **fit, verbose=0, callbacks=[StopAtNonFiniteLoss()])

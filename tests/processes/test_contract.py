@@ -26,7 +26,9 @@ QUICK = [
 ]
 QUICK_STEPS = "sharpness or pairs or summed or LargestError or convolutions or circle or drawn"
 QUICK_BETWEEN_STEPS = "super or on_epoch_begin or on_train_begin or on_test_end or count"
-QUICK_CALLBACKS = "EarlyStopping or CSVLogger or all_hooks or backup_and_restore or once_an_epoch"
+QUICK_CALLBACKS = (
+    "EarlyStopping or CSVLogger or all_hooks or backup_and_restore or once_an_epoch or (not_finite and arrays)"
+)
 
 
 def run_together(strategy, workers, *arguments, cwd, ps=0, options=()):

@@ -8,6 +8,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,12 @@ def peak_resident_bytes() -> int:
 
 def peak_gpu_bytes() -> int | None:
     """The largest allocation so far on any one GPU, in bytes; None without a GPU."""
-    gpus = tf.config.list_logical_devices("GPU")
-    return max((tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus), default=None)
+    found = []
+    for gpu in tf.config.list_logical_devices("GPU"):
+        # In a cluster there are those of other processes too, of which TensorFlow knows no more than their names.
+        with contextlib.suppress(ValueError, tf.errors.OpError):
+            found.append(tf.config.experimental.get_memory_info(gpu.name)["peak"])
+    return max(found, default=None)
 
 
 def _high_water_mark() -> int | None:

@@ -27,8 +27,8 @@ class StopAtNonFiniteLoss(keras.callbacks.Callback):
         NonFiniteLossError: with the epoch and the step, both counted from 1.
     """
 
-    # tells tfdist's loop to end a call at that step, so that the hook need not be called at every step.
-    stops_at_nan = True
+    # tells tfdist's loop to find that step, so that the hook need not be called at every step.
+    raises_at_nan = True
 
     def __init__(self, checkpoint: Checkpoint | None = None):
         super().__init__()
@@ -36,7 +36,7 @@ class StopAtNonFiniteLoss(keras.callbacks.Callback):
         self._epoch = 0
 
     def batches_until_hook(self, batch: int) -> int | None:
-        """None: the loop calls the hook because of `stops_at_nan`."""
+        """None: the loop calls the hook because of `raises_at_nan`."""
         return None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tfdist.core import metrics, programs, steps_per_call
 from tfdist.core.inner_loop import Program
 from tfdist.core.metrics import Logs
+from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.passes import Passes
 from tfdist.internals import keras as keras_internals
 
@@ -132,7 +133,7 @@ class EpochRunner:
         """The bound on the steps of a call, `None` if only the clock bounds them."""
         # The inner loop watches Keras' own loss for NaN; the loss of a user's step only shows in the logs of a call.
         own_step = self._kind == "train" and keras_internals.has_own_step(self._model, "train")
-        unwatched = own_step and steps_per_call.stops_at_nan(self._callbacks.callbacks)
+        unwatched = own_step and steps_per_call.at_nan(self._callbacks.callbacks) is not AtNan.NOTHING
         # The outputs of each call are copied to the host, and an eager loop gains nothing from long calls.
         if self._kind == "predict" or self._model.run_eagerly or unwatched:
             return int(self._model.steps_per_execution)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import keras
 import tensorflow as tf
 
+from tfdist.cluster import consensus
 from tfdist.core import building, exact_step, fused_optimizers, metrics, randomness, share
 from tfdist.core.metrics import Logs
 from tfdist.core.replica import Replica
+from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
@@ -55,7 +58,7 @@ class Steps:
         model: compiled and built.
         kind: "train", "test" or "predict".
         batches: the data, as a graph reads them.
-        stop_at_nan: end a call at the first step after which the loss is not finite.
+        at_nan: what is done at the first step after which the loss is not finite.
         own_logs: the `tf.TensorSpec`s of the logs that a traced step returns; `None` if it returns the results of the
             metrics.
     """
@@ -63,7 +66,7 @@ class Steps:
     model: Any
     kind: str
     batches: Batches
-    stop_at_nan: bool = False
+    at_nan: AtNan = AtNan.NOTHING
     own_logs: Any = None
 
 
@@ -102,15 +105,19 @@ class StepProgram(Program):
         self._model = steps.model
         self._step_name = f"{steps.kind}_step"
         self._batches = steps.batches
-        self._stop_at_nan = steps.stop_at_nan and keras_internals.loss_tracker(steps.model) is not None
+        watched = keras_internals.loss_tracker(steps.model) is not None
+        self._at_nan = steps.at_nan if watched else AtNan.NOTHING
         self._own_logs = steps.own_logs
         self._build = _builder(strategy, steps)
         self._metrics_updated: set[int] = set()
         self._one_step, self._many_steps = self._make_functions()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        steps, more, logs = self._function(count)(state, tf.constant(first), tf.constant(count))
-        return Outcome(int(steps), not bool(more), logs if int(steps) else {})
+        steps, more, logs, finite_steps = self._function(count)(state, tf.constant(first), tf.constant(count))
+        steps = int(steps)
+        if self._at_nan is AtNan.FIND and steps and not math.isfinite(logs.get("loss", 0.0)):
+            steps = min(steps, 1 + min(consensus.all_gather_object(self._strategy, int(finite_steps))))
+        return Outcome(steps, not bool(more), logs if steps else {})
 
     def _function(self, count: int) -> Callable[..., Any]:
         # TensorFlow's profiler loses the markers of steps inside a loop of a graph. Without the profiler one graph runs
@@ -119,28 +126,31 @@ class StepProgram(Program):
 
     def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if self._strategy.runs_eagerly(self._model):
+            self._at_nan = AtNan.STOP if self._at_nan is AtNan.FIND else self._at_nan  # each step is waited for anyway
             return self._steps_eagerly, self._steps_eagerly
         return _Graph(self._single_step, self._strategy), _Graph(self._steps, self._strategy)
 
-    def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+    def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs, Any]:
         del count
         batch = self._batches.fetch(state, first)
         if self._batches.length_known:
             finite, logs = self._step(state, batch)
-            return tf.constant(1), tf.constant(True), self._results(logs, after=finite)
+            return tf.constant(1), tf.constant(True), self._results(logs, after=finite), tf.cast(finite, tf.int64)
         more = batch.has_value()
         nothing = tf.constant(True), self._no_logs()
         finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: nothing)
-        return tf.cast(more, tf.int32), more, self._results(logs, after=finite)
+        return tf.cast(more, tf.int32), more, self._results(logs, after=finite), tf.cast(finite, tf.int64)
 
-    def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
+    def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs, Any]:
+        """Returns the number of steps, whether there is more, the logs, and how many losses were finite."""
+
         # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
-        def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
-            del logs
+        def proceed(done: tf.Tensor, more: tf.Tensor, goes_on: tf.Tensor, *carried: Any) -> tf.Tensor:
+            del carried
             with tf.device(HOST):
-                return (done < count) & more & finite
+                return (done < count) & more & goes_on
 
-        def body(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> Any:
+        def body(done: tf.Tensor, more: tf.Tensor, goes_on: tf.Tensor, finite_steps: tf.Tensor, logs: Any) -> Any:
             with tf.device(HOST):
                 step = first + done
             batch = self._batches.fetch(state, step)
@@ -148,20 +158,29 @@ class StepProgram(Program):
                 finite, logs = self._step(state, batch)
             else:
                 more = batch.has_value()
-                finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
+                # No step is none whose loss was finite; where they are not counted, only the data shall end the loop.
+                nothing = tf.constant(self._at_nan is not AtNan.FIND), logs
+                finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: nothing)
+            if self._at_nan is AtNan.FIND:
+                with tf.device(self._strategy.devices[0]):
+                    finite_steps += tf.cast(finite, tf.int64)
+            else:
+                goes_on = finite
             with tf.device(HOST):
-                return done + tf.cast(more, tf.int32), more, finite, logs
+                return done + tf.cast(more, tf.int32), more, goes_on, finite_steps, logs
 
+        with tf.device(self._strategy.devices[0]):
+            finite_steps = tf.constant(0, tf.int64)
         with tf.device(HOST):
-            start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
+            start = (tf.constant(0), tf.constant(True), tf.constant(True), finite_steps, self._no_logs())
         parallel = self._strategy.parallel_steps
-        done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
-        return done, more, self._results(logs, after=done)
+        done, more, _, finite_steps, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
+        return done, more, self._results(logs, after=done), finite_steps
 
     def _no_logs(self) -> Logs:
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
 
-    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs, Any]:
         """As `_steps`, without a graph, for `run_eagerly=True`."""
         done, finite = 0, True
         logs: Logs = {}
@@ -171,7 +190,7 @@ class StepProgram(Program):
             done += 1
             if not bool(finite):
                 break
-        return done, done == int(count) or not bool(finite), self._results(logs)
+        return done, done == int(count) or not bool(finite), self._results(logs), done
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
         """One step on all replicas: whether the loss is still finite, and the step's own logs."""
@@ -189,12 +208,18 @@ class StepProgram(Program):
         logs: Logs = {}
         if self._returns_own(results[0]):
             logs = results[0]  # the same on all replicas
-        with tf.device(HOST):
-            finite = tf.constant(True)
-        if self._stop_at_nan:
-            total = keras_internals.loss_tracker(self._model).total
-            finite = tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
-        return finite, logs
+        return self._is_finite(), logs
+
+    def _is_finite(self) -> tf.Tensor:
+        """Whether the sum of the losses is finite; once it is not, it remains so."""
+        if self._at_nan is AtNan.NOTHING:
+            with tf.device(HOST):
+                return tf.constant(True)
+        total = keras_internals.loss_tracker(self._model).total
+        if self._at_nan is AtNan.STOP:
+            return tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
+        with tf.device(self._strategy.devices[0]):
+            return tf.math.is_finite(metrics.own_part(total))
 
     @property
     def _with_xla(self) -> bool:

@@ -65,6 +65,13 @@ def value(strategy: Strategy, variable: Any, name: str) -> tf.Tensor:
     return total
 
 
+def own_part(variable: Any) -> tf.Tensor:
+    """One variable of a metric, summed over the replicas of this process alone."""
+    held = tf_variable(variable)
+    copies = held.values if isinstance(held, tf.distribute.DistributedValues) else (held,)
+    return tf.add_n([tf.convert_to_tensor(copy) for copy in copies])
+
+
 def names(model: Any) -> set[str]:
     """The names in the logs of Keras' own step; none before the compiled metrics are built."""
     if not keras_internals.compiled_metrics_are_built(model):

@@ -38,7 +38,7 @@ class _Made:
 
 def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Sequence[Any] = ()) -> Program:
     """The inner loop for the batches of `feed` and for `callbacks`; `kind` is "train", "test" or "predict"."""
-    at_nan = kind == "train" and steps_per_call.stops_at_nan(callbacks)
+    at_nan = steps_per_call.at_nan(callbacks if kind == "train" else ())
     key = (id(strategy), feed.batches, at_nan)
     programs = _made(model, kind).programs
     if key not in programs:

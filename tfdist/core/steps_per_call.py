@@ -11,6 +11,7 @@ needs them. A callback of the user's own can say when it does:
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,9 +79,21 @@ def now() -> float:
     return time.perf_counter()
 
 
-def stops_at_nan(callbacks: Sequence[Any]) -> bool:
-    """Whether a callback stops training at a loss that is not finite: the inner loop then stops at that very step."""
-    return any(isinstance(c, keras.callbacks.TerminateOnNaN) or getattr(c, "stops_at_nan", False) for c in callbacks)
+class AtNan(enum.Enum):
+    """What the inner loop does at a step after which the loss is not finite."""
+
+    NOTHING = enum.auto()
+    STOP = enum.auto()  # it ends the call: a callback ends training there, and the weights are kept
+    # It finds out at the end of the call which step it was: a callback raises, and the later steps do not matter. So
+    # the host need not read the loss of each step, nor the processes exchange it.
+    FIND = enum.auto()
+
+
+def at_nan(callbacks: Sequence[Any]) -> AtNan:
+    """What the callbacks ask of the inner loop."""
+    if any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks):
+        return AtNan.STOP
+    return AtNan.FIND if any(getattr(c, "raises_at_nan", False) for c in callbacks) else AtNan.NOTHING
 
 
 def _need(callback: Any, kind: str, steps_per_execution: int) -> Need | None:
@@ -97,7 +110,7 @@ def _need(callback: Any, kind: str, steps_per_execution: int) -> Need | None:
 def _calls_can_wait(callback: Any) -> bool:
     """Whether this is a callback of Keras whose batch hooks, with its settings, do nothing that cannot wait."""
     kind = type(callback)
-    if kind in (keras_internals.ProgbarLogger, keras.callbacks.TerminateOnNaN):  # see `stops_at_nan`
+    if kind in (keras_internals.ProgbarLogger, keras.callbacks.TerminateOnNaN):  # see `at_nan`
         return True
     if kind in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
         return callback.save_freq == "epoch"

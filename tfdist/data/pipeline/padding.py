@@ -42,11 +42,13 @@ class Trimmed:
     Args:
         lengths_of: the length of each example, int `[N]`, per kind of sentence: "x", or "source" and "target".
         batch_size: examples per global batch; all replicas cut at its longest sentence.
+        multiple: widths are rounded up to multiples of this.
     """
 
-    def __init__(self, lengths_of: dict[str, np.ndarray], batch_size: int):
+    def __init__(self, lengths_of: dict[str, np.ndarray], batch_size: int, multiple: int = 1):
         self._lengths_of = lengths_of
         self._batch_size = batch_size
+        self._multiple = multiple
 
     def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
         """The longest length in the global batch of each example, int32 `[n]`, per kind of sentence."""
@@ -67,4 +69,5 @@ class Trimmed:
 
     def _longest(self, lengths: np.ndarray) -> np.ndarray:
         first = np.arange(0, len(lengths), self._batch_size)
-        return np.repeat(np.maximum.reduceat(lengths, first), self._batch_size)[: len(lengths)].astype(np.int32)
+        widths = -(-np.maximum.reduceat(lengths, first) // self._multiple) * self._multiple
+        return np.repeat(widths, self._batch_size)[: len(lengths)].astype(np.int32)

@@ -184,7 +184,9 @@ class PictureSource(Source):
         examples = self.spec.examples[split]
         shapes = self.spec.input_shape, self.spec.target_shape
         in_memory = 4 * examples * sum(int(np.prod(shape)) for shape in shapes)
-        if not whole and in_memory <= SHARE_OF_MEMORY * psutil.virtual_memory().available:
+        # Each process of the job on this machine keeps all examples.
+        available = psutil.virtual_memory().available / World.detect().local_world_size
+        if not whole and in_memory <= SHARE_OF_MEMORY * available:
             return "memory"
         from tfdist.data.pipeline import decoding
 

@@ -357,7 +357,11 @@ class Source:
         self, arrays: Arrays, batch_size: int, augmentation: Augmentation | None, seed: int
     ) -> Transform | None:
         if self._bucketed:
-            return padding.Trimmed(sentence_lengths(arrays[0]), batch_size)
+            import tensorflow as tf
+
+            # For GPUs XLA compiles the step once per width, and their matrix units work on multiples of 8.
+            multiple = 8 if tf.config.list_physical_devices("GPU") else 1
+            return padding.Trimmed(sentence_lengths(arrays[0]), batch_size, multiple)
         return None if augmentation is None else augmentations.Augmented(self.spec, augmentation, seed, len(arrays[1]))
 
     def _with_spec(self, **changes: Any) -> Self:
