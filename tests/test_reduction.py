@@ -1,9 +1,12 @@
 """Which tensors travel together, and that they come back as they were."""
 
+import keras
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tfdist.core.gradient_reduction import Packing, packed
+from tfdist.strategies import _distribute, custom
 
 FLOATS = tf.constant([1.0, 2.0])  # 8 bytes
 
@@ -47,3 +50,25 @@ def test_rows_of_a_table_go_as_rows():
 def test_only_float32_is_narrowed_on_its_way(dtype):
     tensors = [tf.cast(FLOATS, dtype)] * 2
     assert sent(tensors, Packing(None, tf.bfloat16)) == [("bfloat16" if dtype == tf.float32 else "float64", 4)]
+
+
+@pytest.mark.parametrize("strategy", ["custom", "mirrored"])
+def test_the_moving_averages_of_all_layers_travel_together(strategy, monkeypatch):
+    sent = []
+    kind = {"custom": custom.Tower, "mirrored": _distribute.MirroredReplica}[strategy]
+    original = kind.all_reduce
+
+    def all_reduce(replica, tensors):
+        sent.append([tensor.shape.num_elements() for tensor in tensors])
+        return original(replica, tensors)
+
+    strategy = tfdist.strategy(strategy, devices=2)
+    with strategy.scope():
+        normalized = [keras.layers.BatchNormalization(synchronized=False) for _ in range(3)]
+        model = keras.Sequential([keras.Input((4,)), *normalized, keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    monkeypatch.setattr(kind, "all_reduce", all_reduce)
+    strategy.fit(model, tf.random.normal([8, 4]), tf.zeros([8, 1]), batch_size=4, verbose=0)
+    averages, gradients = 3 * (4 + 4), 3 * (4 + 4) + 4 + 1
+    assert [averages] in sent and [gradients] in sent
+    assert not [sizes for sizes in sent if len(sizes) > 1]

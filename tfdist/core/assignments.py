@@ -141,7 +141,7 @@ def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[A
         return others
     changes = [(v, value) for v, value in floats if v.aggregation == "sum"]
     values = [(v, value) for v, value in floats if v.aggregation != "sum"]
-    sums = replica.all_reduce([replica.only_real(value - tf_variable(v)) for v, value in changes])
+    sums = replica.all_reduce_packed([replica.only_real(value - tf_variable(v)) for v, value in changes])
     means = mean(replica, [value for _, value in values])
     return [
         *((v, tf_variable(v) + total) for (v, _), total in zip(changes, sums, strict=True)),
@@ -166,7 +166,7 @@ def mean(replica: Replica, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             for value, first in zip(values, firsts, strict=True)
         ]
         return [first + rest for first, rest in zip(firsts, replica.all_reduce(differences), strict=True)]
-    return replica.all_reduce(
+    return replica.all_reduce_packed(
         [
             share.weigh(replica, value)
             # A value that is not computed in this graph is the same on all replicas.
