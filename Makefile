@@ -9,7 +9,7 @@ TESTS ?= tests
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env horovod train test test-all lint docs bench clean
+.PHONY: env horovod train test test-all test-gpu lint docs bench clean
 
 env: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ train: env
 
 test: horovod
 	scripts/run_tests.sh $(BIN)/python "not thorough" $(TESTS)
+
+# Needs TensorFlow's CUDA libraries: `pip install tensorflow[and-cuda]` of the version in requirements.lock.
+test-gpu: horovod
+	$(BIN)/python -m pytest --gpu -m "not thorough" tests/contract tests/gpu
 
 test-all: horovod
 	scripts/run_tests.sh $(BIN)/python "thorough or not thorough" $(TESTS)

@@ -1,4 +1,7 @@
-"""Three logical CPU devices for every test, or the other processes of its job, before anything starts TensorFlow."""
+"""Three logical CPU devices for every test, or the other processes of its job, before anything starts TensorFlow.
+
+No test uses a GPU but with `--gpu` (`make test-gpu`): a single one is then divided into three logical devices.
+"""
 
 import os
 import sys
@@ -23,7 +26,15 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
+# The part of a single GPU's memory that each of three logical devices gets; the rest is for other processes.
+GPU_MIB = 4096
+
+
 def pytest_configure(config):
+    if config.getoption("--gpu"):
+        use_gpus()
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # for this process, and for those that it starts
     names = config.getoption("--strategies").split(",")
     if TOGETHER and names[0] in ("multiworker", "parameter_server"):
         import tfdist
@@ -32,7 +43,29 @@ def pytest_configure(config):
         tfdist.strategy(names[0])
 
 
+def use_gpus():
+    """Makes GPUs compute as exactly as CPUs; divides a single one."""
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_op_determinism()
+    gpus = tf.config.list_physical_devices("GPU")
+    if len(gpus) == 1:
+        divided = [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MIB)] * 3
+        tf.config.set_logical_device_configuration(gpus[0], divided)
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `--gpu` all tests need a GPU, and those in `tests/gpu` need `--gpu`."""
+    asked = config.getoption("--gpu")
+    if asked and tf.config.list_physical_devices("GPU"):
+        return
+    reason = "TensorFlow finds no GPU" if asked else "needs a GPU: run `make test-gpu`"
+    for item in items:
+        if asked or "gpu" in item.path.relative_to(config.rootpath).parts:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
 def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="run the tests on the GPUs of this machine")
     parser.addoption(
         "--strategies",
         default="single,mirrored,custom",
