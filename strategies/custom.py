@@ -1,8 +1,10 @@
-"""`custom`: data parallelism on the devices of this machine in a graph of our own. The fastest strategy.
+"""`custom`: data parallelism on the devices of this machine in a graph of our own. The fastest strategy on CPUs.
 
-There is one copy of the variables, on the first device. Each replica computes the gradients of its part of the batch on
-its own device. The gradients are packed, added on the first device, and applied in one fused update, all inside one
-graph that runs many steps. One copy cannot drift apart and needs no scope; models and checkpoints are plain Keras.
+There is one copy of the variables, on the first device: other CPU devices read it where it is, while other GPUs are
+sent it in each step, so that `mirrored` is the choice for several GPUs. Each replica computes the gradients of its part
+of the batch on its own device. The gradients are packed, added on the first device, and applied in one fused update,
+all inside one graph that runs many steps. One copy cannot drift apart and needs no scope; models and checkpoints are
+plain Keras.
 """
 
 from __future__ import annotations

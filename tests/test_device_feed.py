@@ -11,6 +11,7 @@ from keras import layers
 
 import tfdist
 from tests.contract.comparison import assert_same
+from tfdist.callbacks import Checkpoint, StopAtNonFiniteLoss
 from tfdist.data.pipeline import device_feed
 from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
 from tfdist.data.pipeline.source import Source
@@ -46,6 +47,16 @@ def trained(name, devices, budget, data, **fit):
     return [history, strategy.predict(model, data[0], batch_size=8, verbose=0), model.get_weights()]
 
 
+class InterruptionError(Exception):
+    pass
+
+
+class Interrupts(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 3:
+            raise InterruptionError
+
+
 STRATEGIES = [("single", "CPU:1"), ("custom", ["CPU:1", "CPU:2"]), ("mirrored", 3)]
 # Its steps run in one thread, unless data come from others.
 ALONE = ("single", "CPU:0")
@@ -58,6 +69,15 @@ class TestTheResultDoesNotDependOnWhereTheArraysAre:
     def test_of_a_training(self, name, devices, budget, data):
         # The last batch of 41 has one example, fewer than there are replicas.
         assert_same(trained(name, devices, budget, data), trained(name, devices, READ_WHERE_THEY_ARE, data), 1e-6)
+
+    @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
+    @pytest.mark.parametrize(("name", "devices"), STRATEGIES[:2], ids=["single", "custom"])
+    def test_of_a_training_that_is_resumed_within_an_epoch(self, name, devices, budget, tmp_path):
+        data = pictures(41)
+        with pytest.raises(InterruptionError):
+            trained(name, devices, budget, data, callbacks=[Checkpoint(tmp_path, every_steps=2), Interrupts()])
+        resumed = trained(name, devices, budget, data, callbacks=[Checkpoint(tmp_path, resume=True)])
+        assert_same(resumed, trained(name, devices, READ_WHERE_THEY_ARE, data), 1e-6)
 
     @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
     def test_of_epochs_that_are_parts_of_a_pass_with_sample_weights_and_steps_of_the_users_length(self, budget):
@@ -138,15 +158,15 @@ class TestWhatCrossesToADevice:
 
     @pytest.mark.parametrize("budget", [READ_WHERE_THEY_ARE, PREFETCHED, RESIDENT])
     def test_back_to_the_host_within_a_step_is_nothing(self, budget):
-        # The loop's condition among them: a GPU would have to be waited for at each step.
-        sent = _sent("single", "CPU:1", budget)
+        # The loop's condition and the watch for NaN among them: a GPU would have to be waited for at each step.
+        sent = _sent("single", "CPU:1", budget, callbacks=[StopAtNonFiniteLoss()])
         assert [name for source, target, name in sent if target == HOST and _is_data(name)] == []
 
 
-def _sent(name, devices, budget):
+def _sent(name, devices, budget, **fit):
     """What the graph of a training's loop sends between devices: (from, to, name of the operation in the loop)."""
     with tensorflow_internals.collected_graphs() as graphs:
-        trained(name, devices, budget, pictures(48))
+        trained(name, devices, budget, pictures(48), **fit)
     found = set()
     for node in (node for graph in graphs for node in graph.node if node.op in ("_Send", "_HostSend")):
         source, target = (node.attr[end].s.decode()[-5:] for end in ("send_device", "recv_device"))

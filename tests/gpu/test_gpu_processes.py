@@ -11,7 +11,8 @@ from tests.gpu import traces
 from tests.processes.jobs import RunningJob, epochs_done, record, require_horovod, require_mpi, train, weights
 
 SHARED = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "NVIDIA_TF32_OVERRIDE": "0", "TF_DETERMINISTIC_OPS": "1"}
-SINGLE = ("--epochs", "3", "--batch-size", "32", "--quiet")
+# Dropout draws one mask per replica.
+OPTIONS = ("--epochs", "3", "--batch-size", "32", "--model-option", "dropout=0", "--quiet")
 STRATEGIES = {"multiworker": (), "horovod": (), "mpi_split": ("--sync-every", "1"), "parameter_server": ("--ps", "1")}
 
 
@@ -23,7 +24,7 @@ def needs_gpus(count):
 
 
 def run(run_dir, strategy, *options, workers="2"):
-    with train(*SINGLE, *options, "--workers", workers, run_dir=run_dir, strategy=strategy, environment=SHARED) as job:
+    with train(*OPTIONS, *options, "--workers", workers, run_dir=run_dir, strategy=strategy, environment=SHARED) as job:
         code, out, err = job.end()
     assert code == 0, out[-2000:] + err[-4000:]
     return record(run_dir)
@@ -34,7 +35,7 @@ def alone(tmp_path_factory):
     """The run on one device."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     with RunningJob(
-        *("--strategy", "single", "--model", "mlp", "--dataset", "digits", "--run-dir", folder, *SINGLE),
+        *("--strategy", "single", "--model", "mlp", "--dataset", "digits", "--run-dir", folder, *OPTIONS),
         module="tfdist.train",
         cwd=folder.parent,
         environment=SHARED,
@@ -65,7 +66,7 @@ def test_workers_on_gpus_learn(strategy, tmp_path):
 
 def test_a_job_that_a_worker_was_killed_in_is_resumed_to_the_same_weights(alone, tmp_path):
     run_dir = tmp_path / "run"
-    with train(*SINGLE, run_dir=run_dir, environment=SHARED) as job:
+    with train(*OPTIONS, run_dir=run_dir, environment=SHARED) as job:
         job.wait_for(lambda: epochs_done(run_dir) >= 1)
         job.process("worker", 1).send_signal(signal.SIGKILL)
         code, _, err = job.end()
@@ -120,7 +121,7 @@ def test_the_processes_of_a_machine_have_different_gpus(strategy, how, tmp_path)
 def test_gradients_between_gpus_go_by_nccl(strategy, tmp_path):
     options = ("--workers", "2") if strategy == "multiworker" else ()
     arguments = ["--strategy", strategy, "--model", "mlp", "--dataset", "digits", "--run-dir", tmp_path / "run"]
-    with RunningJob(*arguments, *SINGLE, "--profile", "3:9", *options, module="tfdist.train", cwd=tmp_path) as job:
+    with RunningJob(*arguments, *OPTIONS, "--profile", "3:9", *options, module="tfdist.train", cwd=tmp_path) as job:
         code, out, err = job.end()
     assert code == 0, out + err
     kernels = traces.read(tmp_path / "run").kernels

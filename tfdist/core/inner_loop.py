@@ -107,16 +107,19 @@ class StepProgram(Program):
         self._batches = steps.batches
         watched = keras_internals.loss_tracker(steps.model) is not None
         self._at_nan = steps.at_nan if watched else AtNan.NOTHING
+        with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(strategy.devices[0]):
+            self._finite_steps = tf.Variable(0, trainable=False, dtype=tf.int64)  # of a call that finds the first other
         self._own_logs = steps.own_logs
         self._build = _builder(strategy, steps)
         self._metrics_updated: set[int] = set()
         self._one_step, self._many_steps = self._make_functions()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
-        steps, more, logs, finite_steps = self._function(count)(state, tf.constant(first), tf.constant(count))
+        steps, more, logs = self._function(count)(state, tf.constant(first), tf.constant(count))
         steps = int(steps)
         if self._at_nan is AtNan.FIND and steps and not math.isfinite(logs.get("loss", 0.0)):
-            steps = min(steps, 1 + min(consensus.all_gather_object(self._strategy, int(finite_steps))))
+            finite_steps = int(self._finite_steps.numpy())
+            steps = min(steps, 1 + min(consensus.all_gather_object(self._strategy, finite_steps)))
         return Outcome(steps, not bool(more), logs if steps else {})
 
     def _function(self, count: int) -> Callable[..., Any]:
@@ -130,27 +133,28 @@ class StepProgram(Program):
             return self._steps_eagerly, self._steps_eagerly
         return _Graph(self._single_step, self._strategy), _Graph(self._steps, self._strategy)
 
-    def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs, Any]:
+    def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         del count
+        self._count_no_finite_steps()
         batch = self._batches.fetch(state, first)
         if self._batches.length_known:
             finite, logs = self._step(state, batch)
-            return tf.constant(1), tf.constant(True), self._results(logs, after=finite), tf.cast(finite, tf.int64)
+            return tf.constant(1), tf.constant(True), self._results(logs, after=finite)
         more = batch.has_value()
         nothing = tf.constant(True), self._no_logs()
         finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: nothing)
-        return tf.cast(more, tf.int32), more, self._results(logs, after=finite), tf.cast(finite, tf.int64)
+        return tf.cast(more, tf.int32), more, self._results(logs, after=finite)
 
-    def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs, Any]:
-        """Returns the number of steps, whether there is more, the logs, and how many losses were finite."""
+    def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
+        self._count_no_finite_steps()
 
         # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
-        def proceed(done: tf.Tensor, more: tf.Tensor, goes_on: tf.Tensor, *carried: Any) -> tf.Tensor:
-            del carried
+        def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
+            del logs
             with tf.device(HOST):
-                return (done < count) & more & goes_on
+                return (done < count) & more & finite
 
-        def body(done: tf.Tensor, more: tf.Tensor, goes_on: tf.Tensor, finite_steps: tf.Tensor, logs: Any) -> Any:
+        def body(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> Any:
             with tf.device(HOST):
                 step = first + done
             batch = self._batches.fetch(state, step)
@@ -158,29 +162,20 @@ class StepProgram(Program):
                 finite, logs = self._step(state, batch)
             else:
                 more = batch.has_value()
-                # No step is none whose loss was finite; where they are not counted, only the data shall end the loop.
-                nothing = tf.constant(self._at_nan is not AtNan.FIND), logs
-                finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: nothing)
-            if self._at_nan is AtNan.FIND:
-                with tf.device(self._strategy.devices[0]):
-                    finite_steps += tf.cast(finite, tf.int64)
-            else:
-                goes_on = finite
+                finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
             with tf.device(HOST):
-                return done + tf.cast(more, tf.int32), more, goes_on, finite_steps, logs
+                return done + tf.cast(more, tf.int32), more, finite, logs
 
-        with tf.device(self._strategy.devices[0]):
-            finite_steps = tf.constant(0, tf.int64)
         with tf.device(HOST):
-            start = (tf.constant(0), tf.constant(True), tf.constant(True), finite_steps, self._no_logs())
+            start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
         parallel = self._strategy.parallel_steps
-        done, more, _, finite_steps, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
-        return done, more, self._results(logs, after=done), finite_steps
+        done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
+        return done, more, self._results(logs, after=done)
 
     def _no_logs(self) -> Logs:
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
 
-    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs, Any]:
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         """As `_steps`, without a graph, for `run_eagerly=True`."""
         done, finite = 0, True
         logs: Logs = {}
@@ -190,10 +185,10 @@ class StepProgram(Program):
             done += 1
             if not bool(finite):
                 break
-        return done, done == int(count) or not bool(finite), self._results(logs), done
+        return done, done == int(count) or not bool(finite), self._results(logs)
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
-        """One step on all replicas: whether the loss is still finite, and the step's own logs."""
+        """One step on all replicas: whether the loop goes on, and the step's own logs."""
 
         def on_replica(replica: Replica) -> Logs:
             part = self._batches.part(state, batch, replica.index, replica.count)
@@ -208,18 +203,29 @@ class StepProgram(Program):
         logs: Logs = {}
         if self._returns_own(results[0]):
             logs = results[0]  # the same on all replicas
-        return self._is_finite(), logs
+        return self._goes_on(), logs
 
-    def _is_finite(self) -> tf.Tensor:
-        """Whether the sum of the losses is finite; once it is not, it remains so."""
-        if self._at_nan is AtNan.NOTHING:
-            with tf.device(HOST):
-                return tf.constant(True)
-        total = keras_internals.loss_tracker(self._model).total
+    def _goes_on(self) -> tf.Tensor:
+        """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
         if self._at_nan is AtNan.STOP:
+            total = keras_internals.loss_tracker(self._model).total
             return tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
+        if self._at_nan is AtNan.FIND:
+            self._count_if_finite()
+        with tf.device(HOST):
+            return tf.constant(True)
+
+    def _count_no_finite_steps(self) -> None:
+        if self._at_nan is AtNan.FIND:
+            with tf.device(self._strategy.devices[0]):
+                tf.raw_ops.AssignVariableOp(resource=self._finite_steps.handle, value=tf.constant(0, tf.int64))
+
+    def _count_if_finite(self) -> None:
+        # Once the sum of the losses is not finite, it remains so. The raw operation, because replicas agree on what a
+        # step assigns by the method.
         with tf.device(self._strategy.devices[0]):
-            return tf.math.is_finite(metrics.own_part(total))
+            finite = tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
+            tf.raw_ops.AssignAddVariableOp(resource=self._finite_steps.handle, value=tf.cast(finite, tf.int64))
 
     @property
     def _with_xla(self) -> bool:

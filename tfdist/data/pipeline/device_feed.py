@@ -42,7 +42,15 @@ def placed(feed: Feed, strategy: Strategy) -> Feed:
     return PrefetchedFeed(feed, strategy.devices, strategy.world.rank, strategy.num_replicas)
 
 
-class ResidentFeed(WrappedFeed):
+class PlacedFeed(WrappedFeed):
+    """A feed of arrays that has a state of its own; any of its batches can be begun with."""
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
+        del saved
+        return self.start(epoch, first_batch)
+
+
+class ResidentFeed(PlacedFeed):
     """Arrays of which each device holds a copy."""
 
     def __init__(self, feed: ArrayFeed, devices: Sequence[str]):
@@ -84,7 +92,7 @@ class ResidentBatches(Batches):
         return self.whole.transformed(data, positions), share
 
 
-class PrefetchedFeed(WrappedFeed):
+class PrefetchedFeed(PlacedFeed):
     """Arrays on the host, of which each device receives the parts of its replica ahead of their use."""
 
     def __init__(self, feed: ArrayFeed, devices: Sequence[str], rank: int, num_replicas: int):

@@ -1,0 +1,159 @@
+"""Examples per second on the GPUs of this machine: stock Keras, tfdist and PyTorch, in float32 and bfloat16.
+
+Synthetic examples, SGD, and XLA as Keras' `jit_compile="auto"` decides. Without a GPU it runs on the CPU, to try it.
+
+Example: `python -m benchmarks.gpu --models resnet50 --dtypes float32 mixed_bfloat16`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from benchmarks import race
+from benchmarks.race import Goal, Job, Turns
+
+CONTESTANTS = {
+    "fit": "benchmarks.gpu:fit",
+    "single": "benchmarks.gpu:single",
+    "mirrored_fit": "benchmarks.gpu:mirrored_fit",
+    "mirrored": "benchmarks.gpu:mirrored",
+    "custom": "benchmarks.gpu:custom",
+    "torch_compile": "benchmarks.gpu:torch_compile",
+}
+GOALS = [Goal("fit", "single", 1.0), Goal("mirrored_fit", "mirrored", 1.0), Goal("torch_compile", "single")]
+BATCHES = {"resnet50": 128, "transformer": 128, "mlp": 1024}
+STEPS = 50
+
+
+def fit(job: Job, turns: Turns) -> None:
+    """Stock Keras on the first GPU."""
+    _train(_compiled(job, contextlib.nullcontext()), job, turns)
+
+
+def mirrored_fit(job: Job, turns: Turns) -> None:
+    """Stock Keras under `tf.distribute.MirroredStrategy` on all GPUs."""
+    import tensorflow as tf
+
+    _train(_compiled(job, tf.distribute.MirroredStrategy().scope()), job, turns)
+
+
+def single(job: Job, turns: Turns) -> None:
+    """tfdist `single` on the first GPU."""
+    _by_tfdist(job, turns, "single")
+
+
+def mirrored(job: Job, turns: Turns) -> None:
+    """tfdist `mirrored` on all GPUs."""
+    _by_tfdist(job, turns, "mirrored")
+
+
+def custom(job: Job, turns: Turns) -> None:
+    """tfdist `custom` on all GPUs."""
+    _by_tfdist(job, turns, "custom")
+
+
+def _by_tfdist(job: Job, turns: Turns, name: str) -> None:
+    import tfdist
+
+    strategy = tfdist.strategy(name, seed=job.seed)
+    model = _compiled(job, strategy.scope())
+    turns.note = f"{strategy.num_replicas} replicas"
+    _train(strategy.prepare(model), job, turns)
+
+
+def _compiled(job: Job, scope: Any) -> Any:
+    import keras
+
+    import tfdist.models
+
+    keras.utils.set_random_seed(job.seed)
+    keras.config.set_dtype_policy(job.data)
+    with scope:
+        model = tfdist.models.build(job.model, _source(job).spec)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01), loss)
+    return model
+
+
+def _train(model: Any, job: Job, turns: Turns) -> None:
+    x, y = _source(job).arrays("train")
+    model.fit(x, y, batch_size=job.batch_size, epochs=job.epochs, verbose=0, callbacks=[turns.callback()])
+
+
+def _source(job: Job) -> Any:
+    import tfdist.data
+
+    of_model: dict[str, dict[str, Any]] = {
+        "resnet50": {"shape": (224, 224, 3), "classes": 1000},
+        "transformer": {"task": "text_classification", "words": 20_000, "length": 256},
+        "mlp": {},
+    }
+    return tfdist.data.load("synthetic", train=job.examples, **of_model[job.model])
+
+
+def torch_compile(job: Job, turns: Turns) -> None:
+    """A loop in PyTorch over `torch.compile`d steps, on the first GPU."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, y = (torch.from_numpy(array).to(device) for array in _source(job).arrays("train"))
+    model = _torch_model(job.model).to(device)
+    x = x.permute(0, 3, 1, 2) if job.model == "resnet50" else x
+    optimizer, criterion = torch.optim.SGD(model.parameters(), 0.01), torch.nn.CrossEntropyLoss()
+    half = torch.autocast(device, torch.bfloat16, enabled=job.data == "mixed_bfloat16")
+
+    @torch.compile
+    def loss_of(inputs: Any, labels: Any) -> Any:
+        with half:
+            return criterion(model(inputs), labels)
+
+    for number in range(job.epochs):
+        turns.begin(number * job.steps)
+        total = torch.zeros((), device=device)
+        for indices in torch.randperm(len(x), device=device).split(job.batch_size):
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(x[indices], y[indices].long())
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        turns.end(float(total) / job.steps, (number + 1) * job.steps)
+
+
+def _torch_model(name: str) -> Any:
+    """The model of that name, with the sizes of tfdist's."""
+    from torch import nn
+
+    if name == "mlp":
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    if name == "resnet50":
+        from torchvision.models import resnet50
+
+        return resnet50()
+    from benchmarks.torch_transformer import Transformer
+
+    return Transformer()
+
+
+def main() -> None:
+    parser = race.parser(__doc__, warmup=1)
+    parser.add_argument("--models", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "mixed_bfloat16"], default=["float32"])
+    parser.add_argument("--batch-size", type=int, help="examples of a global batch")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of an epoch (default: %(default)s)")
+    arguments = parser.parse_args()
+    for model in arguments.models:
+        batch_size = arguments.batch_size or BATCHES[model]
+        job = Job(model, batch_size, arguments.steps * batch_size, epochs=0, data="")
+        for dtype in arguments.dtypes:
+            contestants = race.chosen(CONTESTANTS, arguments.only)
+            tracks = race.run(replace(job, data=dtype), contestants, warmup=arguments.warmup, repeats=arguments.repeats)
+            race.report(f"{model}, {dtype}, batch {batch_size}: seconds per epoch of {job.steps} steps", tracks, GOALS)
+            for name, track in tracks.items():
+                print(f"{name:<24}{job.examples / statistics.median(track.seconds):>12,.0f} examples/s")
+
+
+if __name__ == "__main__":
+    main()
