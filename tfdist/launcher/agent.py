@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -106,6 +107,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._orders = b""
         self._job: dict[str, Any] = {}
+        self._to_start: deque[int] = deque()
         self._children: dict[int, Child] = {}  # by number
         self._running: dict[int, Child] = {}  # by PID
         self._streams: dict[int, tuple[IO[bytes], int, Child]] = {}  # by descriptor, with the kind of frame
@@ -115,6 +117,8 @@ class Agent:
         self._file: IO[str] | None = None
         self._loop.add_reader(_INPUT, self._hear)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        # One signal that is seen is enough for all processes that have ended; further ones may be lost.
+        signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
 
     def _hear(self) -> None:
         try:
@@ -137,12 +141,18 @@ class Agent:
             self._gpus = shares.gpus()
             # The chief of a large job has a connection with each process.
             descriptors.raise_towards(len(self._job["processes"]) * DESCRIPTORS_OF_A_PROCESS + self._job["size"])
-        for number in order.get("start", ()):
-            self._start(number)
+        self._to_start.extend(order.get("start", ()))
+        self._loop.call_soon(self._start_next)
         if "signal" in order:
             for child in self._running.values():
                 if child.number in order.get("of", (child.number,)):
                     _signal(child, order["signal"])
+
+    def _start_next(self) -> None:
+        """Starts one process; what else happens is seen before the next one."""
+        if self._to_start:
+            self._start(self._to_start.popleft())
+            self._loop.call_soon(self._start_next)
 
     def _start(self, number: int) -> None:
         told = self._job["processes"][number]
@@ -288,6 +298,7 @@ class Agent:
 
     def _end(self) -> None:
         self._ending = True
+        self._to_start.clear()
         for child in self._running.values():
             _signal(child, signal.SIGTERM)
         self._loop.call_later(SECONDS_TO_END, _kill_children)
