@@ -1,7 +1,8 @@
 """The launcher with many processes: seconds, open files, memory and bytes of environment, by their number.
 
 The processes run `cat`, without Python or TensorFlow, on this machine. With several hosts, a script stands for `ssh`,
-and starts the agent of each host here.
+and starts the agent of each host here. The bytes of TF_CONFIG are those in the environment of one process; 0 is a
+cluster that is told in a file. The memory is that of the launcher and its agents.
 
 Example: `python -m benchmarks.launcher --processes 64 512 4096 --hosts 1 64`
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -30,7 +32,7 @@ exec sh -c "$*"
 """
 START_SECONDS = 300.0
 ROW = "{:>9}{:>7}{:>5}{:>9}{:>7}{:>10}{:>10}{:>13}{:>11}"
-COLUMNS = ("processes", "hosts", "ssh", "start s", "end s", "launcher", "an agent", "environment", "memory MB")
+COLUMNS = ("processes", "hosts", "ssh", "start s", "end s", "launcher", "an agent", "TF_CONFIG B", "memory MB")
 
 
 class Waiting(Job):
@@ -54,8 +56,31 @@ def launch(processes: int, hosts: int, folder: Path) -> int:
     return run.run(job)
 
 
-def measure(processes: int, hosts: int) -> str:
-    """One line of the table."""
+@dataclass
+class Figures:
+    """What is measured, and what the launcher has said."""
+
+    processes: int
+    hosts: int
+    ssh_calls: int
+    start_seconds: float
+    end_seconds: float
+    launcher_files: int
+    agent_files: int
+    cluster_bytes: int
+    memory_bytes: int
+    supervisors: int
+    errors: str
+
+    def __str__(self) -> str:
+        times = f"{self.start_seconds:.1f}", f"{self.end_seconds:.1f}"
+        files = self.launcher_files, self.agent_files
+        rest = f"{self.cluster_bytes:,}", f"{self.memory_bytes / 1e6:.0f}"
+        return ROW.format(self.processes, self.hosts, self.ssh_calls, *times, *files, *rest)
+
+
+def measure(processes: int, hosts: int) -> Figures:
+    """Starts processes on simulated hosts, looks at what runs, and ends them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.mkfifo(folder / "pipe")
@@ -65,7 +90,8 @@ def measure(processes: int, hosts: int) -> str:
         environment = os.environ | {"PATH": f"{name}:{os.environ['PATH']}", "SSH_CALLS": str(folder / "calls")}
         command = [sys.executable, "-m", "benchmarks.launcher", "--launch", str(processes), str(hosts), name]
         began = time.monotonic()
-        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        errors = (folder / "errors").open("w+")
+        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
         try:
             waiting = wait_for(processes, psutil.Process(launcher.pid))
             started = time.monotonic()
@@ -73,23 +99,29 @@ def measure(processes: int, hosts: int) -> str:
             calls = len((folder / "calls").read_text().splitlines())
             began_to_end = time.monotonic()
             os.close(os.open(folder / "pipe", os.O_WRONLY))
-            if code := launcher.wait(START_SECONDS):
-                sys.exit(f"The launcher ended with exit code {code}")
+            code = launcher.wait(START_SECONDS)
+            ended = time.monotonic()
         finally:
             launcher.kill()
-        ended = time.monotonic()
-        seconds = f"{started - began:.1f}", f"{ended - began_to_end:.1f}"
-        return ROW.format(processes, hosts, calls, *seconds, *figures)
+            launcher.wait()
+        errors.seek(0)
+        said = errors.read()
+        if code:
+            sys.exit(f"The launcher ended with exit code {code}: {said}")
+        return Figures(processes, hosts, calls, started - began, ended - began_to_end, *figures, said)
 
 
 def wait_for(count: int, launcher: psutil.Process) -> list[psutil.Process]:
     """The processes of the job, when all of them are there."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until and launcher.is_running():
+        time.sleep(0.1)
+        # To look at each of thousands of processes takes as long as to start some of them.
+        if len(psutil.pids()) < count:
+            continue
         found = [each for each in launcher.children(recursive=True) if runs_cat(each)]
         if len(found) == count:
             return found
-        time.sleep(0.2)
     sys.exit(f"Not all of the {count} processes have started")
 
 
@@ -101,14 +133,13 @@ def runs_cat(process: psutil.Process) -> bool:
         return False
 
 
-def look(launcher: psutil.Process, waiting: list[psutil.Process]) -> tuple[int, int, str, str]:
-    """Open files of the launcher and of an agent, bytes that describe the job, and memory of all that supervises."""
-    agents = {process.ppid() for process in waiting}
-    others = [psutil.Process(each) for each in agents]
-    described = [value for name, value in waiting[-1].environ().items() if name in ("TF_CONFIG", "TFDIST_CLUSTER")]
-    memory = sum(each.memory_full_info().uss for each in [launcher, *others])
-    size = f"{len(described[0].encode()):,}"
-    return launcher.num_fds(), max(each.num_fds() for each in others), size, f"{memory / 1e6:.0f}"
+def look(launcher: psutil.Process, waiting: list[psutil.Process]) -> tuple[int, int, int, int, int]:
+    """Open files of the launcher and of an agent, bytes of TF_CONFIG, memory and number of all that supervises."""
+    agents = [psutil.Process(pid) for pid in {process.ppid() for process in waiting}]
+    memory = sum(process.memory_full_info().uss for process in [launcher, *agents])
+    others = {process.pid for process in launcher.children(recursive=True)} - {process.pid for process in waiting}
+    size = len(waiting[-1].environ().get("TF_CONFIG", ""))
+    return launcher.num_fds(), max(agent.num_fds() for agent in agents), size, memory, 1 + len(others)
 
 
 def main() -> None:
@@ -122,7 +153,7 @@ def main() -> None:
         sys.exit(launch(int(processes), int(hosts), Path(folder)))
     if shutil.which("cat") is None:
         sys.exit("There is no `cat` on the path")
-    print(" " * 37 + "  open files of  TF_CONFIG or")
+    print(" " * 37 + "       open files of")
     print(ROW.format(*COLUMNS))
     for processes in arguments.processes:
         for hosts in arguments.hosts:

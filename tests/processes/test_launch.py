@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from benchmarks import launcher as launcher_benchmark
 from tests.processes.jobs import RunningJob, clean_environment
 
 SAY = """
@@ -357,6 +358,17 @@ def test_all_processes_of_a_host_whose_connection_breaks_end_the_job(tmp_path, s
         assert job.left() == []
     assert code == 128 + signal.SIGKILL
     assert "worker 1 was ended by SIGKILL" in err
+
+
+@pytest.mark.parametrize(("processes", "hosts"), [(400, 1), (48, 3)])
+def test_many_processes_take_an_agent_for_each_host_and_a_file_each(processes, hosts):
+    """More end at once than signals can wait for the agent, which is no reason for a word."""
+    found = launcher_benchmark.measure(processes, hosts)
+    assert found.ssh_calls == (hosts if hosts > 1 else 0)
+    assert found.supervisors == 1 + hosts
+    assert found.launcher_files < processes + 4 * hosts + 20
+    assert found.agent_files < 3 * processes / hosts + 20
+    assert "Traceback" not in found.errors and "Exception" not in found.errors
 
 
 WHO = """
