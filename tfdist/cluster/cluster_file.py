@@ -1,7 +1,7 @@
 """TF_CONFIG for clusters of any size: in the variable itself, or in a file if the variable would be too long.
 
-The operating system limits a variable to 128 KiB, which the addresses of 2,300 processes exceed if their hosts have long
-names (57 bytes each). The launcher then writes the addresses to one file per host, in place of TF_CONFIG.
+The operating system limits a variable to 128 KiB, which the addresses of 2,300 processes exceed if each has 57 bytes.
+The launcher then writes the addresses to one file per host, in place of TF_CONFIG.
 
 Synopsis:
 
