@@ -19,11 +19,13 @@ fail() {
 
 install_packages() {
   local packages=(cmake g++ libopenmpi-dev openmpi-bin)
+  local apt_get=(apt-get -o DPkg::Lock::Timeout=120) # another program may be installing packages
   command -v apt-get > /dev/null || fail "cmake, a C++ compiler or Open MPI's headers are missing" "install them"
   [ "$(id -u)" = 0 ] || fail "cmake, a C++ compiler or Open MPI's headers are missing" \
     "run \`sudo apt-get install ${packages[*]}\`"
   echo "Installing ${packages[*]}"
-  (apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "${packages[@]}") \
+  ("${apt_get[@]}" update &&
+    DEBIAN_FRONTEND=noninteractive "${apt_get[@]}" install --yes --no-install-recommends "${packages[@]}") \
     > "$build/apt.log" 2>&1 || fail "apt-get failed: $(tail -1 "$build/apt.log")" "install ${packages[*]} by hand"
 }
 

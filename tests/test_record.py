@@ -91,13 +91,20 @@ class TestRunJson:
     def test_it_says_when_and_where_without_naming_the_machine(self, folder):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text(encoding="utf-8"))
-        assert written["schema_version"] == 4
+        assert written["schema_version"] == 5
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", written["started"])
         assert written["machine"]["cores"] >= 1
         assert written["machine"]["memory_bytes"] > 1e8
         assert written["machine"]["cpu"]
         assert written["versions"]["tensorflow"].startswith("2.")
         assert f'"{os.uname().nodename}"' not in folder.run_json.read_text(encoding="utf-8")
+
+    def test_metrics_of_a_process_are_named_where_they_are_not_those_of_the_chief(self):
+        figures = {"peak_memory_bytes": 1, "peak_gpu_memory_bytes": None}
+        found = schema.ProcessRecord.of_all(
+            [figures | {"metrics": {"loss": loss, "accuracy": None}} for loss in (0.5, 0.5, 0.25)]
+        )
+        assert [process.differing_metrics for process in found] == [None, None, {"loss": 0.25, "accuracy": None}]
 
     def test_mistakes_of_the_writer_are_refused(self):
         run = schema.example()
@@ -131,12 +138,12 @@ class TestLoad:
         with pytest.raises(RunFolderError, match=r"no `run\.json`.*No such file"):
             load_record(tmp_path)
 
-    @pytest.mark.parametrize("version", [5, 10])
+    @pytest.mark.parametrize("version", [6, 10])
     def test_a_newer_schema_is_refused_by_its_version(self, folder, version):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text()) | {"schema_version": version, "new_field": 1}
         folder.run_json.write_text(json.dumps(written))
-        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 4") as error:
+        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 5") as error:
             load_record(folder.path)
         assert "upgrade" in error.value.hint
 

@@ -44,6 +44,31 @@ def places(world):
     return world.rank, world.world_size, world.local_rank, world.local_world_size
 
 
+class TestClusterFile:
+    """In place of TF_CONFIG, where that would be too long for a variable."""
+
+    @pytest.fixture
+    def environment(self, tmp_path):
+        (tmp_path / "cluster.json").write_text(json.dumps({"worker": [A, B]}))
+        return {"TFDIST_CLUSTER": str(tmp_path / "cluster.json"), "TFDIST_TASK": '{"type": "worker", "index": 1}'}
+
+    def test_it_says_what_tf_config_would(self, environment):
+        assert World.detect(environment) == World.detect(tf_config({"worker": [A, B]}, index=1))
+
+    def test_a_tf_config_beside_it_counts(self, environment):
+        assert World.detect(environment | tf_config({"worker": [C]})).task.address == C
+
+    def test_one_that_is_gone_is_named(self, environment):
+        environment["TFDIST_CLUSTER"] = "/nowhere"
+        with pytest.raises(UsageError, match="`TFDIST_CLUSTER` is `/nowhere`, which cannot be read: No such file"):
+            World.detect(environment)
+
+    def test_one_without_a_task_is_refused(self, environment):
+        del environment["TFDIST_TASK"]
+        with pytest.raises(UsageError, match="has `null` as `task`"):
+            World.detect(environment)
+
+
 class TestAlone:
     @pytest.mark.parametrize(
         "environment",

@@ -255,8 +255,7 @@ def run(config: TrainConfig, world: World) -> int:
         config = dataclasses.replace(config, quiet=not config.verbose)
     # With parameter servers, a process that is restarted finds its log there, and continues it.
     serves = config.traits.servers and not world.is_chief
-    path = run_dir if world.is_chief else run_dir / f"rank-{world.rank}"
-    folder = RunFolder(path, resume=config.resume or serves)
+    folder = RunFolder(run_dir, resume=config.resume or serves, rank=world.rank)
     with terminal.any_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         show = (lambda *lines: None) if config.quiet else click.echo
         exit_code = _reported(config, folder, show, stderr)

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
+from benchmarks import launcher as launcher_benchmark
 from tests.processes.jobs import RunningJob, clean_environment
 
 SAY = """
@@ -330,6 +332,118 @@ def test_other_hosts_are_reached_over_ssh_without_a_question_or_a_secret(tmp_pat
     assert calls.count("BatchMode=yes") == 2
     assert "very-secret" not in calls
     assert outputs(tmp_path)["worker-1"].startswith("worker 1 (127.0.0.2:")
+
+
+def test_one_connection_to_each_host_is_enough_for_all_its_processes(tmp_path, script, ssh):
+    """The ranks of a host need not follow each other."""
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\n127.0.0.2 slots=3\n127.0.0.1\n")
+    with launch(tmp_path, "--hostfile", "hosts", "--workers", "6", script(SAY), environment=ssh) as job:
+        code, _, err = job.end()
+    assert code == 0, err
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+    said = {name: text.partition(":")[0] for name, text in outputs(tmp_path).items()}
+    assert said == {
+        f"worker-{index}": f"worker {index} (127.0.0.{host}" for index, host in enumerate([1, 1, 2, 2, 2, 1])
+    }
+
+
+def test_all_processes_of_a_host_whose_connection_breaks_end_the_job(tmp_path, script, ssh):
+    """The agent is what stands for the connection here, in the place of ssh."""
+    with launch(tmp_path, "--hosts", "127.0.0.1,127.0.0.2:2", "--workers", "3", script(WAIT), environment=ssh) as job:
+        job.wait_for(lambda: sum("here" in text for text in outputs(tmp_path).values()) == 3)
+        agent = job.process("worker", 2).parent()
+        assert agent == job.process("worker", 1).parent() != job.process("worker", 0).parent()
+        agent.kill()
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 128 + signal.SIGKILL
+    assert "worker 1 was ended by SIGKILL" in err
+
+
+@pytest.mark.parametrize(("processes", "hosts"), [(400, 1), (48, 3)])
+def test_many_processes_take_an_agent_for_each_host_and_a_file_each(processes, hosts):
+    """More end at once than signals can wait for the agent, which is no reason for a word."""
+    found = launcher_benchmark.measure(processes, hosts)
+    assert found.ssh_calls == (hosts if hosts > 1 else 0)
+    assert found.supervisors == 1 + hosts
+    assert found.launcher_files < processes + 4 * hosts + 20
+    assert found.agent_files < 3 * processes / hosts + 20
+    assert "Traceback" not in found.errors and "Exception" not in found.errors
+
+
+WHO = """
+import os, stat
+from tfdist.world import World
+file = os.environ["TFDIST_CLUSTER"]
+world = World.detect()
+print("TF_CONFIG" in os.environ, stat.filemode(os.stat(file).st_mode), world.rank, world.world_size, file)
+print(*(f"{task.role} {task.index} {len(task.host)}" for task in world.tasks), sep=", ")
+"""
+
+
+def test_a_cluster_that_is_too_long_for_a_variable_is_told_in_a_private_file(tmp_path, script, ssh):
+    """Two hosts with very long names stand for thousands with usual ones."""
+    (tmp_path / "hosts").write_text("\n".join(letter * 70_000 for letter in "ab"))
+    environment = ssh | {"TF_CONFIG": json.dumps({"cluster": {"worker": ["x:1"]}, "task": {}})}
+    with launch(tmp_path, "--hostfile", "hosts", script(WHO), environment=environment) as job:
+        code, _, err = job.end()
+    assert code == 0, err
+    for rank in range(2):
+        place, tasks = outputs(tmp_path)[f"worker-{rank}"].splitlines()
+        *place, file = place.split()
+        assert place == ["False", "-rw-------", str(rank), "2"]
+        assert tasks == "worker 0 70000, worker 1 70000"
+        assert not os.path.exists(file)
+
+
+def limited(tmp_path, limits, *arguments):
+    command = f"{limits}; exec {sys.executable} -m tfdist.launch {' '.join(arguments)}"
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_limit_of_open_files_that_can_be_raised_is(tmp_path, script):
+    text = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    done = limited(tmp_path, "ulimit -Sn 70", "--workers", "12", script(text))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 70
+
+
+def test_one_that_cannot_is_told_with_what_is_needed(tmp_path, script):
+    done = limited(tmp_path, "ulimit -n 80", "--workers", "20", script(SAY))
+    assert done.returncode == 2
+    assert "The launcher of 20 processes on this machine needs 88 open files, and the limit is 80" in done.stderr
+    assert "ulimit -n 88" in done.stderr and "Traceback" not in done.stderr
+    done = limited(tmp_path, "ulimit -n 90", "--workers", "20", script(SAY))
+    assert done.returncode == 2
+    assert "The agent of 20 processes on a host needs" in done.stderr and "Traceback" not in done.stderr
+
+
+LEAVE = """
+import json, os, subprocess, sys, time
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("child", child.pid, flush=True)
+time.sleep(0 if rank else 1000)
+"""
+
+
+def test_what_an_ended_process_leaves_behind_is_ended_and_what_the_others_have_is_not(tmp_path, script):
+    with launch(tmp_path, script(LEAVE)) as job:
+        job.wait_for(lambda: sum("child" in text for text in outputs(tmp_path).values()) == 2)
+        kept, left = (int(outputs(tmp_path)[f"worker-{rank}"].split()[1]) for rank in range(2))
+        job.wait_for(lambda: not psutil.pid_exists(left), seconds=10)
+        assert psutil.pid_exists(kept)
+        job.signal(signal.SIGINT)
+        job.end()
+        assert job.left() == []
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path, script, ssh):

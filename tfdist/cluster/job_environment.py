@@ -7,3 +7,6 @@ RESTART = "TFDIST_RESTART"  # how many times the job was restarted
 ELASTIC = "TFDIST_ELASTIC"  # leave at a checkpoint when asked to
 START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other at the start
 TYPED = "TFDIST_TYPED"  # the command that started the job, as it was typed
+CLUSTER = "TFDIST_CLUSTER"  # a file with the addresses of all processes, where TF_CONFIG would be too long
+TASK = "TFDIST_TASK"  # beside it: the role and the index of this process, as in TF_CONFIG
+PROCESS = "TFDIST_PROCESS"  # the agent that started a process, and its number there; descendants inherit it

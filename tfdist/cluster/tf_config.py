@@ -9,11 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, ValidationError
 
+from tfdist.cluster.cluster_file import TF_CONFIG
 from tfdist.cluster.environment_values import shortened
 from tfdist.cluster.task import ROLES, Task, means_itself
 from tfdist.errors import UsageError
-
-TF_CONFIG = "TF_CONFIG"
 
 
 class _TaskField(BaseModel):

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import slurm, tf_config
+from tfdist.cluster import cluster_file, slurm, tf_config
 from tfdist.cluster.environment_values import number
 from tfdist.cluster.task import ROLES, Task, means_itself
 from tfdist.errors import UsageError
@@ -73,13 +73,15 @@ class World:
     def detect(cls, environment: Mapping[str, str] = os.environ) -> World:
         """The world that `environment` describes, or one process.
 
-        By TF_CONFIG, else the variables of `horovodrun`, of Open MPI's `mpirun`, of Slurm, of PMI or PMIx.
+        By TF_CONFIG, or the file that replaces it in large jobs, else the variables of `horovodrun`, of Open MPI's
+        `mpirun`, of Slurm, of PMI or PMIx.
 
         Raises:
             UsageError: the description cannot be; the message says which field or variable.
         """
-        if environment.get(tf_config.TF_CONFIG, "").strip():
-            return _of_tasks(*tf_config.parse(environment[tf_config.TF_CONFIG]), tf_config.TF_CONFIG)
+        config = cluster_file.find(environment)
+        if config:
+            return _of_tasks(*tf_config.parse(config), cluster_file.TF_CONFIG)
         for source, names in VARIABLES_OF_RANKS.items():
             if names[0] in environment:
                 return _from_places(source, names, environment)

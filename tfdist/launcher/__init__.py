@@ -1,7 +1,8 @@
 """Starts the processes of a job, shows their output, and leaves none of them behind.
 
-    launch ──► job ──► run ──► supervisor (one per process, on its host) ──► the user's program
+    launch ──► job ──► run ──► host ──ssh──► agent (one per host) ──► the user's program, in each process
 
-A supervisor reserves a port for its process, starts the process when all addresses are known, and passes signals on. It
-ends the process, and everything that the process started, when the launcher asks for it or no longer runs.
+An agent reserves a port for each process of its host, starts the processes when all addresses are known, passes signals
+on, and returns their output and exit codes over the one connection. It ends them, and everything that they started,
+when the launcher asks for it or no longer runs.
 """

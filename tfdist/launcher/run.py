@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import pty
-import shlex
 import signal
-import sys
-from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 from rich.panel import Panel
 from rich.text import Text
 
-from tfdist.cluster import elastic, job_environment, ports
+from tfdist.cluster import elastic
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
-from tfdist.launcher import network_namespace, supervisor
+from tfdist.launcher import agent, descriptors, network_namespace, orders
+from tfdist.launcher.host import DESCRIPTORS_OF_A_HOST, Host
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
-from tfdist.launcher.process import Process, copy, port_in, rest_of
+from tfdist.launcher.process import Process, Stream
 
 # After a signal from the user, before the processes are ended.
 SECONDS_AFTER_SIGNAL = 4.0
@@ -82,15 +77,15 @@ class OneStart:
         self.leave = leave
         self.culprits: list[int] = []
         self.processes: list[Process] = []
-        self.signals: asyncio.Queue[int] = asyncio.Queue()
-        self._pumps: list[asyncio.Task[None]] = []
+        self.hosts: list[Host] = []
+        self.events: asyncio.Queue[Process | int] = asyncio.Queue()  # what has ended, and signals from the user
         self._logs: list[Output] = []
 
     async def to_its_end(self) -> int:
         """Starts all, waits, and ends whatever is left."""
         loop = asyncio.get_running_loop()
         for number in PASSED_ON:
-            loop.add_signal_handler(number, self.signals.put_nowait, number)
+            loop.add_signal_handler(number, self.events.put_nowait, int(number))
         try:
             await self._start()
             return await self._wait()
@@ -106,227 +101,170 @@ class OneStart:
             raise UsageError(
                 f"The logs cannot be written to `{self.job.log_dir}`: {error.strerror}", "choose another `--log-dir`"
             ) from error
-        for rank in range(len(self.job.roles)):
-            self.processes.append(await self._start_supervisor(rank))
-        deadline = asyncio.get_running_loop().time() + self.job.start_seconds
-        for process in self.processes:
-            await self._read_port(process, deadline)
+        self._describe()
+        await self._meet(self.hosts)
         if not self.closed and not self.job.mpi:
             self._say_what_is_open()
-        for process in self.processes:
-            process.tell(json.dumps(self._order(process)))
+        cluster = json.dumps(self.job.cluster([process.address for process in self.processes]))
+        environment = orders.environment(self.job, self.restart, elastic=self.leave is not None)
+        for host in self.hosts:
+            host.job = orders.of_host(self.job, host.processes, None if self.job.mpi else cluster, environment)
+            host.start(host.processes)
+
+    def _describe(self) -> None:
+        """Makes the processes and the hosts, without starting anything."""
+        ranks_of: dict[str | None, list[int]] = {}
+        for rank in range(len(self.job.roles)):
+            ranks_of.setdefault(self.job.host(rank), []).append(rank)
+        count = len(self.job.roles)
+        files = count + DESCRIPTORS_OF_A_HOST * len(ranks_of)  # a log for each process
+        where = f"{len(ranks_of)} hosts" if self.job.hosts else "this machine"
+        descriptors.require(files, f"The launcher of {count} processes on {where}")
+        for rank, (role, index) in enumerate(self.job.roles):
+            log = self._open_log(f"{role} {index}")
+            self.processes.append(Process(rank, role, index, self.job.host(rank), log))
+        for name, ranks in ranks_of.items():
+            there = [self.processes[rank] for rank in ranks]
+            self.hosts.append(Host(name, there, [self._streams(each) for each in there], self.events.put_nowait))
+
+    async def _meet(self, hosts: Sequence[Host]) -> None:
+        """Starts the agents of these hosts, and reads the ports of their processes."""
+        for host in hosts:
+            await host.open(["ssh", *self.job.ssh_arguments()])
+        deadline = asyncio.get_running_loop().time() + self.job.start_seconds
+        for host in hosts:
+            try:
+                await host.meet(self.job.start_seconds, deadline)
+            except ClusterError:
+                self.culprits = [process.rank for process in host.processes]
+                raise
 
     def _say_what_is_open(self) -> None:
         refused = "" if self.job.hosts or self.job.expose else "The system gives this job no network of its own. "
-        ports_of: dict[str, list[str]] = {}
-        for process in self.processes:
-            ports_of.setdefault(process.host or "this machine", []).append(str(process.port))
-        places = "; ".join(f"{', '.join(numbers)} of {host}" for host, numbers in ports_of.items())
+        places = "; ".join(host.named_ports() for host in self.hosts)
         self.console.print(
             f"{refused}While it runs, whoever reaches these ports can run code as you: {places}.", highlight=False
         )
 
-    async def _start_again(self, process: Process) -> Process:
-        """Starts a process in the place of one that has ended, with its address."""
-        rank = self.processes.index(process)
-        again = await self._start_supervisor(rank, process.port)
-        again.starts = process.starts + 1
-        await self._read_port(again, asyncio.get_running_loop().time() + self.job.start_seconds)
-        self.processes[rank] = again
-        again.tell(json.dumps(self._order(again)))
-        return again
-
-    async def _start_supervisor(self, rank: int, port: int = 0) -> Process:
-        role, index = self.job.roles[rank]
-        host = self.job.host(rank)
-        command = [sys.executable, "-m", supervisor.__name__, str(port)]
-        if host is not None:
-            remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-            command = ["ssh", *self.job.ssh_arguments(), "--", host.strip("[]"), remote]
-        log = self._open_log(f"{role} {index}", again=bool(self.restart or port))
-        terminal, theirs = None, PIPE
-        if rank == 0 and sys.stdout is not None and sys.stdout.isatty():
-            terminal, theirs = pty.openpty()  # a progress bar moves on a terminal alone
-        started = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=PIPE,
-            stdout=theirs,
-            stderr=PIPE if rank == 0 and terminal is None else STDOUT,
-            start_new_session=True,  # Ctrl-C comes to the launcher, which passes it on
-        )
-        if terminal is not None:
-            os.close(theirs)
-        return Process(role, index, host, log, started, terminal)
-
-    def _open_log(self, name: str, again: bool) -> Output:
+    def _open_log(self, name: str) -> Output:
         path = self.job.log_dir / f"{name.replace(' ', '-')}.log"
 
         def tell(reason: str) -> None:
             self.console.print(f"Not all output of {name} can be kept in {path}: {reason}.", highlight=False)
 
         try:
-            self._logs.append(Output.to_file(path, "ab" if again else "wb", tell))
+            self._logs.append(Output.to_file(path, "ab" if self.restart else "wb", tell))
         except OSError as error:
             raise UsageError(
                 f"The output of {name} cannot be written to `{path}`: {error.strerror}", "choose another `--log-dir`"
             ) from error
         return self._logs[-1]
 
-    async def _read_port(self, process: Process, deadline: float) -> None:
-        loop = asyncio.get_running_loop()
-        if process.terminal is not None:
-            reader = asyncio.StreamReader()
-            pipe = os.fdopen(process.terminal, "rb", buffering=0)
-            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        else:
-            assert process.supervisor.stdout is not None
-            reader = process.supervisor.stdout
-        said, in_time = b"", False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                # Over ssh the host may say something of its own first.
-                while not process.port and (line := await reader.readline()):
-                    process.port = port_in(line)
-                    said += b"" if process.port else line
-                in_time = True
-        await process.keep(said)
-        if not process.port:
-            self.culprits = [self.processes.index(process)]
-            raise self._did_not_start(process, said + await rest_of(process.supervisor.stderr), in_time)
-        is_first = process is self.processes[0]
-        self._pump(reader, self.screen.out if is_first else None, process)
-        if process.supervisor.stderr is not None:
-            self._pump(process.supervisor.stderr, self.screen.err, process)
-
-    def _did_not_start(self, process: Process, said: bytes, in_time: bool) -> ClusterError:
-        where = f" on the host `{process.host}`" if process.host else ""
-        within = "" if in_time else f" within {self.job.start_seconds:g} s"
-        lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        return ClusterError(
-            f"{process.name}{where} did not start{within}: {lines[-1].strip()}",
-            "see that `ssh -o BatchMode=yes` reaches the host, and that tfdist lies there at the same place"
-            if process.host
-            else "see that this machine can start processes",
-        )
-
-    def _pump(self, reader: asyncio.StreamReader, shown: Output | None, process: Process) -> None:
-        prefix = b"" if shown else f"[{process.name}] ".encode()
-        out = shown or (self.screen.out if self.job.verbose else None)
+    def _streams(self, process: Process) -> tuple[Stream, Stream]:
+        """What the process writes, and its errors, where it has a stream of its own for them."""
+        out = self.screen.out if process.rank == 0 or self.job.verbose else None
+        err = self.screen.err if process.rank == 0 else out
         # What several say is not to be mixed within a line; a progress bar is shown as it moves.
-        by_line = self.job.verbose and process.terminal is None
-        self._pumps.append(asyncio.create_task(copy(reader, process, out, prefix, by_line, self.job.verbose)))
-
-    def _order(self, process: Process) -> dict[str, Any]:
-        cluster = self.job.cluster([other.address for other in self.processes])
-        task = {"type": process.role, "index": process.index}
-        trains = [other for other in self.processes if other.host == process.host and other.role == "worker"]
-        # MPI has its own way to tell its processes who they are.
-        known = (
-            {job_environment.SHARE_CORES: "1"}
-            if self.job.mpi
-            else {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
-        )
-        return {
-            "argv": self.job.argv(),
-            "cwd": os.getcwd(),
-            "environment": known
-            | {
-                ports.SHARE: "1",
-                "PYTHONUNBUFFERED": "1",
-                job_environment.JOB: self.job.name,
-                job_environment.TYPED: shlex.join(sys.orig_argv),
-                job_environment.RESTART: str(self.restart),
-                job_environment.START_SECONDS: f"{self.job.start_seconds:g}",
-            }
-            | ({job_environment.ELASTIC: "1"} if self.leave else {}),
-            "share": [trains.index(process), len(trains)] if process in trains else None,
-        }
+        by_line = self.job.verbose and not orders.has_terminal(process)
+        return Stream(process, out, by_line, self.job.verbose), Stream(process, err, by_line, self.job.verbose)
 
     async def _wait(self) -> int:
         """Until all processes have ended, one has failed, or the user wants an end."""
-        ends = {asyncio.create_task(process.supervisor.wait()): process for process in self.processes}
-        signalled = asyncio.create_task(self.signals.get())
+        left = set(self.processes)
         watching = asyncio.create_task(self._watch())
-        running = set(ends)
         try:
-            while running:
-                done, _ = await asyncio.wait({*running, signalled}, return_when=asyncio.FIRST_COMPLETED)
-                if signalled in done:
-                    number = signalled.result()
+            while left:
+                events = await self._new_events()
+                for number in [event for event in events if isinstance(event, int)]:
                     self._signal(number)
                     if number in ENDING:
-                        await asyncio.wait(running, timeout=SECONDS_AFTER_SIGNAL)
+                        await self._until_all_have_ended(SECONDS_AFTER_SIGNAL)
                         return EXIT_INTERRUPTED if number == signal.SIGINT else 128 + number
-                    signalled = asyncio.create_task(self.signals.get())
-                running -= done
-                failed = [ends[end] for end in done if end in ends and ends[end].supervisor.returncode]
-                for process in [process for process in failed if self._can_come_back(process)]:
-                    self.console.print(f"{process.name} {process.how_it_ended()}; it is started again.")
-                    failed.remove(process)
-                    again = await self._start_again(process)
-                    end = asyncio.create_task(again.supervisor.wait())
-                    ends[end] = again
-                    running.add(end)
-                if failed and all(process.supervisor.returncode == EXIT_RESHAPED for process in failed):
-                    if running:  # they have left too, and end now
-                        await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE)
+                ended = [event for event in events if isinstance(event, Process)]
+                back = [process for process in ended if self._can_come_back(process)]
+                await self._start_again(back)
+                left = left.difference(ended).union(back)
+                failed = [process for process in ended if process.returncode]
+                if failed and all(process.returncode == EXIT_RESHAPED for process in failed):
+                    await self._until_all_have_ended(SECONDS_FOR_THE_CAUSE)  # they have left too, and end now
                     return EXIT_RESHAPED
                 if failed:
-                    return await self._failed(failed, running, ends)
+                    return await self._failed(failed, left)
                 # Servers serve until the chief, whom they serve, has ended.
-                if self.job.ps and self.processes[0].supervisor.returncode == 0:
+                if self.job.ps and self.processes[0].returncode == 0:
                     return 0
             return 0
         finally:
-            signalled.cancel()
             watching.cancel()
+
+    async def _new_events(self) -> list[Process | int]:
+        """The next event, and all that have come with it."""
+        events = [await self.events.get()]
+        while not self.events.empty():
+            events.append(self.events.get_nowait())
+        return events
+
+    async def _until(self, is_so: Callable[[], bool], seconds: float) -> None:
+        """Takes events until something is so, at most for some time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not is_so():
+                    await self.events.get()
+
+    async def _until_all_have_ended(self, seconds: float) -> None:
+        await self._until(lambda: all(process.returncode is not None for process in self.processes), seconds)
 
     async def _watch(self) -> None:
         """Tells the chief of an elastic job that all shall leave; again and again, as it may be starting still."""
         while self.leave is not None:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
             if await asyncio.to_thread(self.leave):
-                self.processes[0].tell(str(int(elastic.SIGNAL)))
+                self.hosts[0].tell({"signal": int(elastic.SIGNAL), "of": [0]})
 
     def _can_come_back(self, process: Process) -> bool:
-        told = process.supervisor.returncode in (EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
+        told = process.returncode in (0, EXIT_USAGE, EXIT_CLUSTER)  # it would say the same again
         return bool(self.job.ps) and process.role == "worker" and process.starts < STARTS_OF_A_WORKER and not told
 
-    async def _failed(self, failed: list[Process], running: set[Any], ends: dict[Any, Process]) -> int:
+    async def _start_again(self, processes: Collection[Process]) -> None:
+        """Starts processes in the place of those that have ended, with their addresses."""
+        for process in processes:
+            self.console.print(f"{process.name} {process.how_it_ended()}; it is started again.")
+            process.starts += 1
+            process.returncode = None
+        for host in self.hosts:
+            there = [process for process in host.processes if process in processes]
+            if there and not host.is_connected:
+                await self._meet([host])
+            host.start(there)
+
+    async def _failed(self, failed: list[Process], left: Collection[Process]) -> int:
         """Shows what the process said that failed first, and returns its exit code."""
-        if all(process.supervisor.returncode == EXIT_CLUSTER for process in failed) and running:
-            done, _ = await asyncio.wait(running, timeout=SECONDS_FOR_THE_CAUSE, return_when=asyncio.FIRST_COMPLETED)
-            failed += [ends[end] for end in done if ends[end].supervisor.returncode]
-        first = min(failed, key=lambda process: process.supervisor.returncode == EXIT_CLUSTER)
+        if all(process.returncode == EXIT_CLUSTER for process in failed) and left:
+            await self._until(lambda: any(process.returncode is not None for process in left), SECONDS_FOR_THE_CAUSE)
+            failed += [process for process in left if process.returncode]
+        first = min(failed, key=lambda process: process.returncode == EXIT_CLUSTER)
         # Where all others say that one is gone or silent, it is the one that says nothing.
-        silent = [process for process in self.processes if process.supervisor.returncode is None]
-        told = first.supervisor.returncode == EXIT_CLUSTER
-        self.culprits = [self.processes.index(process) for process in (silent if told and silent else [first])]
-        await asyncio.wait(self._pumps, timeout=0.5)
+        silent = [process for process in self.processes if process.returncode is None]
+        told = first.returncode == EXIT_CLUSTER
+        self.culprits = [process.rank for process in (silent if told and silent else self._lost_with(first))]
         self.screen.out.drain()  # what it said comes before what is said about it
         title = f"{first.name} {first.how_it_ended()}; its last lines"
         # What a program prints is text: it must not be taken for markup.
         self.console.print(Panel(Text(first.last_lines()), title=title, title_align="left"), soft_wrap=False)
         self.console.print(f"All output: {self.job.log_dir}", highlight=False)
-        code = first.supervisor.returncode
-        assert code
-        return code if code > 0 else 128 - code
+        assert first.returncode
+        return first.returncode
+
+    def _lost_with(self, process: Process) -> Sequence[Process]:
+        """The processes that are lost with this one: all of its host if the connection to that has broken."""
+        host = next(host for host in self.hosts if process in host.processes)
+        return [process] if host.is_connected else host.processes
 
     def _signal(self, number: int) -> None:
-        for process in self.processes:
-            process.tell(str(int(number)))
+        for host in self.hosts:
+            host.tell({"signal": number})
 
     async def _end_all(self) -> None:
-        for process in self.processes:
-            process.end()
-        if self.processes:
-            waits = [asyncio.create_task(process.supervisor.wait()) for process in self.processes]
-            await asyncio.wait(waits, timeout=supervisor.SECONDS_TO_END + 2.0)
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                if process.supervisor.returncode is None:
-                    process.supervisor.kill()  # which also kills what it keeps
-        if self._pumps:
-            await asyncio.wait(self._pumps, timeout=1.0)
+        await asyncio.gather(*(host.end(agent.SECONDS_TO_END + 2.0) for host in self.hosts))
         for log in self._logs:
             log.end()

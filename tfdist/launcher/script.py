@@ -14,14 +14,14 @@ from tfdist import startup
 from tfdist.cluster import elastic, job_environment, process_exit
 from tfdist.cluster.world import World
 from tfdist.errors import TfdistError
-from tfdist.launcher import supervisor
+from tfdist.launcher import shares
 
 
 def main(arguments: list[str]) -> None:
     """Runs `arguments` as `python` would."""
     if job_environment.SHARE_CORES in os.environ:
         world = World.detect(os.environ)
-        mine = supervisor.part_for(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
+        mine = shares.part_for(sorted(os.sched_getaffinity(0)), world.local_rank, world.local_world_size)
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
     if job_environment.ELASTIC in os.environ:
         elastic.listen()

@@ -31,16 +31,26 @@ from tfdist.run.schema import EpochRecord, RunRecord
 class RunFolder:
     """A folder for the files of one run.
 
+    The chief writes the files of the run. Another process of the job has a subfolder for its own log.
+
     Args:
-        path: the folder; made if it is not there.
+        run_dir: the folder of the run; made if it is not there.
         resume: whether the files of a run may already lie in it.
+        rank: of this process.
+
+    Attributes:
+        run_dir: the folder of the run, which is the chief's.
+        path: the folder of this process' own files.
+        is_chief: whether this process writes the record, the history and the model.
 
     Raises:
         RunFolderError: it cannot be made or written; or it holds another run and `resume` is not set.
     """
 
-    def __init__(self, path: str | os.PathLike[str], resume: bool = False):
-        self.path = Path(path)
+    def __init__(self, run_dir: str | os.PathLike[str], resume: bool = False, rank: int = 0):
+        self.run_dir = Path(run_dir)
+        self.is_chief = rank == 0
+        self.path = self.run_dir if self.is_chief else self.run_dir / f"rank-{rank}"
         self._is_new = not self.path.exists()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -51,7 +61,8 @@ class RunFolder:
             names = ", ".join(f"`{name}`" for name in found)
             raise RunFolderError(
                 f"The run folder `{self.path}` already holds a run: {names}",
-                f"continue it with `python -m tfdist.train --resume --run-dir {path}`, or choose another `--run-dir`",
+                f"continue it with `python -m tfdist.train --resume --run-dir {run_dir}`, or choose another "
+                "`--run-dir`",
             )
 
     def remove_if_unused(self) -> None:
@@ -63,8 +74,8 @@ class RunFolder:
 
     @property
     def run_json(self) -> Path:
-        """The record."""
-        return self.path / "run.json"
+        """The record, of all processes."""
+        return self.run_dir / "run.json"
 
     @property
     def history(self) -> Path:
@@ -93,8 +104,8 @@ class RunFolder:
 
     @property
     def tensorboard(self) -> Path:
-        """The folder of TensorBoard's events and traces."""
-        return self.path / "tensorboard"
+        """The folder of TensorBoard's events and of all ranks' traces, so that they can be viewed together."""
+        return self.run_dir / "tensorboard"
 
     @property
     def profile(self) -> Path:

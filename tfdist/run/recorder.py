@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist import data
 from tfdist.callbacks import memory
+from tfdist.cluster import consensus
 from tfdist.internals import keras as keras_internals
 from tfdist.run import resume, schema
 from tfdist.run.schema import RunRecord
@@ -74,9 +75,10 @@ def begin_record(
 class Recorder(keras.callbacks.Callback):
     """Updates the record after each epoch."""
 
-    def __init__(self, session: Session, throughput: Any, timer: Any):
+    def __init__(self, session: Session, peers: consensus.ProcessGroup, throughput: Any, timer: Any):
         super().__init__()
         self._session = session
+        self._peers = peers
         self._throughput = throughput
         self._timer = timer
 
@@ -112,8 +114,19 @@ class Recorder(keras.callbacks.Callback):
                 seconds=self._timer.seconds,
                 epoch=self._timer.epoch,
             )
-        self._session.folder.write(found)
-        self._session.folder.write_history(found)
+        found.processes = self._processes(found.epochs[-1])
+        self._session.write_record()
+        if self._session.folder.is_chief:
+            self._session.folder.write_history(found)
+
+    def _processes(self, epoch: schema.EpochRecord) -> list[schema.ProcessRecord]:
+        """The figures of all processes, which tell them to each other at the end of an epoch."""
+        mine = {
+            "peak_memory_bytes": memory.peak_resident_bytes(),
+            "peak_gpu_memory_bytes": memory.peak_gpu_bytes(),
+            "metrics": epoch.metrics,
+        }
+        return schema.ProcessRecord.of_all(consensus.all_gather_object(self._peers, mine, "ends an epoch"))
 
 
 def _parameters(model: Any) -> int | None:

@@ -27,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 import tfdist
 from tfdist.cluster.cores import cores
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -98,7 +98,7 @@ class StrategyRecord(_Part):
 
 
 class WorldRecord(_Part):
-    """The rank of the process that wrote the record; see `tfdist.cluster.world.World`."""
+    """The job, and the rank of the process that wrote the record: the chief; see `tfdist.cluster.world.World`."""
 
     rank: int
     world_size: int
@@ -152,6 +152,27 @@ class EpochRecord(_Part):
         )
 
 
+class ProcessRecord(_Part):
+    """One process of the job, at the end of the last epoch."""
+
+    peak_memory_bytes: int | None = None
+    peak_gpu_memory_bytes: int | None = None
+    differing_metrics: dict[str, Number] | None = None
+
+    @classmethod
+    def of_all(cls, figures: Sequence[Mapping[str, Any]]) -> list[ProcessRecord]:
+        """The records of all processes, from the two peaks and the `metrics` of each; the first is the chief."""
+        of_chief = figures[0]["metrics"]
+        return [
+            cls(
+                peak_memory_bytes=each["peak_memory_bytes"],
+                peak_gpu_memory_bytes=each["peak_gpu_memory_bytes"],
+                differing_metrics=None if each["metrics"] == of_chief else each["metrics"],
+            )
+            for each in figures
+        ]
+
+
 # Values that tfdist's callbacks put into the logs, and that the record holds elsewhere.
 _NOT_METRICS = ("examples_per_second", "step_seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
 
@@ -195,6 +216,7 @@ class RunRecord(_Part):
     epochs: list[EpochRecord] = []
     peak_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
+    processes: list[ProcessRecord] = []
     time_to_target: TargetRecord | None = None
     test_metrics: dict[str, Number] | None = None
     files: dict[str, str] = {}

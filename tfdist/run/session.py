@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,7 +17,6 @@ import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
 from tfdist.cluster import consensus
-from tfdist.cluster.world import World
 from tfdist.data.formats import text
 from tfdist.errors import UsageError
 from tfdist.internals.tensorflow import runtime_started
@@ -75,7 +73,7 @@ class Session:
     def run(self) -> RunRecord:
         """Trains, evaluates and saves the model; returns the record as it was written."""
         config = self.config
-        earlier = load_record(self.folder.path) if config.resume and self.folder.run_json.exists() else None
+        earlier = load_record(self.folder.run_dir) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
             resume.refuse_other_run(config, earlier)
             self._warn(resume.about(config, earlier))
@@ -97,7 +95,7 @@ class Session:
         if _is_of_user(config):
             self._advise(model, source, compiled)
         self.record = begin_record(self, strategy, model, source, earlier)
-        self.folder.write(self.record)
+        self.write_record()
         vocabularies.keep(self.folder, strategy, source)
         self._tell_skipped(source)
         strategy.fit(
@@ -135,10 +133,15 @@ class Session:
         self.record.peak_memory_bytes = memory.peak_resident_bytes()
         self.record.peak_gpu_memory_bytes = memory.peak_gpu_bytes()
         self.record.files = self._files()
-        self.folder.write(self.record)
-        self.folder.write_history(self.record)
-        if self.record.world.rank == 0:
+        self.write_record()
+        if self.folder.is_chief:
+            self.folder.write_history(self.record)
             self.folder.draw_curves(self.record)
+
+    def write_record(self) -> None:
+        """Writes the record of all processes, in the chief."""
+        if self.folder.is_chief and self.record is not None:
+            self.folder.write(self.record)
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -234,14 +237,9 @@ class Session:
         if config.tensorboard:
             found.append(keras.callbacks.TensorBoard(str(self.folder.tensorboard)))
         if config.profile is not None:
-            self._profile = callbacks.Profile(*config.profile, self._profile_folder(strategy.world))
+            self._profile = callbacks.Profile(*config.profile, self.folder.tensorboard)
             found.append(self._profile)
-        return [*found, Recorder(self, throughput, timer)]
-
-    def _profile_folder(self, world: World) -> Path:
-        """The folder of all ranks' traces, which is the chief's, so that they can be viewed together."""
-        of_chief = self.folder.path if world.is_chief else self.folder.path.parent
-        return RunFolder(of_chief, resume=True).tensorboard
+        return [*found, Recorder(self, strategy, throughput, timer)]
 
     def _files(self) -> dict[str, str]:
         paths = {
