@@ -38,7 +38,8 @@ CLOSURES_OF_A_WORKER = 3
 # A closure unrolls its steps if a step has fewer operations: 10 steps of 1000 operations take some 5 s to trace.
 OPERATIONS_OF_A_SMALL_STEP = 1000
 BYTES_OF_A_SMALL_STATE = 1 << 16
-SECONDS_BETWEEN_LOOKS = 0.1
+# How often the coordinator looks whether any closure has ended, while it waits for the last one.
+SECONDS_BETWEEN_LOOKS = 1.0
 # The time that TensorFlow takes to notice that a worker was dropped, and to give its steps to others.
 SECONDS_TO_GO_ON = 30.0
 
@@ -335,13 +336,12 @@ def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
     Raises:
         ClusterError: no worker has finished a closure for too long.
     """
-    pending, last_news, patience = list(scheduled), time.monotonic(), strategy.timeout_seconds
-    while pending:
-        left = [value for value in pending if not tensorflow_internals.finished(value, 0)]
-        if len(left) < len(pending):
-            pending, last_news, patience = left, time.monotonic(), strategy.timeout_seconds
+    left, last_news, patience = len(scheduled), time.monotonic(), strategy.timeout_seconds
+    while not strategy.wait_for_schedule(SECONDS_BETWEEN_LOOKS):
+        before, left = left, sum(not tensorflow_internals.finished(value, 0) for value in scheduled)
+        if left < before:
+            last_news, patience = time.monotonic(), strategy.timeout_seconds
             continue
-        tensorflow_internals.finished(pending[0], SECONDS_BETWEEN_LOOKS)
         waited = time.monotonic() - last_news
         if waited < patience:
             continue

@@ -218,6 +218,18 @@ def finished(remote_value: Any, seconds: float) -> bool:
     return remote_value._status_available_event.wait(seconds)
 
 
+def wait_for_closures(coordinator: Any, seconds: float) -> bool:
+    """Waits until all scheduled functions have ended, for at most `seconds`; whether they have.
+
+    The thread that ends the last one wakes this one. The public `join` waits without limit.
+    """
+    queue = coordinator._cluster.closure_queue
+    with queue._queue_lock:
+        return queue._stop_waiting_condition.wait_for(
+            lambda: queue._queue.empty() and not queue.inflight_closure_count, seconds
+        )
+
+
 def close_pools(error: BaseException) -> None:
     """Closes the thread pool that a collective of TensorFlow left open when it raised `error` between two graphs.
 
