@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,11 @@ def main() -> None:
 def _job(folder: Path, data: str, workers: int, epochs: int) -> list[list[float]]:
     """The numbers of each measured epoch of one job."""
     command = [sys.executable, "-m", "tfdist.launch", "--workers", str(workers), "--ps", "1"]
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    script = [str(Path(__file__)), ROLE, data, str(epochs)]
-    done = subprocess.run([*command, *script], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with tempfile.TemporaryDirectory() as start:
+        script = shutil.copy(__file__, start)  # beside no other checkout, so that `folder` is imported
+        command += [script, ROLE, data, str(epochs)]
+        done = subprocess.run(command, cwd=start, env=environment, capture_output=True, text=True, check=False)
     lines = [line.partition("MEASURED ")[2] for line in done.stdout.splitlines()]
     if not any(lines):
         sys.exit(f"the job failed:\n{done.stderr}")
@@ -95,7 +99,7 @@ def _measured(data: str, epochs: int) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    source = load_source("benchmarks.coordinator:" + ("load_indexed" if data == "indexed" else "load"))
+    source = load_source("coordinator:" + ("load_indexed" if data == "indexed" else "load"))
     given = source.arrays("train") if data == "arrays" else (source.feed("train", BATCH, seed=1),)
     begun = sent()
     strategy.fit(model, *given, batch_size=BATCH, epochs=1, verbose=0)

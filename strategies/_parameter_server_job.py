@@ -28,6 +28,7 @@ from tfdist.errors import UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus
+from tfdist.strategies import _parameter_server_reader as reader
 from tfdist.strategies import _sharded_variable as sharded_variable
 
 # How long a server waits after its chief can no longer be reached.
@@ -109,6 +110,8 @@ def server_config(world: World, gpus: Sequence[Any]) -> Any:
 
 def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequence[Any]) -> None:
     """Serves the chief until it ends, then ends this process."""
+    _gpus.use_only([])  # in this process beside the server, which reads data
+    reader.serve()
     server = tf.distribute.Server(
         cluster,
         job_name=task.role,

@@ -20,6 +20,7 @@ from tfdist.cluster import ports, rendezvous
 from tfdist.cluster.task import Task
 from tfdist.cluster.world import World
 from tfdist.core.inner_loop import Program, Steps
+from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
@@ -27,6 +28,7 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import _parameter_server_data as parameter_server_data
 from tfdist.strategies import _parameter_server_job as parameter_server_job
 from tfdist.strategies import _parameter_server_loop as parameter_server_loop
 from tfdist.strategies import _sharded_variable as sharded_variable
@@ -156,6 +158,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         self.tf_strategy, self._coordinator = parameter_server_job.join(
             self._job, self._start_timeout_seconds, job_settings
         )
+        self._data = parameter_server_data.Data(self)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -183,6 +186,9 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         own = {"staleness": self.staleness, "shard_bytes": self.shard_bytes}
         return super().options() | own | {"workers": self.num_workers, "ps": len(self._job.tasks_of("ps"))}
 
+    def placed(self, feed: Feed) -> Feed:
+        return self._data.placed(feed)
+
     def program(self, steps: Steps) -> Program:
         if steps.kind == "predict":
             return parameter_server_loop.ClosurePredictProgram(self, steps)
@@ -202,6 +208,10 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     def on_each_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The results of `function` on all workers, to be passed as an argument to `schedule`."""
         return tensorflow_internals.on_each_worker(self._coordinator, function, *arguments)
+
+    def answers(self, function: Callable[..., Any]) -> list[Any] | None:
+        """The results of `function` on all workers, as NumPy arrays; `None` if one fails, or is silent for too long."""
+        return tensorflow_internals.answers_of_workers(self.on_each_worker(function), self.timeout_seconds)
 
     def names_of(self, role: str) -> list[str]:
         """The tasks of a role, as messages name them."""

@@ -40,20 +40,27 @@ class LargePasses:
         self.num_batches = -(-self.examples // batch_size)
 
     def dataset(
-        self, index: int, count: int, epoch: int, first_batch: int, deterministic: bool = True
+        self,
+        index: int,
+        count: int,
+        epoch: int,
+        first_batch: int,
+        deterministic: bool = True,
+        end_batch: int | None = None,
     ) -> tf.data.Dataset:
-        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on."""
+        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on, before `end_batch` if given."""
         asked = (index, count, deterministic)
         with tf.init_scope(), tf.device("CPU:0"):
             if asked not in self._datasets:
                 self._datasets[asked] = self._make_datasets(*asked)
-            return self._datasets[asked](*(tf.constant(number, tf.int64) for number in (epoch, first_batch)))
+            steps = epoch, first_batch, self.num_batches if end_batch is None else min(end_batch, self.num_batches)
+            return self._datasets[asked](*(tf.constant(number, tf.int64) for number in steps))
 
     def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
         specs = [tf.TensorSpec([None, *row.shape[1:]], row.dtype) for row in self._rows(0, 0, 1)]
 
         @tf.function(autograph=False)
-        def dataset(epoch: tf.Tensor, first_batch: tf.Tensor) -> tf.data.Dataset:
+        def dataset(*steps: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
             def read(*rows: tf.Tensor) -> Any:
                 begin, end = order.part(length(rows[0]), index, count)
@@ -61,7 +68,6 @@ class LargePasses:
                 data = self._examples_at(numbers)
                 return data if self._transform is None else self._transform(data, *extras)
 
-            steps = epoch, first_batch, tf.constant(self.num_batches, tf.int64)
             batches = ranges.by_step(self._rows, specs, self.batch_size, steps)
             return batches.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic).prefetch(
                 tf.data.AUTOTUNE
@@ -85,8 +91,8 @@ class LargeFeed(FileFeed):
     """
 
     def __init__(self, passes: LargePasses, world: World, problem: Callable[[], DataError | None] = lambda: None):
-        def pipeline(epoch: int, first_batch: int) -> tf.data.Dataset:
-            dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch)
+        def pipeline(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
+            dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch, end_batch=end_batch)
             # The model's operations shall not wait behind reading, however few threads they have.
             return tf_datasets.with_options(dataset, cores(), True)
 
