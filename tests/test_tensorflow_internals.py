@@ -90,6 +90,16 @@ def test_what_a_sharded_variable_is_made_of_and_who_makes_it_exists():
     assert [part.indices.numpy().tolist() for part in slices] == [[], [0]]
 
 
+def test_a_graph_can_call_a_function_that_its_process_serves_by_name():
+    tensorflow_internals.serve_function("doubled", lambda numbers: [2 * numbers])
+
+    @tf.function
+    def doubled(numbers):
+        return tensorflow_internals.call_served("doubled", [numbers], [tf.TensorSpec([2], tf.int64)])
+
+    assert doubled(tf.constant([3, 4], tf.int64))[0].numpy().tolist() == [6, 8]
+
+
 def test_what_tells_that_all_closures_have_ended_exists():
     queue = cluster_coordinator._CoordinatedClosureQueue()
     coordinator = types.SimpleNamespace(_cluster=types.SimpleNamespace(closure_queue=queue))

@@ -40,21 +40,21 @@ class LargePasses:
         self.num_batches = -(-self.examples // batch_size)
 
     def dataset(
-        self,
-        index: int,
-        count: int,
-        epoch: int,
-        first_batch: int,
-        deterministic: bool = True,
-        end_batch: int | None = None,
+        self, index: int, count: int, epoch: int, first_batch: int, deterministic: bool = True
     ) -> tf.data.Dataset:
-        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on, before `end_batch` if given."""
+        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on."""
         asked = (index, count, deterministic)
         with tf.init_scope(), tf.device("CPU:0"):
             if asked not in self._datasets:
                 self._datasets[asked] = self._make_datasets(*asked)
-            steps = epoch, first_batch, self.num_batches if end_batch is None else min(end_batch, self.num_batches)
+            steps = epoch, first_batch, self.num_batches
             return self._datasets[asked](*(tf.constant(number, tf.int64) for number in steps))
+
+    def batch(self, index: int, count: int, epoch: int, number: int) -> Any:
+        """Part `index` of `count` of one batch, read now."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            rows = [tf.constant(of_each) for of_each in self._rows(epoch, number, number + 1)]
+            return self._read(index, count, *rows)
 
     def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
         specs = [tf.TensorSpec([None, *row.shape[1:]], row.dtype) for row in self._rows(0, 0, 1)]
@@ -63,10 +63,7 @@ class LargePasses:
         def dataset(*steps: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
             def read(*rows: tf.Tensor) -> Any:
-                begin, end = order.part(length(rows[0]), index, count)
-                numbers, *extras = (of_each[begin:end] for of_each in rows)
-                data = self._examples_at(numbers)
-                return data if self._transform is None else self._transform(data, *extras)
+                return self._read(index, count, *rows)
 
             batches = ranges.by_step(self._rows, specs, self.batch_size, steps)
             return batches.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic).prefetch(
@@ -74,6 +71,12 @@ class LargePasses:
             )
 
         return dataset
+
+    def _read(self, index: int, count: int, *rows: tf.Tensor) -> Any:
+        begin, end = order.part(length(rows[0]), index, count)
+        numbers, *extras = (of_each[begin:end] for of_each in rows)
+        data = self._examples_at(numbers)
+        return data if self._transform is None else self._transform(data, *extras)
 
     def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
         """The numbers of the examples of these batches, and what `transform` must know of each."""
@@ -92,11 +95,19 @@ class LargeFeed(FileFeed):
 
     def __init__(self, passes: LargePasses, world: World, problem: Callable[[], DataError | None] = lambda: None):
         def pipeline(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
-            dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch, end_batch=end_batch)
+            assert end_batch is None
+            dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch)
             # The model's operations shall not wait behind reading, however few threads they have.
             return tf_datasets.with_options(dataset, cores(), True)
 
         super().__init__(pipeline, lambda *batches: problem(), passes.examples, passes.batch_size, world)
+        self._batch = functools.partial(passes.batch, world.rank, world.world_size)
+
+    def range(self, epoch: int, first_batch: int, end_batch: int | None) -> Any:
+        if end_batch is None:
+            return super().range(epoch, first_batch, None)
+        # To start a pipeline takes longer than to read a few batches.
+        return (self._batch(epoch, number) for number in range(first_batch, min(end_batch, self.num_batches)))
 
 
 class LargeArrayFeed(LargeFeed):

@@ -67,7 +67,7 @@ class FeedOrigin:
 def of(name: str, data_dir: Any, options: dict[str, Any]) -> Origin | None:
     """The origin of a source that was loaded by these arguments; `None` where JSON cannot carry an option."""
     try:
-        json.dumps(options)
+        carried = json.loads(json.dumps(options))
     except TypeError:
         return None
-    return Origin(name, None if data_dir is None else str(data_dir), tuple(options.items()))
+    return Origin(name, None if data_dir is None else str(data_dir), tuple(carried.items()))
