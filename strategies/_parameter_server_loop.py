@@ -15,7 +15,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,21 +25,19 @@ from tfdist.core import assignments, exact_step, fused_optimizers, metrics, rand
 from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
-from tfdist.data.pipeline.array_feed import ArrayBatches
-from tfdist.data.pipeline.batch_feed import FetchedBatches
-from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import ClusterError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
+from tfdist.strategies import _parameter_server_data as data
 
-STEPS_OF_A_CLOSURE = 10
 # More than one, so that a worker which is done early finds another closure.
 CLOSURES_OF_A_WORKER = 3
 # A closure unrolls its steps if a step has fewer operations: 10 steps of 1000 operations take some 5 s to trace.
 OPERATIONS_OF_A_SMALL_STEP = 1000
 BYTES_OF_A_SMALL_STATE = 1 << 16
-SECONDS_BETWEEN_LOOKS = 0.1
+# How often the coordinator looks whether any closure has ended, while it waits for the last one.
+SECONDS_BETWEEN_LOOKS = 1.0
 # The time that TensorFlow takes to notice that a worker was dropped, and to give its steps to others.
 SECONDS_TO_GO_ON = 30.0
 
@@ -52,11 +50,11 @@ class ClosureProgram(StepProgram):
     meets_in_each_step = False
 
     def __init__(self, strategy: Any, steps: Steps):
-        self._sender = _Sender(strategy, steps.batches)
+        self._given = steps.batches
         self._trains = steps.kind == "train"
         self._staleness = _Staleness()
         self._operations = math.inf  # of a step, not known before it is traced
-        super().__init__(strategy, dataclasses.replace(steps, batches=self._sender.batches))
+        super().__init__(strategy, dataclasses.replace(steps, batches=data.of_workers(steps.batches)))
         self._codec = _Codec(_Result.spec(steps.model.metrics_variables, self._own_logs or {}))
 
     def begin_epoch(self) -> None:
@@ -68,7 +66,7 @@ class ClosureProgram(StepProgram):
         own: Logs = {}
         added: list[Sequence[np.ndarray]] = []
         for wanted in self._rounds(count):
-            work = list(self._sender.closures(state, first + done, wanted, self._closure_length(wanted)))
+            work = list(data.closures(self._given, state, first + done, wanted, self._closure_length(wanted)))
             results = [self._codec.unpack(vector) for vector in self._send(work)]
             added += [result.metrics for result in results]
             done += sum(int(result.steps) for result in results)
@@ -94,13 +92,13 @@ class ClosureProgram(StepProgram):
 
     def _closure_length(self, count: int) -> int:
         closures = CLOSURES_OF_A_WORKER * self._strategy.num_workers
-        return max(1, min(STEPS_OF_A_CLOSURE, count // closures))
+        return max(1, min(data.STEPS_OF_A_CLOSURE, count // closures))
 
-    def _send(self, work: Sequence[Closure]) -> list[Any]:
+    def _send(self, work: Sequence[data.Closure]) -> list[Any]:
         scheduled = [self._strategy.schedule(self._function_of(closure), closure.arguments) for closure in work]
         return results_of(self._strategy, scheduled)
 
-    def _function_of(self, closure: Closure) -> Any:
+    def _function_of(self, closure: data.Closure) -> Any:
         unrolled = closure.whole and self._operations <= OPERATIONS_OF_A_SMALL_STEP
         return self._unrolled if unrolled else self._many_steps
 
@@ -138,7 +136,7 @@ class ClosureProgram(StepProgram):
         nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), nothing + begun, self._no_logs()]
         if unrolled:
-            carried = functools.reduce(lambda before, _: body(*before), range(STEPS_OF_A_CLOSURE), start)
+            carried = functools.reduce(lambda before, _: body(*before), range(data.STEPS_OF_A_CLOSURE), start)
         else:
             carried = tf.while_loop(proceed, body, start)
         done, finite, total, largest, values, own = carried
@@ -185,12 +183,12 @@ class ClosurePredictProgram(Program):
     def __init__(self, strategy: Any, steps: Steps):
         self._strategy = strategy
         self._model = steps.model
-        self._sender = _Sender(strategy, steps.batches)
+        self._given, self._batches = steps.batches, data.of_workers(steps.batches)
         self._function = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
-        work = list(self._sender.closures(state, first, count, 1))
+        work = list(data.closures(self._given, state, first, count, 1))
         scheduled = [self._strategy.schedule(self._function, closure.arguments) for closure in work]
         results = results_of(self._strategy, scheduled)
         outputs = [keras_internals.tree.map_structure(_as_tensor, output) for output in results]
@@ -198,28 +196,13 @@ class ClosurePredictProgram(Program):
 
     def _predict(self, state: Any, count: tf.Tensor) -> Any:
         del count
-        batches = self._sender.batches
+        batches = self._batches
 
         def on_replica(replica: Any) -> Any:
             data, _ = batches.part(state, batches.fetch(state, tf.constant(0)), replica.index, replica.count)
             return self._model.predict_step(data)
 
         return self._strategy.run(on_replica)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Closure:
-    """Some steps, as the arguments of the function that a worker runs.
-
-    Attributes:
-        arguments: the data, and the number of steps.
-        steps: the number of steps.
-        whole: it has as many steps as a closure can have, each with a full batch.
-    """
-
-    arguments: tuple[Any, ...]
-    steps: int
-    whole: bool = False
 
 
 class _Result(NamedTuple):
@@ -295,54 +278,18 @@ class _Staleness:
         return {"staleness_mean": self._total / self._steps, "staleness_max": float(self._max)}
 
 
-class _Sender:
-    """Cuts a pass over the data into closures.
-
-    Arrays are sent to each worker once, and a closure gets the indices of its examples. Other batches are fetched by
-    the coordinator, one per closure.
-    """
-
-    def __init__(self, strategy: Any, batches: Batches):
-        self._strategy = strategy
-        self._fetching = batches
-        self.batches = batches if isinstance(batches, ArrayBatches) else FetchedBatches()
-        self._sent: tuple[Any, Any] = (None, None)
-
-    def closures(self, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
-        """The closures of `count` steps from batch `first` of the pass on; fewer when the data end."""
-        if not isinstance(self._fetching, ArrayBatches):
-            fetched = self._fetching.take(state, first, count)
-            yield from (Closure((batch, tf.constant(1)), 1) for batch in fetched)
-            return
-        arrays, positions = state
-        if self._sent[0] is not arrays:
-            self._sent = arrays, self._strategy.on_each_worker(_received, arrays)
-        size = self._fetching.batch_size
-        for begin in range(first, first + count, length):
-            steps = min(length, first + count - begin)
-            examples = tuple(of_each[begin * size : (begin + steps) * size] for of_each in positions)
-            whole = len(examples[0]) == STEPS_OF_A_CLOSURE * size
-            yield Closure(((self._sent[1], examples), tf.constant(steps)), steps, whole)
-
-
-@tf.function(autograph=False)
-def _received(arrays: Any) -> Any:
-    return tf.nest.map_structure(tf.identity, arrays)
-
-
 def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
     """The results of `scheduled` closures, as NumPy arrays; closures of a silent worker are given to another one.
 
     Raises:
         ClusterError: no worker has finished a closure for too long.
     """
-    pending, last_news, patience = list(scheduled), time.monotonic(), strategy.timeout_seconds
-    while pending:
-        left = [value for value in pending if not tensorflow_internals.finished(value, 0)]
-        if len(left) < len(pending):
-            pending, last_news, patience = left, time.monotonic(), strategy.timeout_seconds
+    left, last_news, patience = len(scheduled), time.monotonic(), strategy.timeout_seconds
+    while not strategy.wait_for_schedule(SECONDS_BETWEEN_LOOKS):
+        before, left = left, sum(not tensorflow_internals.finished(value, 0) for value in scheduled)
+        if left < before:
+            last_news, patience = time.monotonic(), strategy.timeout_seconds
             continue
-        tensorflow_internals.finished(pending[0], SECONDS_BETWEEN_LOOKS)
         waited = time.monotonic() - last_news
         if waited < patience:
             continue

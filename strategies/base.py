@@ -35,7 +35,8 @@ from tfdist.cluster import consensus
 from tfdist.cluster.world import World
 from tfdist.core import randomness
 from tfdist.core.replica import Replica
-from tfdist.data.pipeline import together
+from tfdist.data.pipeline import device_feed, together
+from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables
@@ -190,6 +191,10 @@ class Strategy(KerasMethods):
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         """The `number` of each process, an int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
         return number[tf.newaxis]
+
+    def placed(self, feed: Feed) -> Feed:
+        """`feed` as the replicas of this strategy read it."""
+        return device_feed.placed(feed, self)
 
     def program(self, steps: Steps) -> Program:
         """The inner loop that runs `steps`."""

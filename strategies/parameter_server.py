@@ -10,20 +10,17 @@ Source: Li et al., Scaling Distributed Machine Learning with the Parameter Serve
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.cluster import ports, rendezvous
-from tfdist.cluster.cores import cores
 from tfdist.cluster.task import Task
 from tfdist.cluster.world import World
 from tfdist.core.inner_loop import Program, Steps
+from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
@@ -31,6 +28,8 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import _parameter_server_data as parameter_server_data
+from tfdist.strategies import _parameter_server_job as parameter_server_job
 from tfdist.strategies import _parameter_server_loop as parameter_server_loop
 from tfdist.strategies import _sharded_variable as sharded_variable
 from tfdist.strategies import base
@@ -38,8 +37,6 @@ from tfdist.strategies._traits import Traits
 
 # A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
 SHARD_BYTES = 8 << 20
-# How long a server waits after its chief can no longer be reached.
-SECONDS_WITHOUT_CHIEF = 6.0
 
 
 class ServedReplica(base.Replica):
@@ -158,7 +155,10 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
                 "start it with `--workers 2 --ps 1`, or name all three roles in `TF_CONFIG`",
             )
         job_settings = tuple(self._job_settings.items())
-        self.tf_strategy, self._coordinator = _join(self._job, self._start_timeout_seconds, job_settings)
+        self.tf_strategy, self._coordinator = parameter_server_job.join(
+            self._job, self._start_timeout_seconds, job_settings
+        )
+        self._data = parameter_server_data.Data(self)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -186,6 +186,9 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         own = {"staleness": self.staleness, "shard_bytes": self.shard_bytes}
         return super().options() | own | {"workers": self.num_workers, "ps": len(self._job.tasks_of("ps"))}
 
+    def placed(self, feed: Feed) -> Feed:
+        return self._data.placed(feed)
+
     def program(self, steps: Steps) -> Program:
         if steps.kind == "predict":
             return parameter_server_loop.ClosurePredictProgram(self, steps)
@@ -198,9 +201,17 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""
         return self._coordinator.schedule(function, args=tuple(arguments))
 
+    def wait_for_schedule(self, seconds: float) -> bool:
+        """Waits until all that was scheduled has ended, for at most `seconds`; whether it has."""
+        return tensorflow_internals.wait_for_closures(self._coordinator, seconds)
+
     def on_each_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The results of `function` on all workers, to be passed as an argument to `schedule`."""
         return tensorflow_internals.on_each_worker(self._coordinator, function, *arguments)
+
+    def answers(self, function: Callable[..., Any]) -> list[Any] | None:
+        """The results of `function` on all workers, as NumPy arrays; `None` if one fails, or is silent for too long."""
+        return tensorflow_internals.answers_of_workers(self.on_each_worker(function), self.timeout_seconds)
 
     def names_of(self, role: str) -> list[str]:
         """The tasks of a role, as messages name them."""
@@ -236,53 +247,6 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
 def _counted(world: World) -> str:
     return ", ".join(f"{len(world.tasks_of(role))} of the role `{role}`" for role in ("chief", "worker", "ps"))
-
-
-@functools.cache
-def _join(world: World, start_timeout_seconds: float, job_settings: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Joins the job, which a process can do once; returns in the chief alone."""
-    distribute.meet(world, "parameter_server", job_settings, start_timeout_seconds)
-    cluster = tf.train.ClusterSpec(world.cluster())
-    if not world.is_chief:
-        _serve(world, cluster)
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        cluster, task_type="chief", task_id=0, rpc_layer="grpc"
-    )
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
-    sharded_variable.install(strategy, parts=len(world.tasks_of("ps")))
-    return strategy, tensorflow_internals.coordinator(strategy)
-
-
-def _serve(world: World, cluster: tf.train.ClusterSpec) -> None:
-    """Serves the chief until it ends, then ends this process."""
-    task = world.task
-    assert task is not None
-    present, needed = cores(), _threads_needed(world)
-    config = tf.compat.v1.ConfigProto(
-        intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
-        inter_op_parallelism_threads=max(present, needed),
-    )
-    # Threads that spin while they wait for work take cores from threads that compute: a sixth of a small step.
-    config.experimental.disable_thread_spinning = needed > present
-    server = tf.distribute.Server(
-        cluster, job_name=task.role, task_index=task.index, protocol="grpc", config=config, start=True
-    )
-    chief = world.tasks_of("chief")[0]
-    seen = time.monotonic()
-    while time.monotonic() - seen < SECONDS_WITHOUT_CHIEF:
-        time.sleep(1.0)
-        if rendezvous.can_connect(chief):
-            seen = time.monotonic()
-    del server
-    sys.exit(0)
-
-
-def _threads_needed(world: World) -> int:
-    """The threads of a server: with fewer threads than closures that it takes part in, closures would deadlock.
-
-    Source: TensorFlow's guide on parameter server training, which asks for one more than there are workers.
-    """
-    return 2 * len(world.tasks_of("worker")) + 2
 
 
 STRATEGY = ParameterServerStrategy

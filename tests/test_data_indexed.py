@@ -14,6 +14,7 @@ from tests.test_data_pipeline import SEED, assert_same_batches, batches_of_ranks
 from tfdist.cluster.world import World
 from tfdist.data import DataSpec, IndexedSource, Source
 from tfdist.data.pipeline import indexed
+from tfdist.data.pipeline.origin import FeedOrigin
 from tfdist.errors import DataError, UsageError
 
 BILLION = 10**9
@@ -121,3 +122,25 @@ def batches_of_ranks_of(data: Source, world_size: int, options: dict) -> list:
     options = {"epoch": 1, **options}
     ranks = [list(data.pipeline("train", 1000, world=World(rank, world_size), **options)) for rank in range(world_size)]
     return [tuple(np.concatenate(part) for part in zip(*parts, strict=True)) for parts in zip(*ranks, strict=True)]
+
+
+def test_some_batches_of_a_pass_are_read_without_the_others():
+    read: list = []
+    feed = indexed_of(tfdist.data.load("synthetic", train=50), read).feed("train", 8, seed=3)
+    whole = [x.numpy() for x, _ in feed.start(1, 0)]
+    read.clear()
+    some = [x.numpy() for x, _ in feed.range(1, 2, 4)]
+    assert len(some) == 2 and len(read) == 2 * 8
+    np.testing.assert_array_equal(np.stack(some), np.stack(whole[2:4]))
+
+
+def test_another_process_can_make_a_source_and_its_feed_from_their_origin():
+    source = tfdist.data.load("synthetic", train=50, shape=(4, 4, 1)).limit(30).for_autoencoding()
+    feed = source.feed("train", 8, seed=3)
+    assert feed.origin is not None
+    origin = FeedOrigin.from_json(feed.origin.to_json())
+    again = tfdist.data.load_origin(origin.source)
+    assert again.spec == source.spec and again.origin == source.origin
+    np.testing.assert_array_equal(again.arrays("train")[0], source.arrays("train")[0])
+    x, y = source.arrays("train")
+    assert Source.from_arrays("mine", classes=0, task="autoencoding", train=(x, y)).origin is None

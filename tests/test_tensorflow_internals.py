@@ -19,6 +19,7 @@ from tensorflow.python.distribute import (
     parameter_server_strategy_v2,
     values,
 )
+from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 
@@ -87,6 +88,28 @@ def test_what_a_sharded_variable_is_made_of_and_who_makes_it_exists():
     assert sharded._var_offsets == [[0], [1]]
     slices = sharded._decompose_indexed_slices(tf.IndexedSlices(tf.constant([3.0]), tf.constant([1])))
     assert [part.indices.numpy().tolist() for part in slices] == [[], [0]]
+
+
+def test_a_graph_can_call_a_function_that_its_process_serves_by_name():
+    tensorflow_internals.serve_function("doubled", lambda numbers: [2 * numbers])
+
+    @tf.function
+    def doubled(numbers):
+        return tensorflow_internals.call_served("doubled", [numbers], [tf.TensorSpec([2], tf.int64)])
+
+    assert doubled(tf.constant([3, 4], tf.int64))[0].numpy().tolist() == [6, 8]
+
+
+def test_what_tells_that_all_closures_have_ended_exists():
+    queue = cluster_coordinator._CoordinatedClosureQueue()
+    coordinator = types.SimpleNamespace(_cluster=types.SimpleNamespace(closure_queue=queue))
+    queue.put(cluster_coordinator.Closure(lambda: None, None))
+    assert not tensorflow_internals.wait_for_closures(coordinator, 0)
+    queue.get()
+    assert not tensorflow_internals.wait_for_closures(coordinator, 0)
+    threading.Timer(0.1, queue.mark_finished).start()
+    assert tensorflow_internals.wait_for_closures(coordinator, 60)
+    queue.stop()
 
 
 def test_a_runtime_that_has_computed_is_known_to_have_started():

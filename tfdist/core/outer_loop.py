@@ -27,7 +27,7 @@ from tfdist.core import beginning, building, metrics, programs, verification
 from tfdist.core.epoch import EpochRunner
 from tfdist.core.metrics import Logs
 from tfdist.core.verification_report import Report
-from tfdist.data.pipeline import adapters, device_feed, together
+from tfdist.data.pipeline import adapters, together
 from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.data.pipeline.feed import Feed
 from tfdist.data.pipeline.passes import Passes
@@ -281,7 +281,7 @@ def _feed(strategy: Strategy, request: adapters.Request, *, for_prediction: bool
         if request.own:
             return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
         feed = together.shared(feed, strategy)
-    return device_feed.placed(feed, strategy)
+    return strategy.placed(feed)
 
 
 def _check(strategy: Strategy, model: Any, method: str) -> None:

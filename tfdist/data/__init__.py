@@ -22,6 +22,7 @@ from os import PathLike
 from typing import Any
 
 from tfdist import registry
+from tfdist.data.pipeline import origin
 from tfdist.data.pipeline.arrays import check_labels
 from tfdist.data.pipeline.indexed import IndexedSource
 from tfdist.data.pipeline.processes import per_process, shard
@@ -37,6 +38,7 @@ __all__ = [
     "check_labels",
     "knows",
     "load",
+    "load_origin",
     "names",
     "per_process",
     "shard",
@@ -77,4 +79,13 @@ def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any)
             f"The dataset `{name}` returned a `{type(source).__name__}`, not a `tfdist.data.Source`",
             "return `tfdist.data.Source.from_arrays(...)`; docs/datasets.md has an example",
         )
+    source.origin = origin.of(name, data_dir, options)
     return source
+
+
+def load_origin(described: origin.Origin) -> Source:
+    """The source that another process has loaded."""
+    source = load(described.name, described.data_dir, **dict(described.options))
+    if described.limit is not None:
+        source = source.limit(described.limit)
+    return source.for_autoencoding() if described.autoencoding else source

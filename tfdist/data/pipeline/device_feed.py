@@ -35,9 +35,9 @@ def placed(feed: Feed, strategy: Strategy) -> Feed:
         if all(device.startswith("CPU") for device in strategy.devices):
             return feed  # they share the memory of the host
         budget_bytes = GPU_BYTES
-    if not isinstance(feed, ArrayFeed) or not _is_dense(feed.arrays):
+    if not isinstance(feed, ArrayFeed) or not is_dense(feed.arrays):
         return feed
-    if _size_bytes(feed.arrays) <= budget_bytes:
+    if size_bytes(feed.arrays) <= budget_bytes:
         return ResidentFeed(feed, strategy.devices)
     return PrefetchedFeed(feed, strategy.devices, strategy.world.rank, strategy.num_replicas)
 
@@ -172,12 +172,14 @@ class PrefetchedBatches(Batches):
             return data, (end - begin) / size
 
 
-def _is_dense(arrays: Any) -> bool:
+def is_dense(arrays: Any) -> bool:
+    """Whether all arrays of a structure are dense, and of numbers."""
     flat = [array for array in tree.flatten(arrays) if array is not None]
     return all(isinstance(array, tf.Tensor) and array.dtype != tf.string for array in flat)
 
 
-def _size_bytes(arrays: Any) -> int:
+def size_bytes(arrays: Any) -> int:
+    """The size of the arrays of a structure, of which one may occur twice."""
     tensors = {id(array): array for array in tree.flatten(arrays) if array is not None}.values()
     return sum(array.shape.num_elements() * array.dtype.size for array in tensors)
 

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tfdist.data.pipeline.origin import FeedOrigin
+
 NO_BATCHES = "The dataset has no batches", "pass at least one example"
 ONLY_PARTS = (
     "Each process of the job reads its own part of the data, and to verify a model it needs whole global batches",
@@ -29,9 +31,11 @@ class Feed:
         spec: the `tf.TensorSpec`s of a global batch.
         batches: the graph's side of the feed.
         own: other processes of the job have other data.
+        origin: how another process can make the same feed; `None` if it cannot.
     """
 
     own: ClassVar[bool] = False
+    origin: FeedOrigin | None = None
     num_batches: Any
     examples: Any
     batch_size: Any

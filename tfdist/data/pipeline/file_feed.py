@@ -30,7 +30,8 @@ class FileFeed(Feed):
     """Batches that are decoded from files, a pipeline a pass.
 
     Args:
-        pipeline: `pipeline(epoch, first_batch)`: this rank's parts of the global batches of a pass.
+        pipeline: `pipeline(epoch, first_batch, end_batch)`: this rank's parts of the global batches of a pass, up to
+            batch `end_batch` or, if that is `None`, to the end.
         problem: `problem(epoch, first_batch, batches)`: what is wrong with the files of these batches, if anything.
         examples: examples in a pass.
         batch_size: examples in a full global batch.
@@ -39,7 +40,7 @@ class FileFeed(Feed):
 
     def __init__(
         self,
-        pipeline: Callable[[int, int], tf.data.Dataset],
+        pipeline: Callable[[int, int, int | None], tf.data.Dataset],
         problem: Callable[[int, int, int], DataError | None],
         examples: int,
         batch_size: int,
@@ -56,7 +57,7 @@ class FileFeed(Feed):
                 f"An epoch has {self.num_batches:,} batches, and steps are counted up to {tf.int32.max:,}",
                 f"use a batch size of at least {-(-examples // tf.int32.max)}",
             )
-        self.spec = tree.map_structure(_of_any_size, pipeline(0, 0).element_spec)
+        self.spec = tree.map_structure(_of_any_size, pipeline(0, 0, None).element_spec)
         alone = world.world_size == 1
         self.batches: Any = (
             DatasetBatches(length_known=True)
@@ -65,8 +66,16 @@ class FileFeed(Feed):
         )
 
     def start(self, epoch: int, first_batch: int) -> Any:
+        self.begin(epoch)
+        return self.range(epoch, first_batch, None)
+
+    def begin(self, epoch: int) -> None:
+        """Notes the number of a pass that is read elsewhere."""
         self._epoch = epoch
-        return iter(self._pipeline(epoch, first_batch))
+
+    def range(self, epoch: int, first_batch: int, end_batch: int | None) -> Any:
+        """An iterator over some batches of a pass; no others are read."""
+        return iter(self._pipeline(epoch, first_batch, end_batch))
 
     def first(self, count: int) -> list[Any]:
         if isinstance(self.batches, RankBatches):

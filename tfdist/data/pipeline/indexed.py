@@ -22,7 +22,8 @@ import numpy as np
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline.arrays import TASKS_OF_TOKENS, Arrays, checked
-from tfdist.data.pipeline.source import ALONE, Source
+from tfdist.data.pipeline.origin import Asked
+from tfdist.data.pipeline.source import Source
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 
@@ -57,21 +58,10 @@ class IndexedSource(Source):
         self._read_at = read_at
         self._problem: DataError | None = None
 
-    def feed(
-        self,
-        split: str,
-        global_batch_size: int,
-        *,
-        world: World = ALONE,
-        seed: int = 0,
-        shuffle: bool | None = None,
-        augment: str = "none",
-        stream_positions: bool = False,
-    ) -> Feed:
+    def _feed(self, asked: Asked, world: World) -> Feed:
         from tfdist.data.pipeline.large_feed import LargeFeed
 
-        asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment), stream_positions)
-        return LargeFeed(self._passes(*asked), world, lambda: self._problem)
+        return LargeFeed(self._passes(*self._arguments(asked)), world, lambda: self._problem)
 
     def _by_range(self, split: str) -> bool:
         self._check_split(split)

@@ -47,27 +47,36 @@ class LargePasses:
         with tf.init_scope(), tf.device("CPU:0"):
             if asked not in self._datasets:
                 self._datasets[asked] = self._make_datasets(*asked)
-            return self._datasets[asked](*(tf.constant(number, tf.int64) for number in (epoch, first_batch)))
+            steps = epoch, first_batch, self.num_batches
+            return self._datasets[asked](*(tf.constant(number, tf.int64) for number in steps))
+
+    def batch(self, index: int, count: int, epoch: int, number: int) -> Any:
+        """Part `index` of `count` of one batch, read now."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            rows = [tf.constant(of_each) for of_each in self._rows(epoch, number, number + 1)]
+            return self._read(index, count, *rows)
 
     def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
         specs = [tf.TensorSpec([None, *row.shape[1:]], row.dtype) for row in self._rows(0, 0, 1)]
 
         @tf.function(autograph=False)
-        def dataset(epoch: tf.Tensor, first_batch: tf.Tensor) -> tf.data.Dataset:
+        def dataset(*steps: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
             def read(*rows: tf.Tensor) -> Any:
-                begin, end = order.part(length(rows[0]), index, count)
-                numbers, *extras = (of_each[begin:end] for of_each in rows)
-                data = self._examples_at(numbers)
-                return data if self._transform is None else self._transform(data, *extras)
+                return self._read(index, count, *rows)
 
-            steps = epoch, first_batch, tf.constant(self.num_batches, tf.int64)
             batches = ranges.by_step(self._rows, specs, self.batch_size, steps)
             return batches.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic).prefetch(
                 tf.data.AUTOTUNE
             )
 
         return dataset
+
+    def _read(self, index: int, count: int, *rows: tf.Tensor) -> Any:
+        begin, end = order.part(length(rows[0]), index, count)
+        numbers, *extras = (of_each[begin:end] for of_each in rows)
+        data = self._examples_at(numbers)
+        return data if self._transform is None else self._transform(data, *extras)
 
     def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
         """The numbers of the examples of these batches, and what `transform` must know of each."""
@@ -85,12 +94,20 @@ class LargeFeed(FileFeed):
     """
 
     def __init__(self, passes: LargePasses, world: World, problem: Callable[[], DataError | None] = lambda: None):
-        def pipeline(epoch: int, first_batch: int) -> tf.data.Dataset:
+        def pipeline(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
+            assert end_batch is None
             dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch)
             # The model's operations shall not wait behind reading, however few threads they have.
             return tf_datasets.with_options(dataset, cores(), True)
 
         super().__init__(pipeline, lambda *batches: problem(), passes.examples, passes.batch_size, world)
+        self._batch = functools.partial(passes.batch, world.rank, world.world_size)
+
+    def range(self, epoch: int, first_batch: int, end_batch: int | None) -> Any:
+        if end_batch is None:
+            return super().range(epoch, first_batch, None)
+        # To start a pipeline takes longer than to read a few batches.
+        return (self._batch(epoch, number) for number in range(first_batch, min(end_batch, self.num_batches)))
 
 
 class LargeArrayFeed(LargeFeed):

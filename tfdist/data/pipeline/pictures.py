@@ -21,8 +21,9 @@ from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import cache_folder, order, scan
 from tfdist.data.pipeline.arrays import Arrays
 from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.data.pipeline.origin import Asked
 from tfdist.data.pipeline.picture_files import Pictures
-from tfdist.data.pipeline.source import ALONE, Part, Source
+from tfdist.data.pipeline.source import Part, Source
 from tfdist.data.pipeline.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
@@ -83,37 +84,22 @@ class PictureSource(Source):
         spec = dataclasses.replace(spec, examples={split: len(pictures) for split, pictures in self.files.items()})
         super().__init__(spec, self._decode_all, skipped=bad.sentences)
 
-    def feed(
-        self,
-        split: str,
-        global_batch_size: int,
-        *,
-        world: World = ALONE,
-        seed: int = 0,
-        shuffle: bool | None = None,
-        augment: str = "none",
-        stream_positions: bool = False,
-    ) -> Feed:
-        del stream_positions  # pictures are in no stream
-        if self.in_memory(split, self.augmentation(augment)):
-            return super().feed(split, global_batch_size, seed=seed, shuffle=shuffle, augment=augment)
+    def _feed(self, asked: Asked, world: World) -> Feed:
+        split, global_batch_size = asked.split, asked.global_batch_size
+        if self.in_memory(split, self.augmentation(asked.augment)):
+            return super()._feed(dataclasses.replace(asked, stream_positions=False), world)
         from tfdist.data.pipeline.file_feed import FileFeed
 
-        order_of = self._order_of(split, global_batch_size, seed, shuffle)
+        order_of = self._order_of(split, global_batch_size, asked.seed, asked.shuffle)
 
-        def dataset(epoch: int, first_batch: int) -> tf.data.Dataset:
-            return self.pipeline(
-                split,
-                global_batch_size,
-                world=world,
-                seed=seed,
-                epoch=epoch,
-                first_batch=first_batch,
-                shuffle=shuffle,
-                augment=augment,
-                # The model's operations shall not wait behind decoding, however few threads they have.
-                threads=cores(),
-            )
+        part = Part(split, global_batch_size, world, asked.seed, 0, 0, asked.shuffle, asked.augment, True, False)
+
+        def dataset(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
+            from tfdist.data.pipeline import tf_datasets
+
+            batches = self._decoded_batches(part).of_epoch(epoch, first_batch, end_batch)
+            # The model's operations shall not wait behind decoding, however few threads they have.
+            return tf_datasets.with_options(batches, cores(), True)
 
         def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:
             first, last = first_batch * global_batch_size, (first_batch + batches) * global_batch_size
@@ -125,13 +111,16 @@ class PictureSource(Source):
         augmentation = self.augmentation(part.augment)
         if not part.by_file and self.in_memory(part.split, augmentation):
             return super()._batches(part)
-        whole = dataclasses.replace(part, epoch=0, first_batch=0)
-        if whole not in self._decoded:
-            self._decoded[whole] = self._decoded_batches(whole)
-        return self._decoded[whole].of_epoch(part.epoch, part.first_batch)
+        return self._decoded_batches(part).of_epoch(part.epoch, part.first_batch)
 
     def _decoded_batches(self, part: Part) -> DecodedBatches:
-        """The batches of all epochs."""
+        """The batches of all epochs; made once."""
+        whole = dataclasses.replace(part, epoch=0, first_batch=0)
+        if whole not in self._decoded:
+            self._decoded[whole] = self._make_decoded_batches(whole)
+        return self._decoded[whole]
+
+    def _make_decoded_batches(self, part: Part) -> DecodedBatches:
         from tfdist.data.pipeline import tf_datasets
 
         files, ranks, size = self.files[part.split], (part.world.rank, part.world.world_size), part.global_batch_size

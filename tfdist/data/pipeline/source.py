@@ -24,6 +24,7 @@ from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import order, padding
 from tfdist.data.pipeline.arrays import Arrays, as_numpy, checked, head, main_input, sentence_lengths
+from tfdist.data.pipeline.origin import Asked, FeedOrigin, Origin
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import DataError, UnknownNameError, UsageError
 
@@ -62,6 +63,7 @@ class Source:
 
     Attributes:
         spec: its facts, known without reading an example.
+        origin: how another process can load it; `None` if it was not made by `tfdist.data.load`.
         skipped: the bad examples that were left out, one sentence each.
         has_bytes: whether examples that were read are bytes (uint8) above 1, such as pixels that nobody has scaled.
     """
@@ -80,6 +82,7 @@ class Source:
         self.spec = spec
         self.skipped = tuple(skipped)
         self.has_bytes = False
+        self.origin: Origin | None = None
         self._read = read
         self._bucketed = bucketed
         self._arrays: dict[str, Arrays] = {}
@@ -151,7 +154,10 @@ class Source:
                 f"The limit is `{examples}` training examples, dataset `{self.spec.name}` has {there}",
                 f"use `--limit` with a number from 1 to {there}",
             )
-        return self._with_spec(examples={**self.spec.examples, "train": examples})
+        limited = self._with_spec(examples={**self.spec.examples, "train": examples})
+        if self.origin is not None:
+            limited.origin = dataclasses.replace(self.origin, limit=examples)
+        return limited
 
     def for_autoencoding(self) -> Self:
         """The same pictures, each its own target.
@@ -180,6 +186,8 @@ class Source:
             return x, x
 
         source._read = with_itself
+        if self.origin is not None:
+            source.origin = dataclasses.replace(self.origin, autoencoding=True)
         return source
 
     def feed(
@@ -210,14 +218,25 @@ class Source:
             UsageError: a batch size below 1, or an augmentation that the examples cannot have.
             UnknownNameError, DataError: as `arrays`.
         """
-        asked = (split, global_batch_size, seed, shuffle, self.augmentation(augment), stream_positions)
-        if not self._by_range(split):
+        asked = Asked(split, global_batch_size, seed, shuffle, augment, stream_positions)
+        feed = self._feed(asked, world)
+        if self.origin is not None:
+            feed.origin = FeedOrigin(self.origin, asked)
+        return feed
+
+    def _feed(self, asked: Asked, world: World) -> Feed:
+        if not self._by_range(asked.split):
             from tfdist.data.pipeline.array_feed import ArrayFeed
 
-            return ArrayFeed(*self._made_of(*asked))
+            return ArrayFeed(*self._made_of(*self._arguments(asked)))
         from tfdist.data.pipeline.large_feed import LargeFeed
 
-        return LargeFeed(self._passes(*asked), world)
+        return LargeFeed(self._passes(*self._arguments(asked)), world)
+
+    def _arguments(self, asked: Asked) -> tuple[Any, ...]:
+        """The arguments of `_passes` and `_made_of`."""
+        augmentation = self.augmentation(asked.augment)
+        return asked.split, asked.global_batch_size, asked.seed, asked.shuffle, augmentation, asked.stream_positions
 
     def pipeline(
         self,

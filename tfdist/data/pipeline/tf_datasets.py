@@ -57,10 +57,12 @@ class DecodedBatches:
         self._deterministic = deterministic
         self._datasets: dict[int, Callable[..., tf.data.Dataset]] = {}
 
-    def of_epoch(self, epoch: int, first_batch: int = 0) -> tf.data.Dataset:
-        """The batches from number `first_batch` on."""
-        runs = self._parts_of(epoch).runs(first_batch) or [(0, 0, 1)]
-        datasets = [self._of_run(epoch, *run) for run in runs]
+    def of_epoch(self, epoch: int, first_batch: int = 0, end_batch: int | None = None) -> tf.data.Dataset:
+        """The batches from number `first_batch` on, before `end_batch` if given."""
+        runs = self._parts_of(epoch).runs(first_batch)
+        if end_batch is not None:
+            runs = [(begin, min(end, end_batch), length) for begin, end, length in runs if begin < end_batch]
+        datasets = [self._of_run(epoch, *run) for run in runs or [(0, 0, 1)]]
         return functools.reduce(tf.data.Dataset.concatenate, datasets).prefetch(tf.data.AUTOTUNE)
 
     def _of_run(self, epoch: int, begin: int, end: int, length: int) -> tf.data.Dataset:

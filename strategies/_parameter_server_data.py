@@ -1,0 +1,256 @@
+"""How examples come to the workers of a `parameter_server` job.
+
+    arrays of a dataset that each worker can load     each worker loads them; a closure has the indices of its examples
+    other arrays, up to `device_data_bytes`           the chief sends them to each worker once; then the same
+    larger arrays                                     a closure has the examples of its steps
+    files of a dataset that each worker can load      a closure has numbers: epoch, first batch, end; the worker reads
+    anything else                                     the chief reads, and sends each batch, one per closure
+
+A closure is some steps, which one worker runs. Whoever reads, a step has the examples that it has on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.pipeline import device_feed
+from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
+from tfdist.data.pipeline.batch_feed import FetchedBatches
+from tfdist.data.pipeline.dataset_feed import DatasetBatches
+from tfdist.data.pipeline.feed import Batches, Feed, WrappedFeed
+from tfdist.data.pipeline.file_feed import FileFeed
+from tfdist.internals import keras_data
+from tfdist.internals.keras import tree
+from tfdist.strategies import _parameter_server_reader as reader
+
+if TYPE_CHECKING:
+    from tfdist.strategies.parameter_server import ParameterServerStrategy
+
+STEPS_OF_A_CLOSURE = 10
+# Arrays that are sent whole, if the user states no bound; TensorFlow sends no message above 2 GiB.
+SENT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Closure:
+    """Some steps, as the arguments of the function that a worker runs.
+
+    Attributes:
+        arguments: the data, and the number of steps.
+        steps: the number of steps.
+        whole: it has as many steps as a closure can have, each with a full batch.
+    """
+
+    arguments: tuple[Any, ...]
+    steps: int
+    whole: bool = False
+
+
+class Data:
+    """The data of one job: decides who reads which.
+
+    Args:
+        strategy: its workers read, or are sent to.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy):
+        self._strategy = strategy
+        self._held: weakref.WeakKeyDictionary[Feed, Any] = weakref.WeakKeyDictionary()
+        self._readable: weakref.WeakKeyDictionary[Feed, bool] = weakref.WeakKeyDictionary()
+
+    def placed(self, feed: Feed) -> Feed:
+        """`feed` as the workers read it."""
+        if isinstance(feed, ArrayFeed):
+            return ArraysOfWorkers(feed, self._held_by_workers(feed))
+        if isinstance(feed, FileFeed) and self._workers_read(feed):
+            return ReadByWorkers(feed)
+        return feed
+
+    def _held_by_workers(self, feed: ArrayFeed) -> Any:
+        """The arrays on each worker; `None` if they are too large to be sent."""
+        if feed not in self._held:
+            bound = self._strategy.device_data_bytes
+            arrays = feed.arrays
+            if self._workers_read(feed):
+                self._held[feed] = self._strategy.on_each_worker(_loading(feed))
+            elif device_feed.is_dense(arrays) and device_feed.size_bytes(arrays) > (
+                SENT_BYTES if bound is None else bound
+            ):
+                self._held[feed] = None
+            else:
+                self._held[feed] = self._strategy.on_each_worker(_received, arrays)
+        return self._held[feed]
+
+    def _workers_read(self, feed: Feed) -> bool:
+        """Whether each worker, asked once, can make the same feed."""
+        if feed.origin is None:
+            return False
+        if feed not in self._readable:
+            line = feed.origin.to_json()
+            found = self._strategy.answers(tf.function(lambda: reader.fingerprint_of_worker(line), autograph=False))
+            self._readable[feed] = found is not None and {int(one) for one in found} == {reader.fingerprint(feed)}
+            if not self._readable[feed]:
+                name = feed.origin.source.name
+                warnings.warn(
+                    f"The chief sends the examples of `{name}`: a worker does not find the same", stacklevel=2
+                )
+        return self._readable[feed]
+
+
+class ArraysOfWorkers(WrappedFeed):
+    """Arrays of which each worker has a copy or, where `held` is `None`, gets the examples of its steps."""
+
+    def __init__(self, feed: ArrayFeed, held: Any):
+        super().__init__(feed)
+        self.batches = feed.batches
+        self._held = held
+
+    def start(self, epoch: int, first_batch: int) -> Indices:
+        arrays, positions = self._feed.start(epoch, first_batch)
+        return Indices(self.batch_size, arrays, tuple(of_each.numpy() for of_each in positions), self._held)
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Indices:
+        del saved
+        return self.start(epoch, first_batch)
+
+
+@dataclass(frozen=True)
+class Indices:
+    """A pass over arrays, on the chief: the order of the examples, and what is known of each."""
+
+    batch_size: int
+    arrays: Any
+    positions: Sequence[np.ndarray]
+    held: Any
+
+    def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
+        """The steps from batch `first` on, `length` per closure."""
+        for begin in range(first, first + count, length):
+            steps = min(length, first + count - begin)
+            rows = slice(begin * self.batch_size, (begin + steps) * self.batch_size)
+            indices, *rest = (of_each[rows] for of_each in self.positions)
+            arrays = self.held
+            if arrays is None:
+                with tf.device("CPU:0"):
+                    arrays = keras_data.gather(self.arrays, tf.constant(indices))
+                indices = np.arange(len(indices), dtype=indices.dtype)
+            examples = tuple(tf.constant(of_each) for of_each in (indices, *rest))
+            whole = len(indices) == STEPS_OF_A_CLOSURE * self.batch_size
+            yield Closure(((arrays, examples), tf.constant(steps)), steps, whole)
+
+
+class ReadByWorkers(WrappedFeed):
+    """Batches of files: a worker reads those of its steps, and nobody any others."""
+
+    def __init__(self, feed: FileFeed):
+        super().__init__(feed)
+        assert feed.origin is not None
+        rows = feed.batch_size if feed.examples % feed.batch_size == 0 else None
+        specs = tuple(tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype) for spec in tree.flatten(feed.spec))
+        self.batches = ReadBatches(True, origin=feed.origin.to_json(), specs=specs, structure=feed.spec)
+        self._files = feed
+
+    def start(self, epoch: int, first_batch: int) -> Numbers:
+        self._files.begin(epoch)
+        return Numbers(epoch, self._files.num_batches)
+
+    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Numbers:
+        del saved
+        return self.start(epoch, first_batch)
+
+    @contextlib.contextmanager
+    def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
+        del first_batch, batches
+        try:
+            yield
+        except tf.errors.OpError as error:
+            told = reader.error_of_worker(error)
+            if told is None:
+                raise
+            raise told from error
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A pass whose batches are read by their numbers, on the chief."""
+
+    epoch: int
+    num_batches: int
+
+    def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
+        """The steps from batch `first` on, `length` per closure."""
+        for begin in range(first, min(first + count, self.num_batches), length):
+            end = min(begin + length, first + count, self.num_batches)
+            place = tf.constant([self.epoch, begin, end], tf.int64)
+            yield Closure((place, tf.constant(end - begin)), end - begin, end - begin == STEPS_OF_A_CLOSURE)
+
+
+@dataclass(frozen=True)
+class ReadBatches(DatasetBatches):
+    """A batch that the worker reads, by its number; the state is the place of the closure.
+
+    Attributes:
+        origin: of the feed.
+        specs: of the tensors of a batch, flat.
+        structure: a batch has it.
+    """
+
+    origin: str = field(kw_only=True)
+    specs: tuple[tf.TensorSpec, ...] = field(kw_only=True)
+    structure: Any = field(kw_only=True, compare=False)
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        with tf.device("CPU:0"):
+            number = state[1] + tf.cast(step, tf.int64)
+            return tree.pack_sequence_as(self.structure, reader.batch_of_worker(self.origin, state, number, self.specs))
+
+
+def of_workers(batches: Batches) -> Batches:
+    """What the workers' graph reads of a closure."""
+    return batches if isinstance(batches, ArrayBatches | ReadBatches) else FetchedBatches()
+
+
+def closures(batches: Batches, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
+    """The closures of `count` steps from batch `first` of the pass on; fewer when the data end.
+
+    Args:
+        batches: as the feed has them.
+        state: of the pass.
+        first: the number of the first batch.
+        count: the number of steps.
+        length: the largest number of steps per closure.
+    """
+    if isinstance(state, Indices | Numbers):
+        yield from state.closures(first, count, length)
+    else:
+        for batch in batches.take(state, first, count):
+            yield Closure((batch, tf.constant(1)), 1)
+
+
+@tf.function(autograph=False)
+def _received(arrays: Any) -> Any:
+    return tf.nest.map_structure(tf.identity, arrays)
+
+
+def _loading(feed: ArrayFeed) -> Any:
+    """A graph function with which a worker loads the arrays of `feed`."""
+    assert feed.origin is not None
+    tensors, line = reader.different(feed.arrays), feed.origin.to_json()
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    places = tree.map_structure(lambda one: None if one is None else numbers[id(one)], feed.arrays)
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+    @tf.function(autograph=False)
+    def load() -> Any:
+        loaded = reader.arrays_of_worker(line, specs)
+        return tree.map_structure(lambda place: None if place is None else loaded[place], places)
+
+    return load
