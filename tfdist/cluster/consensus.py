@@ -6,8 +6,9 @@ All processes must call each function here together; it returns the same in each
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tfdist.cluster.world import World
@@ -134,6 +135,23 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
         error = DisagreementError.among(facts_by_rank, peers.world.named_briefly)
         if error is not None:
             raise error
+
+
+def require_equal_variables(peers: ProcessGroup, described: Sequence[str]) -> None:
+    """Compares the dtypes and shapes of the variables of the processes.
+
+    Raises:
+        DisagreementError: they differ; raised in every process, with the first one that differs.
+    """
+    if len(set(all_gather_object(peers, fingerprint(list(described)), "shares its variables"))) == 1:
+        return
+    found = all_gather_object(peers, list(described), "shares its variables")
+    at = next(index for index, these in enumerate(itertools.zip_longest(*found)) if len(set(these)) > 1)
+    values = [these[at] if at < len(these) else "missing" for these in found]
+    raise DisagreementError(
+        f"The processes of the job disagree on the model: variable {at + 1} is {_by_process(peers, values)}",
+        "build the same model, on the same data, in all processes",
+    )
 
 
 def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str) -> None:
