@@ -42,6 +42,14 @@ class ProcessGroup(Protocol):
         """The messages of all processes, by rank; each process calls this with its own."""
         ...
 
+    def broadcast(self, values: np.ndarray) -> np.ndarray:
+        """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""
+        ...
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Gives Keras `variables` the chief's values in every process."""
+        ...
+
 
 class Alone:
     """A job of one process."""
@@ -53,6 +61,13 @@ class Alone:
     def exchange(self, message: bytes) -> list[bytes]:
         """The message of this process."""
         return [message]
+
+    def broadcast(self, values: np.ndarray) -> np.ndarray:
+        """The values of this process."""
+        return values
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Nothing: there is no other process."""
 
 
 def all_gather_object(peers: ProcessGroup, value: Any, doing: str = "exchanges values") -> list[Any]:

@@ -13,7 +13,8 @@ Synopsis:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,14 +51,19 @@ def regions(variable: tf.Variable, most_bytes: int) -> Iterator[Region]:
             yield (*(slice(i, i + 1) for i in index), slice(begin, min(begin + count, shape[axis])))
 
 
+def region_of(variable: tf.Variable, region: Region) -> tf.Tensor:
+    """The values of a region, in a graph or outside."""
+    value = tf.convert_to_tensor(variable)
+    return value[region] if region else value
+
+
 def read(variable: tf.Variable, region: Region = ()) -> np.ndarray:
     """The values of a region. They may be in the memory of the variable: use them before it changes."""
-    value = tf.convert_to_tensor(variable)
-    value = value[region] if region else value
+    value = region_of(variable, region)
     return np.asarray(value if value.shape.rank else value.numpy())  # NumPy refuses scalars of bfloat16
 
 
-def assign(variable: tf.Variable, region: Region, values: np.ndarray) -> None:
+def assign(variable: tf.Variable, region: Region, values: Any) -> None:
     """Assigns the values of a region, in place."""
     if not region:
         variable.assign(values)
@@ -69,13 +75,41 @@ def assign(variable: tf.Variable, region: Region, values: np.ndarray) -> None:
     )
 
 
-def region_shape(variable: tf.Variable, region: Region) -> list[int]:
-    """The shape of the values of a region."""
-    return [*(part.stop - part.start for part in region), *variable.shape[len(region) :]]
-
-
 def assign_all(held: Sequence[tf.Variable], values: np.ndarray) -> None:
     """Assigns `values` to each of several variables, which have its shape."""
     for variable in held:
         for region in regions(variable, PIECE_BYTES):
             assign(variable, region, values[region])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of the copies of a variable."""
+
+    held: Sequence[tf.Variable]
+    region: Region
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the values."""
+        return [*(part.stop - part.start for part in self.region), *self.held[0].shape[len(self.region) :]]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the values of one copy."""
+        return math.prod(self.shape) * dtype_of(self.held[0]).itemsize
+
+
+def packs(variables: Iterable[Any], most_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces of all variables, in their order, in lists of at most `most_bytes` together."""
+    pack: list[Piece] = []
+    size = 0
+    for held in map(copies, variables):
+        for piece in (Piece(held, region) for region in regions(held[0], most_bytes)):
+            if pack and size + piece.size_bytes > most_bytes:
+                yield pack
+                pack, size = [], 0
+            pack.append(piece)
+            size += piece.size_bytes
+    if pack:
+        yield pack
