@@ -150,7 +150,7 @@ class MultiProcessStrategy(base.Strategy):
         return self.communicator.all_gather(number[tf.newaxis], "numbers")
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
-        return self.communicator.broadcast(tf.constant(values), "broadcast").numpy()
+        return self.communicator.broadcast_bytes(values)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

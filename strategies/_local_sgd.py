@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from tfdist.data.pipeline.feed import Batches
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
-from tfdist.internals.tensorflow_variables import Piece
+from tfdist.internals.tensorflow_variables import PIECE_BYTES, size_bytes
 from tfdist.strategies import base
 
 
@@ -123,13 +123,7 @@ class Averages:
         if examples[0] == 0:
             return
         self._share, self._examples = self._examples / examples[0], 0
-        distance = np.zeros(1, np.float64)
-        for part in self._parts:
-            local = part.packed()
-            mean = self.mean(local)
-            part.unpack(mean)
-            difference = local[: part.weights] - mean[: part.weights]
-            distance += np.dot(difference, difference)
+        distance = np.array([sum(part.average(self.mean) for part in self._parts)], np.float64)
         self.communicator.sum_in_place(distance)
         self._disagreements.append(math.sqrt(distance[0] / self.communicator.size))
         self.taken += 1
@@ -158,49 +152,65 @@ class _Part:
     """Some of the weights and slots, which travel in one array.
 
     Args:
-        pieces: of variables.
-        weights: the number of weights, which come before the slots.
+        variables: small ones, or a large one.
+        weights: the number of their elements that are weights, which come before the slots.
     """
 
-    def __init__(self, pieces: Sequence[Piece], weights: int):
+    def __init__(self, variables: Sequence[tf.Variable], weights: int):
         self.weights = weights
-        self.size = sum(map(_size, pieces))
-        self._pieces = pieces
+        self.size = sum(map(_size, variables))
+        self._variables = variables
         # One copy to NumPy and one back, instead of one per variable.
         self._pack_in_graph = tf.function(self._pack, autograph=False)
         self._unpack_in_graph = tf.function(self._unpack, autograph=False)
 
-    def packed(self) -> np.ndarray:
-        """The values of this process in one float32 array."""
-        return self._pack_in_graph().numpy()
+    def average(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
+        """Assigns the `mean` of the values, and returns the squared distance of the weights from it."""
+        if len(self._variables) == 1 and size_bytes(self._variables[0]) > PIECE_BYTES:
+            return self._average_large(mean)
+        local = self._pack_in_graph().numpy()
+        averaged = mean(local)
+        self._unpack_in_graph(tf.constant(averaged))
+        return _squared(local[: self.weights] - averaged[: self.weights])
 
-    def unpack(self, values: np.ndarray) -> None:
-        """Assigns `values`, in the order of `packed`."""
-        self._unpack_in_graph(tf.constant(values))
+    def _average_large(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
+        """As `average`, of one variable, in pieces."""
+        (variable,) = self._variables
+        whole = tensorflow_variables.read(variable).reshape(-1).copy()
+        distance = 0.0
+        for begin in range(0, whole.size, PIECE_BYTES // whole.itemsize):
+            piece = whole[begin : begin + PIECE_BYTES // whole.itemsize]
+            local = piece.astype(np.float32)
+            averaged = mean(local)
+            distance += _squared(local - averaged) if self.weights else 0.0
+            piece[:] = averaged
+        tensorflow_variables.fill(variable, whole)
+        return distance
 
     def _pack(self) -> tf.Tensor:
-        values = [tensorflow_variables.region_of(piece.held[0], piece.region) for piece in self._pieces]
-        return tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in values], 0)
+        return tf.concat([tf.reshape(tf.cast(variable, tf.float32), [-1]) for variable in self._variables], 0)
 
     def _unpack(self, flat: tf.Tensor) -> None:
-        parts = tf.split(flat, list(map(_size, self._pieces)))
-        for piece, part in zip(self._pieces, parts, strict=True):
-            variable = piece.held[0]
-            values = tf.cast(tf.reshape(part, piece.shape), variable.dtype)
-            tensorflow_variables.assign(variable, piece.region, values)
+        parts = tf.split(flat, list(map(_size, self._variables)))
+        for variable, part in zip(self._variables, parts, strict=True):
+            variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
 
 
 def _parts(variables: Sequence[Any], weights: int) -> list[_Part]:
     """The parts of `variables`, of whose elements the first `weights` are weights."""
     parts: list[_Part] = []
-    for pieces in tensorflow_variables.packs(variables, tensorflow_variables.PIECE_BYTES):
-        parts.append(_Part(pieces, max(weights, 0)))
+    for pack in tensorflow_variables.packs(variables, PIECE_BYTES):
+        parts.append(_Part([held[0] for held in pack], max(weights, 0)))
         weights -= parts[-1].size
     return parts
 
 
-def _size(piece: Piece) -> int:
-    return math.prod(piece.shape)
+def _size(variable: tf.Variable) -> int:
+    return math.prod(variable.shape)
+
+
+def _squared(difference: np.ndarray) -> float:
+    return float(np.dot(difference, difference))
 
 
 def _slots(model: Any) -> list[Any]:

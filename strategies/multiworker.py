@@ -223,7 +223,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
         if self.communicator is not None:
-            return self.communicator.broadcast(tf.constant(values), "broadcast").numpy()
+            return self.communicator.broadcast_bytes(values)
         return distribute.broadcast(self.tf_strategy, values, self.world.is_chief)
 
     @contextlib.contextmanager

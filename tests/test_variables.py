@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.communicators import variables as shared_variables
+from tfdist.internals import tensorflow_variables
 
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 DTYPES += ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
@@ -59,3 +60,13 @@ def test_large_variables_are_sent_in_pieces(shape, dtype, monkeypatch):
 def test_small_variables_travel_together():
     chief, other = ([tf.Variable(np.full(3, value, "float32")) for _ in range(50)] for value in (1, 2))
     assert shared(chief, other) == [600]
+
+
+def test_a_large_variable_is_filled_where_it_is_and_read_and_updated_there_afterwards():
+    variable, values = tf.Variable(tf.zeros([1 << 23])), np.arange(1 << 23, dtype="float32")
+    tensorflow_variables.fill(variable, values)
+    address = tensorflow_variables.read(variable).ctypes.data
+    np.testing.assert_array_equal(variable.numpy(), values)
+    variable.assign_add(tf.ones_like(variable))
+    assert tensorflow_variables.read(variable).ctypes.data == address
+    np.testing.assert_array_equal(variable.numpy(), values + 1)

@@ -334,7 +334,8 @@ def _assign(variable: Any, entry: Entry) -> None:
 
 
 def _assign_all(variable: Any, value: np.ndarray) -> None:
-    tensorflow_variables.assign_all(copies(variable), value)
+    for copy in copies(variable):
+        tensorflow_variables.fill(copy, value)
 
 
 def _described(group: str, thing: Any, name: str) -> str:

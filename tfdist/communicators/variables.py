@@ -11,13 +11,13 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfdist.internals import tensorflow_variables
-from tfdist.internals.tensorflow_variables import PIECE_BYTES, Piece
+from tfdist.internals.tensorflow_variables import PIECE_BYTES, filled, memory, read, size_bytes
 
 # The chief's bytes `[n]` uint8 in all processes, each of which calls it with as many of its own.
 Broadcast = Callable[[np.ndarray], np.ndarray]
@@ -25,15 +25,32 @@ Broadcast = Callable[[np.ndarray], np.ndarray]
 
 def broadcast_variables(variables: Iterable[Any], broadcast: Broadcast, is_chief: bool) -> None:
     """Gives Keras or TensorFlow `variables` the values of the chief's."""
-    for pieces in tensorflow_variables.packs(variables, PIECE_BYTES):
-        ends = np.cumsum([piece.size_bytes for piece in pieces])
-        message = np.empty(ends[-1], np.uint8)
-        if is_chief:
-            for piece, part in zip(pieces, np.split(message, ends[:-1]), strict=True):
-                part[:] = _bytes(tensorflow_variables.read(piece.held[0], piece.region))
-        message = broadcast(message) if len(message) else message
-        for piece, part in zip(pieces, np.split(message, ends[:-1]), strict=True):
-            _assign(piece, part)
+    for pack in tensorflow_variables.packs(variables, PIECE_BYTES):
+        if size_bytes(pack[0][0]) > PIECE_BYTES:
+            _broadcast_large(pack[0], broadcast, is_chief)
+        else:
+            _broadcast_pack(pack, broadcast, is_chief)
+
+
+def _broadcast_large(held: Sequence[Any], broadcast: Broadcast, is_chief: bool) -> None:
+    if is_chief:
+        broadcast_array(read(held[0]), broadcast)
+    else:
+        with filled(held[0]) as content:
+            broadcast_array(content, broadcast)
+    for copy in held[1:]:
+        tensorflow_variables.fill(copy, read(held[0]))
+
+
+def _broadcast_pack(pack: Sequence[Sequence[Any]], broadcast: Broadcast, is_chief: bool) -> None:
+    ends = np.cumsum([size_bytes(held[0]) for held in pack])
+    if not ends[-1]:
+        return
+    message = np.concatenate([memory(read(held[0])) for held in pack]) if is_chief else np.zeros(ends[-1], np.uint8)
+    for held, part in zip(pack, np.split(broadcast(message), ends[:-1]), strict=True):
+        values = part.view(held[0].dtype.as_numpy_dtype).reshape(held[0].shape)
+        for variable in held[is_chief:]:
+            variable.assign(values)
 
 
 def described(variables: Iterable[Any]) -> list[str]:
@@ -44,19 +61,8 @@ def described(variables: Iterable[Any]) -> list[str]:
 
 def broadcast_array(array: np.ndarray, broadcast: Broadcast) -> None:
     """Fills a C-contiguous `array` with the values of the chief's, which may be read-only."""
-    flat = _bytes(array)
+    flat = memory(array)
     for begin in range(0, len(flat), PIECE_BYTES):
         values = broadcast(flat[begin : begin + PIECE_BYTES])
         if flat.flags.writeable:
             flat[begin : begin + PIECE_BYTES] = values
-
-
-def _assign(piece: Piece, message: np.ndarray) -> None:
-    values = message.copy().view(tensorflow_variables.dtype_of(piece.held[0])).reshape(piece.shape)
-    for variable in piece.held:
-        tensorflow_variables.assign(variable, piece.region, values)
-
-
-def _bytes(values: np.ndarray) -> np.ndarray:
-    """The memory of a C-contiguous array, as an array `[n]` of bytes."""
-    return values.reshape(-1).view(np.uint8)
