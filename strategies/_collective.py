@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import consensus, process_exit
@@ -21,7 +22,6 @@ from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, structures
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus, base
@@ -145,10 +145,8 @@ class MultiProcessStrategy(base.Strategy):
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         return self.communicator.all_gather(number[tf.newaxis], "numbers")
 
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        for index, variable in enumerate(variables):
-            value = tf.convert_to_tensor(tf_variable(variable))
-            tf_variable(variable).assign(self.communicator.broadcast(value, f"variable.{index}"))
+    def broadcast(self, values: np.ndarray) -> np.ndarray:
+        return self.communicator.broadcast_bytes(values)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

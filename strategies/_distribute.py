@@ -7,11 +7,13 @@ device. The processes of a job meet before TensorFlow's servers start.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import job_environment, rendezvous
@@ -147,3 +149,29 @@ def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], d
         )
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return rendezvous.meet(world, versions | {"strategy": strategy} | dict(job_settings), deadline_seconds)
+
+
+def broadcast(strategy: tf.distribute.Strategy, values: np.ndarray, is_chief: bool) -> np.ndarray:
+    """The chief's `values`, `[n]` uint8, in all processes."""
+    # Collectives add up no bytes, so four of them are sent as an int32, whose sum with zeros is exact.
+    mine = values if is_chief else np.zeros_like(values)
+    words = np.append(mine, np.zeros(-len(values) % 4, np.uint8)).view(np.int32)
+    return _sum_of_first(strategy)(tf.constant(words)).numpy().view(np.uint8)[: len(values)]
+
+
+@functools.cache
+def _sum_of_first(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
+    """The sum of int32 numbers over the first replicas of the processes."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+    def sum_of_first(values: tf.Tensor) -> Any:
+        def on_replica() -> Any:
+            index = base.current_index()
+            is_first = index % len(strategy.extended.worker_devices) == 0
+            # A tensor from outside the function has no device to reduce on.
+            mine = tf.identity(values) if is_first else tf.zeros_like(values)
+            return MirroredReplica(index, strategy.num_replicas_in_sync).all_reduce([mine])[0]
+
+        return base.local_results(strategy, strategy.run(on_replica))[0]
+
+    return sum_of_first

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.array_feed import ArrayBatches
 from tfdist.data.pipeline.feed import Batches
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
+from tfdist.internals.tensorflow_variables import PIECE_BYTES, size_bytes
 from tfdist.strategies import base
 
 
@@ -91,18 +94,20 @@ class AveragingProgram(StepProgram):
 
 
 class Averages:
-    """Averages a model's weights and its optimizer's slots over the processes, in one contiguous array."""
+    """Averages a model's weights and its optimizer's slots over the processes, one part after the other.
+
+    Attributes:
+        taken: the number of averagings so far.
+    """
 
     def __init__(self, communicator: Any, model: Any):
         self.communicator = communicator
+        self.taken = 0
         # Seeds and counters, which are integers, are not averaged.
         weights = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
-        self._variables = [*weights, *_slots(model)]
-        self._weights = sum(math.prod(v.shape) for v in weights)
-        # One copy to NumPy and one back, instead of one per variable.
-        self._pack_in_graph = tf.function(self._pack, autograph=False)
-        self._unpack_in_graph = tf.function(self._unpack, autograph=False)
+        self._parts = _parts([*weights, *_slots(model)], sum(math.prod(v.shape) for v in weights))
         self._examples = 0
+        self._share = 0.0
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -116,29 +121,25 @@ class Averages:
     def take(self) -> None:
         """Gives every process the mean of the weights, and measures the time and the distance from it."""
         began = time.perf_counter()
-        local = self.packed()
-        mean = self.mean(local)
-        if mean is None:
-            return
-        self.unpack(mean)
-        difference = local[: self._weights] - mean[: self._weights]
-        distance = np.array([np.dot(difference, difference)], np.float64)
-        self.communicator.sum_in_place(distance)
-        self._disagreements.append(math.sqrt(distance[0] / self.communicator.size))
-        self._seconds += time.perf_counter() - began
-
-    def mean(self, values: np.ndarray) -> np.ndarray | None:
-        """The mean of the processes' `values`, weighted by their examples since the last averaging.
-
-        `None` if no process has had an example. An algorithm that averages otherwise overrides this.
-        """
         examples = np.array([self._examples], np.float64)
         self.communicator.sum_in_place(examples)
         if examples[0] == 0:
-            return None
-        mean = values * np.float32(self._examples / examples[0])
+            return
+        self._share, self._examples = self._examples / examples[0], 0
+        distance = np.array([sum(part.average(self.mean) for part in self._parts)], np.float64)
+        self.communicator.sum_in_place(distance)
+        self._disagreements.append(math.sqrt(distance[0] / self.communicator.size))
+        self.taken += 1
+        self._seconds += time.perf_counter() - began
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """The mean of the processes' `values`, weighted by their examples since the last averaging.
+
+        It is called for each part of the weights and slots, whose number is the same in all processes. An algorithm
+        that averages otherwise overrides this; `values` must stay as they are.
+        """
+        mean = values * np.float32(self._share)
         self.communicator.sum_in_place(mean)
-        self._examples = 0
         return mean
 
     def end_epoch(self) -> dict[str, float]:
@@ -149,22 +150,70 @@ class Averages:
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
         return {"disagreement": disagreement, "sync_seconds": mean}
 
-    def packed(self) -> np.ndarray:
-        """The weights and slots of this process in one float32 array."""
-        return self._pack_in_graph().numpy()
 
-    def unpack(self, values: np.ndarray) -> None:
-        """Assigns `values`, in the order of `packed`."""
-        self._unpack_in_graph(tf.constant(values))
+class _Part:
+    """Some of the weights and slots, which travel in one array.
+
+    Args:
+        variables: small ones, or a large one.
+        weights: the number of their elements that are weights, which come before the slots.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable], weights: int):
+        self.weights = weights
+        self.size = sum(map(_size, variables))
+        self._variables = variables
+        # One copy to NumPy and one back, instead of one per variable.
+        self._pack_in_graph = tf.function(self._pack, autograph=False)
+        self._unpack_in_graph = tf.function(self._unpack, autograph=False)
+
+    def average(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
+        """Assigns the `mean` of the values, and returns the squared distance of the weights from it."""
+        if len(self._variables) == 1 and size_bytes(self._variables[0]) > PIECE_BYTES:
+            return self._average_large(mean)
+        local = self._pack_in_graph().numpy()
+        averaged = mean(local)
+        self._unpack_in_graph(tf.constant(averaged))
+        return _squared(local[: self.weights] - averaged[: self.weights])
+
+    def _average_large(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
+        """As `average`, of one variable, in pieces."""
+        (variable,) = self._variables
+        whole = tensorflow_variables.read(variable).reshape(-1).copy()
+        distance = 0.0
+        for begin in range(0, whole.size, PIECE_BYTES // whole.itemsize):
+            piece = whole[begin : begin + PIECE_BYTES // whole.itemsize]
+            local = piece.astype(np.float32)
+            averaged = mean(local)
+            distance += _squared(local - averaged) if self.weights else 0.0
+            piece[:] = averaged
+        tensorflow_variables.fill(variable, whole)
+        return distance
 
     def _pack(self) -> tf.Tensor:
-        flat = [tf.reshape(tf.cast(tf_variable(variable), tf.float32), [-1]) for variable in self._variables]
-        return tf.concat([tf.zeros(0), *flat], 0)
+        return tf.concat([tf.reshape(tf.cast(variable, tf.float32), [-1]) for variable in self._variables], 0)
 
     def _unpack(self, flat: tf.Tensor) -> None:
-        parts = tf.split(flat, [math.prod(variable.shape) for variable in self._variables])
+        parts = tf.split(flat, list(map(_size, self._variables)))
         for variable, part in zip(self._variables, parts, strict=True):
-            tf_variable(variable).assign(tf.cast(tf.reshape(part, variable.shape), tf_variable(variable).dtype))
+            variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
+
+
+def _parts(variables: Sequence[Any], weights: int) -> list[_Part]:
+    """The parts of `variables`, of whose elements the first `weights` are weights."""
+    parts: list[_Part] = []
+    for pack in tensorflow_variables.packs(variables, PIECE_BYTES):
+        parts.append(_Part([held[0] for held in pack], max(weights, 0)))
+        weights -= parts[-1].size
+    return parts
+
+
+def _size(variable: tf.Variable) -> int:
+    return math.prod(variable.shape)
+
+
+def _squared(difference: np.ndarray) -> float:
+    return float(np.dot(difference, difference))
 
 
 def _slots(model: Any) -> list[Any]:

@@ -9,7 +9,7 @@ Every strategy answers
 one whose replicas are in several processes also
 
     exchange(message)         the messages of all processes
-    broadcast_variables(...)  gives the chief's values to all processes
+    broadcast(values)         the chief's values, in all processes
     numbers_of_all(number)    a number of each process, inside a graph
     sum_metrics(...)          the state of metrics, summed over all replicas
     coordinate(steps, stop)   what all processes do next; lock-step, unless it is overridden
@@ -29,10 +29,12 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster import consensus
 from tfdist.cluster.world import World
+from tfdist.communicators import variables as shared_variables
 from tfdist.core import randomness
 from tfdist.core.replica import Replica
 from tfdist.data.pipeline import device_feed, together
@@ -204,8 +206,19 @@ class Strategy(KerasMethods):
             inner_loop.PredictProgram(self, steps) if steps.kind == "predict" else inner_loop.StepProgram(self, steps)
         )
 
+    def broadcast(self, values: np.ndarray) -> np.ndarray:
+        """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""
+        return values
+
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives Keras `variables` the chief's values in every process."""
+        """Gives Keras `variables` the chief's values in every process.
+
+        Raises:
+            DisagreementError: the processes have variables of different shapes or dtypes.
+        """
+        if self.world.world_size > 1:
+            consensus.require_equal_variables(self, shared_variables.described(variables))
+            shared_variables.broadcast_variables(variables, self.broadcast, self.world.is_chief)
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """The context of all work of several processes; its errors say which process is missing."""

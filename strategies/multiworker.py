@@ -215,17 +215,10 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
             return self.communicator.all_gather(one, "numbers")
         return collectives.all_gather(self.tf_strategy)(one)[:: len(self.devices)]
 
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        def on_replica(replica: base.Replica) -> None:
-            values = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
-            mine = tf.constant(replica.index == 0)
-            kept = [tf.where(mine, value, tf.zeros_like(value)) for value in map(_summable, values)]
-            shared = gradient_reduction.packed(replica.all_reduce, gradient_reduction.Packing(None))(kept)
-            replica.write([(v, tf.cast(s, tf_variable(v).dtype)) for v, s in zip(variables, shared, strict=True)])
-
-        if variables:
-            # TensorFlow warns of retracing by a function's code, which all calls share, unless it is wrapped.
-            tf.function(functools.partial(self.run, on_replica), autograph=False)()
+    def broadcast(self, values: np.ndarray) -> np.ndarray:
+        if self.communicator is not None:
+            return self.communicator.broadcast_bytes(values)
+        return distribute.broadcast(self.tf_strategy, values, self.world.is_chief)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -265,11 +258,6 @@ def _is_in_parts(variable: Any) -> bool:
     """Whether each replica has a part of `variable`, as of the state of a metric."""
     value, on_read, of_parts = tf_variable(variable), tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
     return value.synchronization == on_read and value.aggregation == of_parts
-
-
-def _summable(value: tf.Tensor) -> tf.Tensor:
-    """`value` in a dtype that collectives can sum."""
-    return value if value.dtype in (tf.float32, tf.float64, tf.int32, tf.int64) else tf.cast(value, tf.float32)
 
 
 @functools.cache

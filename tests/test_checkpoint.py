@@ -267,13 +267,14 @@ class TestFullDisk:
             subprocess.run(["umount", disk], check=True)
 
     class FillDisk(keras.callbacks.Callback):
-        def __init__(self, disk, free):
+        def __init__(self, disk, free, keep):
             super().__init__()
-            self.disk, self.free = disk, free
+            self.disk, self.free, self.keep = disk, free, keep
 
         def on_epoch_begin(self, epoch, logs=None):
             if epoch != 1:
                 return
+            assert self.keep.saved is not None  # waits until the first checkpoint is written
             content = bytes(4096)
             with contextlib.suppress(OSError), open(self.disk / "filling", "wb", buffering=0) as file:
                 while file.write(content):
@@ -285,7 +286,8 @@ class TestFullDisk:
         folder = disk / "checkpoints"
         words = f"cannot be written to `{folder}`", f"where {free:,} are free", "No space left"
         with refuses(CheckpointError, *words) as raised:
-            run(callbacks=[self.FillDisk(disk, free), Checkpoint(folder)], epochs=2)
+            keep = Checkpoint(folder)
+            run(callbacks=[self.FillDisk(disk, free, keep), keep], epochs=2)
         good = "the last checkpoint, `step-00000006.ckpt`, is as it was"
         assert raised.value.hint == f"make room there, or choose another folder; {good}"
         assert names(folder) == ["step-00000006.ckpt"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.processes import test_any_model, test_communicators, test_data
-from tests.processes.jobs import Several, require_horovod
+from tests.processes.jobs import RunningJob, Several, require_horovod
 
 # Both processes pass what is equal, and both end with the same sentence on what is not.
 VERIFIES = """
@@ -47,6 +47,35 @@ except VerificationError as error:
     print("NAMED", error.sentence)
 """
 
+# Each dtype holds a number that is another one in the next smaller dtype, and in float32.
+VARIABLES = """
+import sys
+import tfdist
+
+name, *options = sys.argv[1:]
+strategy = tfdist.strategy(name, **dict(option.split("=") for option in options))
+import keras
+import numpy as np
+import tensorflow as tf
+
+TOLD = {
+    "bool": True, "int8": -7, "uint8": 255, "int16": -(2**15), "int32": 2**30 + 1, "uint32": 2**31 + 1,
+    "int64": 2**53 + 1, "uint64": 2**63 + 1, "float16": 1 / 3, "bfloat16": 3.0, "float32": 0.1, "float64": 1 / 3,
+}
+here = {dtype: tf.Variable(tf.zeros([2, 3], dtype)) for dtype in TOLD}
+with strategy.scope():
+    shared = {dtype: keras.Variable(np.zeros([2, 3]), dtype=dtype) for dtype in ("float32", "int32", "int64")}
+variables = [*here.items(), *shared.items()]
+for dtype, variable in variables:
+    if strategy.world.is_chief:
+        variable.assign(tf.fill([2, 3], tf.constant(TOLD[dtype], dtype)))
+strategy.broadcast_variables([variable for _, variable in variables])
+for dtype, variable in variables:
+    found = np.asarray(tf.convert_to_tensor(variable)).tobytes()
+    assert found == np.asarray(tf.fill([2, 3], tf.constant(TOLD[dtype], dtype))).tobytes(), dtype
+print("ALL RIGHT")
+"""
+
 ENGINES = {"multiworker": "sockets", "horovod": "Gloo"}
 
 
@@ -59,6 +88,7 @@ def job(request, tmp_path_factory):
         "predictions": (test_any_model.OUTPUTS, [strategy, "{}"]),
         "single batches": (test_any_model.ON_BATCH, [strategy]),
         "verify": (VERIFIES, [strategy]),
+        "variables": (VARIABLES, [strategy]),
     }
     if strategy == "multiworker":
         scripts["alike"] = (test_data.FIT_ALIKE, [strategy])
@@ -73,6 +103,18 @@ def test_predictions_of_any_type_are_those_of_one_device(job):
 
 def test_single_batches_are_those_of_one_device(job):
     assert job.printed("single batches") == ["ALL RIGHT\n"] * 2
+
+
+def test_variables_of_every_dtype_get_the_chiefs_values_bit_by_bit(job):
+    assert job.printed("variables") == ["ALL RIGHT\n"] * 2
+
+
+def test_so_they_do_over_tensorflows_own_collectives(tmp_path):
+    (tmp_path / "script.py").write_text(VARIABLES)
+    with RunningJob("--log-dir", "logs", "script.py", "multiworker", "communication=ring", cwd=tmp_path) as started:
+        code, out, err = started.end()
+    assert code == 0, err
+    assert "ALL RIGHT" in out
 
 
 def test_all_operations_give_every_process_what_they_promise(job):

@@ -19,6 +19,7 @@ The format of the files is in `tfdist.checkpointing.format`, what is in them in 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import time
@@ -29,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpointing import resume
+from tfdist.checkpointing import resume, writer
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.checkpointing.position import Position
 from tfdist.checkpointing.store import Store
 from tfdist.cluster import consensus, elastic
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import CheckpointError, UnknownNameError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
@@ -71,7 +72,7 @@ class Checkpoint(ClockedCallback):
 
     Attributes:
         resumed_from: the file that this `fit` went on from, or None.
-        saved: the file that was written last, or None.
+        saved: the file that was written last, or None; waits for the one under way.
         best: `{"monitor", "value", "epoch"}` of the best epoch so far, or None.
         step: how many steps the run has taken.
         epoch_logs: the logs of each finished epoch, its number under "epoch".
@@ -111,9 +112,9 @@ class Checkpoint(ClockedCallback):
         self.monitor = monitor
         self.mode = mode
         self.resumed_from: Path | None = None
-        self.saved: Path | None = None
         self.resume_batch: int | None = None  # tfdist's loop begins there
         self._store = Store(self.folder, keep)
+        self._writer = writer.Writer()
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._strategy: Strategy | None = None
         self._data: Passes | None = None
@@ -144,6 +145,7 @@ class Checkpoint(ClockedCallback):
         """The seed of the order of examples in the checkpoint to go on from; `None` without one."""
         if not self.resume:
             return None
+        writer.wait_for_all()
         stored = self._store.read_ahead()
         return None if stored is None else stored.header.seed
 
@@ -156,6 +158,8 @@ class Checkpoint(ClockedCallback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Chooses the checkpoint to go on from."""
         super().on_train_begin(logs)
+        writer.wait_for_all()  # of a training that an error has ended
+        self._writer.error()
         if self.saved is None:
             self._begin()
         self.resumed_from, self.resume_batch, self._stored = None, None, None
@@ -195,6 +199,17 @@ class Checkpoint(ClockedCallback):
         if self._callbacks is None:
             self.save_at_epoch_end(epoch, logs or {})
 
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Waits for the last checkpoint."""
+        if self._callbacks is None:
+            self.end()
+
+    @property
+    def saved(self) -> Path | None:
+        """The file that was written last, or None; waits for the one under way."""
+        self._writer.wait()
+        return self._writer.written
+
     @property
     def step(self) -> int:
         """How many steps the run has taken."""
@@ -214,7 +229,7 @@ class Checkpoint(ClockedCallback):
         assert header.path is not None
         resume.refuse_another_run(self.model, self._stored, self.params.get("steps"), self._seed)
         resume.restore(self.model, self._others(), self._stored, self._peers)
-        self.resumed_from = self.saved = header.path
+        self.resumed_from = self._writer.written = header.path
         self.best = header.best
         self.epoch_logs = list(header.epoch_logs)
         self._seconds_before = header.train_seconds
@@ -240,6 +255,8 @@ class Checkpoint(ClockedCallback):
 
     def save_within_epoch(self, logs: dict[str, Any]) -> None:
         """Saves if it is time to; called once all callbacks have seen the batch."""
+        if (error := self._writer.error()) is not None:
+            raise error
         # After an epoch's last batch, the epoch's end is saved instead: the loop could not go on from here to an
         # evaluation. Neither could stock Keras from within an epoch.
         at_end = self._position.batch == self.params.get("steps") or self.model.stop_training
@@ -250,7 +267,7 @@ class Checkpoint(ClockedCallback):
                 self._note_only_at_epoch_ends()
                 return
             self._save(self._position.epoch, self._position.batch, logs, data)
-            elastic.leave_if_told(self._peers)
+            elastic.leave_if_told(self._peers, self._finish_write)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Saves if it is time to; called once all callbacks have seen the epoch's logs."""
@@ -262,10 +279,11 @@ class Checkpoint(ClockedCallback):
         if due or last or self._position.is_due(self.every_steps):
             self._save(epoch + 1, 0, logs, self._data_state())
             if not last:
-                elastic.leave_if_told(self._peers)
+                elastic.leave_if_told(self._peers, self._finish_write)
 
     def end(self) -> None:
-        """The training ends."""
+        """The training ends, once its last checkpoint is written."""
+        self._finish_write()
         if self.resumed_from is not None:
             keras_internals.set_initial_epoch(self.model, None)
         self._stored, self.resume_batch = None, None
@@ -293,7 +311,8 @@ class Checkpoint(ClockedCallback):
     def _others(self) -> list[Any]:
         if self._callbacks is None:
             return []
-        return [c for c in self._callbacks.callbacks if not isinstance(c, _Last) and not _wraps(c, self)]
+        others = [c for c in self._callbacks.callbacks if not isinstance(c, _Last)]
+        return [c for c in others if all(inner is not self for inner in keras_patches.with_wrapped([c]))]
 
     def _note_only_at_epoch_ends(self) -> None:
         self._only_at_epoch_ends = True
@@ -308,12 +327,12 @@ class Checkpoint(ClockedCallback):
     def _save(self, epoch: int, batch: int, logs: dict[str, Any], data: list[Entry] | None) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             return
-        entries = training_state.read(self.model, self._peers)
-        if not training_state.finite(self.model, entries):
+        self._finish_write()  # before there is another snapshot in memory
+        entries, is_chief = training_state.snapshot(self.model, self._peers), self._peers.world.is_chief
+        if not consensus.broadcast_from_chief(self._peers, is_chief and training_state.finite(self.model, entries)):
             return
-        entries = training_state.of_all(entries, self._peers)
         self._position.step_saved = self.step
-        if not self._peers.world.is_chief:
+        if not is_chief:
             return
         states, arrays = training_state.callbacks_state(self._others())
         header = Header(
@@ -324,14 +343,26 @@ class Checkpoint(ClockedCallback):
             stopped=bool(self.model.stop_training),
             best=self.best,
             train_seconds=self.train_seconds,
-            epoch_logs=self.epoch_logs,
+            epoch_logs=list(self.epoch_logs),
             steps_per_epoch=self.params.get("steps"),
             seed=self._seed,
             callbacks=states,
             data=None if data is None or self._data is None else self._data.position_in_passes,
         )
-        arrays += [*training_state.random_state(), *(data or [])]
-        self.saved = self._store.write(header, [*entries, *arrays])
+        entries += [*arrays, *training_state.random_state(), *(data or [])]
+        self._writer.start(functools.partial(self._store.write, header, entries))
+
+    def _finish_write(self) -> None:
+        """Waits for the write under way; all processes call it, and wait for that of the chief.
+
+        Raises:
+            CheckpointError: the write has failed; raised in all processes.
+        """
+        self._writer.wait()
+        error = self._writer.error()
+        told = consensus.broadcast_from_chief(self._peers, error and [error.sentence, error.hint])
+        if told:
+            raise CheckpointError(*told) from error
 
     def _note_best(self, epoch: int, logs: dict[str, Any]) -> None:
         monitor = self.monitor or ("val_loss" if "val_loss" in logs else "loss")
@@ -367,9 +398,3 @@ class _Last(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self.checkpoint.end()
-
-
-def _wraps(callback: Any, wanted: Any) -> bool:
-    while callback is not None and callback is not wanted:
-        callback = getattr(callback, "callback", None)
-    return callback is wanted

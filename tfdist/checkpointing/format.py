@@ -28,12 +28,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
+import mmap
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - registers bfloat16 and similar dtypes with NumPy
 import numpy as np
@@ -45,6 +47,7 @@ SUFFIX = ".ckpt"
 _MAGIC = b"tfdist checkpoint 1\n"
 _ALIGNMENT = 64
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,14 @@ class Entry:
         name: the path of a variable, or another name.
         value: `[*shape]`, or `[replicas, *shape]` where each replica has its own part.
         by_replica: whether each replica has its own part.
+        elsewhere: whether another process has the value; `value` then tells its shape and dtype alone.
     """
 
     group: str
     name: str
     value: np.ndarray
     by_replica: bool = False
+    elsewhere: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,10 +116,27 @@ class Entry:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint in memory."""
+    """A checkpoint, whose arrays are read from its file where they are used.
+
+    Attributes:
+        header: all but the arrays.
+        entries: the arrays.
+        file: the file, mapped into memory.
+    """
 
     header: Header
     entries: list[Entry]
+    file: mmap.mmap | None = None
+
+    def unload(self) -> None:
+        """Frees the memory of what has been read; it is read again where it is used again."""
+        if self.file is not None:
+            self.file.madvise(mmap.MADV_DONTNEED)
+
+    def described(self, without: Callable[[Entry], bool]) -> dict[str, Any]:
+        """The header and the table of arrays, for `described_by`; the arrays for which `without` is true are marked."""
+        rows = [_row(entry, entry.value.shape) | {"elsewhere": without(entry)} for entry in self.entries]
+        return {"header": _plain(self.header), "path": str(self.header.path), "arrays": rows}
 
 
 class _DamagedError(Exception):
@@ -171,7 +193,7 @@ def read(path: Path) -> Stored:
         CheckpointError: it is damaged, or cannot be read.
     """
     try:
-        return parse(Path(path), Path(path).read_bytes())
+        return _read(Path(path))
     except (OSError, _DamagedError) as problem:
         raise CheckpointError(
             f"The checkpoint `{path}` cannot be used: {getattr(problem, 'strerror', None) or problem}",
@@ -179,35 +201,59 @@ def read(path: Path) -> Stored:
         ) from problem
 
 
-def parse(path: Path, content: bytes) -> Stored:
-    """The checkpoint in `content`, the bytes of the file `path`."""
-    if not content.startswith(_MAGIC):
-        raise _DamagedError("it does not begin as a checkpoint of this version does")
-    view = memoryview(content)
-    if hashlib.sha256(view[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
-        raise _DamagedError("its checksum is wrong, so it was cut or altered")
+def described_by(description: dict[str, Any]) -> Stored:
+    """The checkpoint that another process has described, with space for its arrays."""
+    entries = []
+    for row in description["arrays"]:
+        shape, dtype = tuple(row["shape"]), np.dtype(row["dtype"])
+        # An array without memory of its own has a shape and a dtype too.
+        value = np.broadcast_to(np.zeros((), dtype), shape) if row["elsewhere"] else np.zeros(shape, dtype)
+        entries.append(Entry(row["group"], row["name"], value, row["by_replica"], row["elsewhere"]))
+    return Stored(Header(**description["header"], path=Path(description["path"])), entries)
+
+
+def _read(path: Path) -> Stored:
+    with path.open("rb") as file:
+        _verify(file)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    content = memoryview(mapped)
     begin = len(_MAGIC) + 8
     end = begin + int.from_bytes(content[len(_MAGIC) : begin], "little")
     try:
-        parsed = json.loads(content[begin:end])
-        entries = [_entry(row, view[end:]) for row in parsed["arrays"]]
-        return Stored(Header(**parsed["header"], path=path), entries)
+        parsed = json.loads(bytes(content[begin:end]))
+        entries = [_entry(row, content[end:]) for row in parsed["arrays"]]
+        return Stored(Header(**parsed["header"], path=path), entries, mapped)
     except (KeyError, TypeError, ValueError) as problem:  # the checksum is right, so tfdist did not write the file
         raise _DamagedError(f"its header is not a checkpoint's ({problem})") from problem
 
 
-def write(folder: Path, header: Header, entries: Sequence[Entry]) -> Path:
+def _verify(file: Any) -> None:
+    """Reads a file to its end, a little at a time."""
+    digest, left = hashlib.sha256(), file.seek(0, 2) - _DIGEST_BYTES
+    file.seek(0)
+    if file.peek(len(_MAGIC))[: len(_MAGIC)] != _MAGIC:
+        raise _DamagedError("it does not begin as a checkpoint of this version does")
+    while left > 0 and (piece := file.read(min(_READ_BYTES, left))):
+        digest.update(piece)
+        left -= len(piece)
+    if digest.digest() != file.read():
+        raise _DamagedError("its checksum is wrong, so it was cut or altered")
+
+
+def write(folder: Path, header: Header, entries: list[Entry]) -> Path:
     """Writes a checkpoint into `folder`, whole or not at all, and returns its path.
+
+    `entries` is emptied on the way, so that the memory of each array is free once it is written.
 
     Raises:
         CheckpointError: the file system refused; the existing checkpoints are unchanged.
     """
     folder = Path(folder)
     path = folder / f"step-{header.step:08d}{SUFFIX}"
-    pieces = list(_pieces(header, entries))
-    size = sum(len(piece) for piece in pieces) + _DIGEST_BYTES
+    beginning = _beginning(header, entries)
+    size = len(beginning) + sum(_padded(entry.value.nbytes) for entry in entries) + _DIGEST_BYTES
     try:
-        files.write_whole(path, lambda temporary: _write(temporary, pieces))
+        files.write_whole(path, lambda temporary: _write(temporary, beginning, entries))
     except OSError as problem:
         raise _cannot_write(folder, size, problem) from problem
     return path
@@ -232,59 +278,68 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def _pieces(header: Header, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, except its checksum."""
-    values = [_little_endian(entry) for entry in entries]
+def _beginning(header: Header, entries: Iterable[Entry]) -> bytes:
+    """The bytes of a file up to its arrays."""
     offset, table = 0, []
-    for entry, value in zip(entries, values, strict=True):
-        row = {"group": entry.group, "name": entry.name, "dtype": entry.dtype, "shape": list(value.shape)}
-        table.append(row | {"by_replica": entry.by_replica, "offset": offset})
+    for entry in entries:
+        value = _storable(entry)
+        table.append(_row(entry, value.shape) | {"offset": offset})
         offset += _padded(value.nbytes)
+    text = json.dumps({"header": _plain(header), "arrays": table}).encode()
+    length = len(_MAGIC) + 8 + len(text)
+    text += b" " * (_padded(length) - length)
+    return _MAGIC + len(text).to_bytes(8, "little") + text
+
+
+def _row(entry: Entry, shape: tuple[int, ...]) -> dict[str, Any]:
+    row = {"group": entry.group, "name": entry.name, "dtype": entry.dtype, "shape": list(shape)}
+    return row | {"by_replica": entry.by_replica}
+
+
+def _plain(header: Header) -> dict[str, Any]:
     plain = asdict(replace(header, path=None))
     del plain["path"]
-    text = json.dumps({"header": plain, "arrays": table}).encode()
-    beginning = len(_MAGIC) + 8 + len(text)
-    text += b" " * (_padded(beginning) - beginning)
-    yield _MAGIC
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for value in values:
-        # Bytes of any dtype, bfloat16 included, which the buffer protocol does not know.
-        yield value.reshape(-1).view(np.uint8).data if value.size else b""
-        yield b"\0" * (_padded(value.nbytes) - value.nbytes)
+    return plain
 
 
-def _little_endian(entry: Entry) -> np.ndarray:
-    value = np.ascontiguousarray(entry.value).reshape(entry.value.shape)
+def _storable(entry: Entry) -> np.ndarray:
+    value = entry.value
     if value.dtype.hasobject or value.dtype.kind in "SUMm":
         raise CheckpointError(
             f"The {entry.group} array `{entry.name}` cannot be stored: its dtype is `{value.dtype}`",
             "use a numeric dtype",
         )
-    return value.astype(value.dtype.newbyteorder("<"), copy=False)
+    return value
+
+
+def _little_endian(value: np.ndarray) -> np.ndarray:
+    """The bytes of any dtype, bfloat16 included, which the buffer protocol does not know."""
+    value = np.ascontiguousarray(value).reshape(-1)
+    return value.astype(value.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+def _write(path: Path, beginning: bytes, entries: list[Entry]) -> None:
     digest = hashlib.sha256()
+    entries.reverse()
     with path.open("wb") as file:
-        for piece in pieces:
-            digest.update(piece)
-            _write_all(file, piece)
-        _write_all(file, digest.digest())
-
-
-def _write_all(file: BinaryIO, piece: bytes | memoryview) -> None:
-    file.write(piece)
+        file.write(beginning)
+        digest.update(beginning)
+        while entries:
+            content = _little_endian(entries.pop().value)
+            for piece in (content.data, b"\0" * (_padded(content.nbytes) - content.nbytes)):
+                digest.update(piece)
+                file.write(piece)
+        file.write(digest.digest())
 
 
 def _entry(row: dict[str, Any], arrays: memoryview) -> Entry:
     dtype = np.dtype(row["dtype"])
     shape = tuple(row["shape"])
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     raw = arrays[row["offset"] : row["offset"] + count * dtype.itemsize]
     value = np.frombuffer(raw, np.uint8).view(dtype).reshape(shape) if count else np.empty(shape, dtype)
     return Entry(row["group"], row["name"], value, row["by_replica"])

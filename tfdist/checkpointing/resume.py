@@ -66,9 +66,12 @@ def _build_optimizer(model: Any, stored: Stored) -> None:
 
 
 def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: ProcessGroup) -> None:
-    """Restores the variables of `model`, the states of `callbacks` and the random states from a checkpoint."""
+    """Restores the variables of `model`, the states of `callbacks` and the random states from a checkpoint.
+
+    All processes must call it.
+    """
     header, entries = stored.header, training_state.of_this(stored.entries, peers)
-    training_state.assign(model, entries, _groups(header))
+    training_state.assign(model, stored, entries, _groups(header), peers)
     training_state.restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
     training_state.restore_random_state(entries)
 

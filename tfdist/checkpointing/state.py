@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,17 @@ import tensorflow as tf
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
-from tfdist.checkpointing.format import Entry
+from tfdist.checkpointing.format import Entry, Stored
 from tfdist.cluster.consensus import ProcessGroup, any_of
 from tfdist.cluster.world import World
 from tfdist.errors import CheckpointError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import global_state, tf_variable
+from tfdist.internals.tensorflow_variables import copies
+
+COPY_THREADS = 4
+COPIED_BYTES = 1 << 24
 
 # The attributes that Keras' callbacks keep from epoch to epoch. `on_train_begin` resets them, but a resumed run must
 # end like an uninterrupted one. A user's callback has `checkpoint_state()` and `restore_checkpoint_state(state)`.
@@ -50,20 +56,44 @@ def variables(model: Any) -> dict[str, list[Any]]:
     return groups
 
 
-def read(model: Any, peers: ProcessGroup) -> list[Entry]:
-    """The values of all variables."""
+def snapshot(model: Any, peers: ProcessGroup) -> list[Entry]:
+    """Copies of the values of all variables, on the chief; the others read and send their parts of metrics alone.
+
+    All processes must call it.
+    """
     parts = ("metrics",) if peers.metrics_by_process and peers.world.world_size > 1 else ()
-    return [_read(group, v, group in parts) for group, members in variables(model).items() for v in members]
+    entries = []
+    for group, members in variables(model).items():
+        for variable in members:
+            if group in parts or _has_parts(variable):
+                entries.append(_of_all(_parts(group, variable), peers))
+            elif peers.world.is_chief:
+                value = _copied(tensorflow_variables.read(copies(variable)[0]))
+                entries.append(Entry(group, variable.path, value))
+    return entries
 
 
-def of_all(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
-    """`entries` with the parts of the replicas of all processes, each of which must call this function."""
-    if peers.world.world_size == 1:
-        return list(entries)
-    return [_of_all(entry, peers) if entry.by_replica else entry for entry in entries]
+def _parts(group: str, variable: Any) -> Entry:
+    return Entry(group, variable.path, np.stack([copy.numpy() for copy in copies(variable)]), by_replica=True)
+
+
+def _copied(values: np.ndarray) -> np.ndarray:
+    """A copy of an array; several threads copy a large one, since one does not reach the speed of the memory."""
+    copy = np.empty_like(values, order="C")
+    if values.nbytes <= COPIED_BYTES:
+        np.copyto(copy, values)
+        return copy
+    here, there = (array.reshape(-1).view(np.uint8) for array in (values, copy))
+    parts = [slice(begin, begin + COPIED_BYTES) for begin in range(0, values.nbytes, COPIED_BYTES)]
+    with ThreadPoolExecutor(COPY_THREADS) as threads:
+        list(threads.map(lambda part: np.copyto(there[part], here[part]), parts))
+    return copy
 
 
 def _of_all(entry: Entry, peers: ProcessGroup) -> Entry:
+    """`entry` with the parts of the replicas of all processes, each of which must call this function."""
+    if peers.world.world_size == 1:
+        return entry
     parts = [np.frombuffer(part, entry.value.dtype) for part in peers.exchange(entry.value.tobytes())]
     return replace(entry, value=np.concatenate([part.reshape(-1, *entry.shape) for part in parts]))
 
@@ -92,13 +122,29 @@ def _of_this(entry: Entry, world: World) -> Entry:
     return entry if world.is_chief else replace(entry, value=np.zeros_like(entry.value))
 
 
-def assign(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> None:
-    """Assigns `entries` to the variables of `groups`; `first_difference` has compared them before."""
+def is_shared(entry: Entry) -> bool:
+    """Whether the value in the chief is that of all processes, which `broadcast_variables` gives to them."""
+    return entry.group in ("model", "optimizer") and not entry.by_replica
+
+
+def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: ProcessGroup) -> None:
+    """Assigns `entries` of `stored` to the variables of `groups`; `first_difference` has compared them before.
+
+    The chief has the values that are the same in all processes; all processes must call it.
+    """
     known = variables(model)
     by_group = {group: [entry for entry in entries if entry.group == group] for group in groups}
-    for group in groups:
-        for variable, entry in zip(known[group], by_group[group], strict=True):
-            _assign(variable, entry)
+    pairs = [pair for group in groups for pair in zip(known[group], by_group[group], strict=True)]
+    read_bytes = 0
+    for variable, entry in pairs:
+        if entry.elsewhere:
+            continue
+        _assign(variable, entry)
+        read_bytes += entry.value.nbytes
+        if read_bytes >= tensorflow_variables.PIECE_BYTES:
+            stored.unload()
+            read_bytes = 0
+    peers.broadcast_variables([variable for variable, entry in pairs if is_shared(entry)])
 
 
 def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> tuple[str, str] | None:
@@ -147,7 +193,14 @@ def finite(model: Any, entries: Iterable[Entry]) -> bool:
     """Whether the trained weights in `entries` are finite; other values may be infinite on purpose, such as masks."""
     trained = {variable.path for variable in model.trainable_variables}
     weights = (e.value for e in entries if e.group == "model" and e.name in trained)
-    return all(bool(np.isfinite(value).all()) for value in weights)
+    return all(map(_is_finite, weights))
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    # The sum takes half the time, and no array of booleans. It can be infinite where no value is.
+    with np.errstate(all="ignore"):
+        wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
+        return bool(np.isfinite(values.sum(dtype=wide))) or bool(np.isfinite(values).all())
 
 
 def random_state() -> list[Entry]:
@@ -255,14 +308,6 @@ def restore_callbacks_state(
                 setattr(callback, key, value)
 
 
-def copies(variable: Any) -> list[Any]:
-    """The plain variables behind a Keras variable or a `tf.Variable`: one copy per replica of this process."""
-    value = getattr(variable, "_value", variable)
-    if isinstance(value, tf.distribute.DistributedValues):
-        return list(value.distribute_strategy.experimental_local_results(value))
-    return [value]
-
-
 def _has_parts(variable: Any) -> bool:
     """Whether each replica has its own part of the value, such as metrics under `MirroredStrategy`."""
     value = getattr(variable, "_value", variable)
@@ -270,13 +315,6 @@ def _has_parts(variable: Any) -> bool:
         isinstance(value, tf.distribute.DistributedValues)
         and getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ
     )
-
-
-def _read(group: str, variable: Any, is_part: bool) -> Entry:
-    held = copies(variable)
-    if is_part or _has_parts(variable):
-        return Entry(group, variable.path, np.stack([copy.numpy() for copy in held]), by_replica=True)
-    return Entry(group, variable.path, np.asarray(held[0].numpy()))
 
 
 def _assign(variable: Any, entry: Entry) -> None:
@@ -297,7 +335,7 @@ def _assign(variable: Any, entry: Entry) -> None:
 
 def _assign_all(variable: Any, value: np.ndarray) -> None:
     for copy in copies(variable):
-        copy.assign(value)
+        tensorflow_variables.fill(copy, value)
 
 
 def _described(group: str, thing: Any, name: str) -> str:
@@ -339,7 +377,7 @@ def _plain(value: Any, owner: str, entries: list[Entry]) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item, owner, entries) for key, item in value.items()}
     if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
-        entries.append(Entry("callbacks", owner, np.asarray(keras.ops.convert_to_numpy(value))))
+        entries.append(Entry("callbacks", owner, np.array(keras.ops.convert_to_numpy(value))))
         return {"array": len(entries) - 1}
     raise CheckpointError(
         f"The state of the callback `{owner}` holds `{type(value).__name__}`, which a checkpoint cannot hold",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.checkpointing import format as checkpoint_format
+from tfdist.checkpointing import state
 from tfdist.checkpointing.format import Entry, Header, Stored
+from tfdist.cluster import consensus
 from tfdist.cluster.consensus import ProcessGroup
+from tfdist.communicators import variables
 from tfdist.errors import CheckpointError
 
 
@@ -32,6 +34,8 @@ class Store:
     def newest(self, peers: ProcessGroup, within_epochs: bool) -> Stored | None:
         """The chief's newest whole checkpoint, in every process; the others need no access to its disk.
 
+        They get all but the values that `state.assign` gives them.
+
         Args:
             peers: the processes of the job, all of which must call this method.
             within_epochs: whether a training can begin within an epoch; otherwise only ends of epochs count.
@@ -42,10 +46,14 @@ class Store:
         stored = self._newest(within_epochs) if peers.world.is_chief else None
         if peers.world.world_size == 1:
             return stored
-        path = stored.header.path if stored is not None else None
-        message = b"" if path is None else path.name.encode() + b"\n" + path.read_bytes()
-        name, _, content = peers.exchange(message)[0].partition(b"\n")
-        return checkpoint_format.parse(self.folder / name.decode(), content) if content else None
+        told = consensus.broadcast_from_chief(peers, stored.described(without=state.is_shared) if stored else None)
+        if told is None:
+            return None
+        stored = stored or checkpoint_format.described_by(told)
+        for entry in stored.entries:
+            if not state.is_shared(entry):
+                variables.broadcast_array(entry.value, peers.broadcast)
+        return stored
 
     def _newest(self, within_epochs: bool) -> Stored | None:
         ahead, self._ahead = self._ahead, None
@@ -75,8 +83,8 @@ class Store:
         """Removes the temporary files of processes that were killed while writing."""
         checkpoint_format.remove_temporaries(self.folder)
 
-    def write(self, header: Header, entries: Sequence[Entry]) -> Path:
-        """Writes a checkpoint, and removes the oldest ones beyond the number to keep."""
+    def write(self, header: Header, entries: list[Entry]) -> Path:
+        """Writes a checkpoint, emptying `entries`, and removes the oldest ones beyond the number to keep."""
         path = checkpoint_format.write(self.folder, header, entries)
         checkpoint_format.prune(self.folder, self._keep, path)
         return path

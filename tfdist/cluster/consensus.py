@@ -6,8 +6,9 @@ All processes must call each function here together; it returns the same in each
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tfdist.cluster.world import World
@@ -41,6 +42,14 @@ class ProcessGroup(Protocol):
         """The messages of all processes, by rank; each process calls this with its own."""
         ...
 
+    def broadcast(self, values: np.ndarray) -> np.ndarray:
+        """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""
+        ...
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Gives Keras `variables` the chief's values in every process."""
+        ...
+
 
 class Alone:
     """A job of one process."""
@@ -52,6 +61,13 @@ class Alone:
     def exchange(self, message: bytes) -> list[bytes]:
         """The message of this process."""
         return [message]
+
+    def broadcast(self, values: np.ndarray) -> np.ndarray:
+        """The values of this process."""
+        return values
+
+    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+        """Nothing: there is no other process."""
 
 
 def all_gather_object(peers: ProcessGroup, value: Any, doing: str = "exchanges values") -> list[Any]:
@@ -134,6 +150,23 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
         error = DisagreementError.among(facts_by_rank, peers.world.named_briefly)
         if error is not None:
             raise error
+
+
+def require_equal_variables(peers: ProcessGroup, described: Sequence[str]) -> None:
+    """Compares the dtypes and shapes of the variables of the processes.
+
+    Raises:
+        DisagreementError: they differ; raised in every process, with the first one that differs.
+    """
+    if len(set(all_gather_object(peers, fingerprint(list(described)), "shares its variables"))) == 1:
+        return
+    found = all_gather_object(peers, list(described), "shares its variables")
+    at = next(index for index, these in enumerate(itertools.zip_longest(*found)) if len(set(these)) > 1)
+    values = [these[at] if at < len(these) else "missing" for these in found]
+    raise DisagreementError(
+        f"The processes of the job disagree on the model: variable {at + 1} is {_by_process(peers, values)}",
+        "build the same model, on the same data, in all processes",
+    )
 
 
 def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str) -> None:

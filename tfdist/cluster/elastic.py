@@ -12,6 +12,7 @@ steps since the last checkpoint are lost: the launcher ends the others, and star
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from tfdist.cluster import consensus
@@ -30,9 +31,13 @@ def listen() -> None:
     signal.signal(SIGNAL, _note)
 
 
-def leave_if_told(peers: consensus.ProcessGroup) -> None:
-    """Ends every process of the job if any was asked to leave; all processes call it after a checkpoint."""
+def leave_if_told(peers: consensus.ProcessGroup, finish: Callable[[], None]) -> None:
+    """Ends every process of the job if any was asked to leave; all processes call it after a checkpoint.
+
+    `finish` waits for the checkpoint.
+    """
     if _listening and consensus.any_of(peers, _told):
+        finish()
         raise SystemExit(EXIT_RESHAPED)
 
 

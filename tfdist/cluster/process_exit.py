@@ -19,6 +19,8 @@ from tfdist.errors import TfdistError
 _hooks: list[Callable[[int], None]] = []
 # Closes the run, with its status and the reason, if this process ends itself.
 _closers: list[Callable[[str, str], None]] = []
+# What must end before this process ends itself: the write of a checkpoint, for example.
+_waits: list[Callable[[], None]] = []
 SECONDS_TO_CLOSE = 3.0
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -34,6 +36,11 @@ def at_failure(hook: Callable[[int], None]) -> None:
 
         sys.excepthook = on_exception
     _hooks.append(hook)
+
+
+def wait_before_ending(wait: Callable[[], None]) -> None:
+    """Has `wait` called before this process ends by `end_process`, SIGTERM or SIGHUP."""
+    _waits.append(wait)
 
 
 def fail(exit_code: int) -> None:
@@ -80,8 +87,8 @@ def _read_signals(reader: int, numbers: Sequence[int]) -> None:
 def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
     """Prints `error` and ends this process at once, from any thread, even if native code does not return.
 
-    The run is closed if that takes at most a few seconds. No exit handlers run. At the end, `before` is called with the
-    exit code.
+    The run is closed if that takes at most a few seconds, and the write of a checkpoint is waited for. No exit handlers
+    run. At the end, `before` is called with the exit code.
     """
     terminal.say(f"error: {error}")
     _close("failed", error.sentence)
@@ -93,3 +100,5 @@ def _close(status: str, reason: str) -> None:
     closing = threading.Thread(target=lambda: [close(status, reason) for close in _closers], daemon=True)
     closing.start()
     closing.join(SECONDS_TO_CLOSE)
+    for wait in _waits:
+        wait()

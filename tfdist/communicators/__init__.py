@@ -93,6 +93,10 @@ class Communicator:
         """The `tensor` of process `root`; all have the same shape and dtype."""
         return _given_back(self._broadcast(_carried(opaque(tensor)), name, root), tensor.dtype)
 
+    def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
+        """The `values`, `[n]` uint8, of process 0; the others call it with as many. Not inside a graph."""
+        return self.broadcast(tf.constant(values), "broadcast").numpy()
+
     def barrier(self) -> None:
         """Waits until every process has called this; not inside a graph."""
         self._all_gather(tf.zeros([1], tf.int32), "barrier")

@@ -83,6 +83,11 @@ class MpiCommunicator(ArrayCommunicator):
             for piece in _pieces(buffer):
                 self._world.Bcast(piece, root=root)
 
+    def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
+        filled = values.copy()
+        self.broadcast_in_place(filled)
+        return filled
+
     def abort(self, exit_code: int) -> None:
         if self.size > 1:
             print(f"rank {self.rank} ends the job with exit code {exit_code}", file=sys.stderr, flush=True)

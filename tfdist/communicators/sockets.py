@@ -44,6 +44,13 @@ class SocketCommunicator(ArrayCommunicator):
     def barrier(self) -> None:
         self.exchange(b"")
 
+    def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
+        # As a sum with zeros: what is gathered would go once around the ring before the next message begins.
+        mine = values if self.rank == 0 else np.zeros_like(values)
+        words = np.append(mine, np.zeros(-len(values) % 4, np.uint8)).view(np.int32)
+        with self.counted():
+            return self.sockets.sum(words).view(np.uint8)[: len(values)]
+
     def exchange(self, message: bytes) -> list[bytes]:
         with self.counted():
             return self.sockets.exchange(message)

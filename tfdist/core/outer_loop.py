@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from tfdist.checkpointing import writer
 from tfdist.cluster import consensus
 from tfdist.core import beginning, building, metrics, programs, verification
 from tfdist.core.epoch import EpochRunner
@@ -95,7 +96,7 @@ def fit(
         size = validation_batch_size or batch_size
         validation = _feed(strategy, adapters.request(*parts, batch_size=size, steps=validation_steps, passes=True))
     programs.build(strategy, model, "train", feed)
-    with Passes(feed, steps) as passes:
+    with Passes(feed, steps) as passes, writer.finished():
         if keras_internals.take_to_verify(model):
             verification.verify(strategy, model, feed.first(verification.STEPS))
         beginning.require_alike(strategy, model, passes, range(initial_epoch, epochs))

@@ -38,7 +38,7 @@ from tfdist.core.verification_watch import MARK, Watch
 from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.errors import UsageError, VerificationError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables
+from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 
@@ -138,7 +138,7 @@ def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list
 
 
 def _value(variable: Any) -> np.ndarray:
-    value = training_state.copies(variable)[0].numpy()
+    value = tensorflow_variables.copies(variable)[0].numpy()
     return value.astype(np.float64) if tf_variable(variable).dtype.is_floating else value.astype(np.int64)
 
 
@@ -153,7 +153,7 @@ def _flat(logs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 @contextlib.contextmanager
 def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
     """Restores `variables` and all random states at the end of the context."""
-    held = [copy for variable in variables for copy in training_state.copies(variable)]
+    held = [copy for variable in variables for copy in tensorflow_variables.copies(variable)]
     values = [copy.numpy() for copy in held]
     random_state, eager = training_state.random_state(), tensorflow_internals.eager_random_state()
 

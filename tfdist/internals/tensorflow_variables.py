@@ -1,0 +1,99 @@
+"""Reads and fills variables without a second copy of a large one in memory.
+
+Synopsis:
+
+    >>> variable = tf.Variable([1.0, 2.0])
+    >>> read(variable)
+    array([1., 2.], dtype=float32)
+    >>> with filled(variable) as content:
+    ...     content[:] = 0
+    >>> read(variable)
+    array([0., 0.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Longer ones are slower: the C library asks the system for the memory of each, and every page of it is zeroed first.
+PIECE_BYTES = 1 << 24
+
+
+def copies(variable: Any) -> list[Any]:
+    """The plain variables behind a Keras variable or a `tf.Variable`: one copy per replica of this process."""
+    value = getattr(variable, "_value", variable)
+    if isinstance(value, tf.distribute.DistributedValues):
+        return list(value.distribute_strategy.experimental_local_results(value))
+    return [value]
+
+
+def size_bytes(variable: tf.Variable) -> int:
+    """The size of its values."""
+    return math.prod(variable.shape) * np.dtype(variable.dtype.as_numpy_dtype).itemsize
+
+
+def read(variable: tf.Variable) -> np.ndarray:
+    """The values. They may be in the memory of the variable: use them before it changes."""
+    value = tf.convert_to_tensor(variable)
+    return np.asarray(value if value.shape.rank else value.numpy())  # NumPy refuses scalars of bfloat16
+
+
+def memory(values: np.ndarray) -> np.ndarray:
+    """The memory of a C-contiguous array, as an array `[n]` of bytes."""
+    return values.reshape(-1).view(np.uint8)
+
+
+@contextlib.contextmanager
+def filled(variable: tf.Variable) -> Iterator[np.ndarray]:
+    """The context in which a new value is written, as an array `[n]` of bytes; the variable has it at the end.
+
+    The old value is freed before, so that the two are not in memory together. An assignment of a part of a variable
+    would not do: TensorFlow then copies all of it at each later read.
+    """
+    _assign_any_shape(variable, tf.zeros([0], variable.dtype))
+    with tf.device("CPU:0"):
+        value = tf.raw_ops.Empty(shape=variable.shape.as_list(), dtype=variable.dtype)
+    # The tensor is new and nobody else has it, so that its memory may be written to, which NumPy does not allow.
+    yield np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes(variable)).from_address(_address(value)))
+    _assign_any_shape(variable, value)
+
+
+def _assign_any_shape(variable: tf.Variable, value: tf.Tensor) -> None:
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+
+
+def _address(value: tf.Tensor) -> int:
+    return int(np.asarray(value).ctypes.data)
+
+
+def fill(variable: tf.Variable, values: np.ndarray) -> None:
+    """Assigns `values`, which have its shape and dtype."""
+    if values.nbytes <= PIECE_BYTES:
+        variable.assign(values)
+        return
+    with filled(variable) as content:
+        content[:] = memory(values)
+
+
+def packs(variables: Iterable[Any], most_bytes: int) -> Iterator[list[Sequence[tf.Variable]]]:
+    """The copies of all variables, in their order, in lists of at most `most_bytes`; a larger one is alone in its list.
+
+    The size is that of one copy.
+    """
+    pack: list[Sequence[tf.Variable]] = []
+    size = 0
+    for held in map(copies, variables):
+        if pack and size + size_bytes(held[0]) > most_bytes:
+            yield pack
+            pack, size = [], 0
+        pack.append(held)
+        size += size_bytes(held[0])
+    if pack:
+        yield pack
