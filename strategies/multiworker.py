@@ -240,8 +240,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
 
     def _explain(self, message: str, failure: ClusterError | None) -> ClusterError | None:
         """The error to raise for a message of TensorFlow or a failure of sockets; `None` if no other process failed."""
-        if self.world.world_size == 1:
-            return None
+        if self.world.world_size == 1 or isinstance(failure, DisagreementError):
+            return failure
         shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", message)
         if shapes is not None:
             return DisagreementError(
@@ -249,9 +249,9 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                 f"in one and {shapes[2]} in another",
                 "build the same model, on the same data, in all processes",
             )
-        if isinstance(failure, DisagreementError):
-            return failure
-        silent = tensorflow_internals.silent_peers(self.world, seconds=5.0)
+        silent = set(tensorflow_internals.silent_peers(self.world, seconds=5.0))
+        if silent and self._heartbeat is not None:
+            silent |= set(self._heartbeat.silent())
         return gone(self.world, silent, self._timeout_seconds) if silent else failure
 
 

@@ -1,6 +1,8 @@
 """Who is silent, who is busy, and who cannot be asked at all; here threads take the part of processes."""
 
 import contextlib
+import re
+import selectors
 import socket
 import threading
 import time
@@ -12,7 +14,10 @@ import pytest
 from tfdist import terminal
 from tfdist.cluster import heartbeat
 from tfdist.cluster.heartbeat import Heartbeat, Limits
-from tfdist.cluster.heartbeat_links import Member
+from tfdist.cluster.heartbeat_links import Link, Member
+from tfdist.cluster.heartbeat_losses import Losses
+from tfdist.cluster.heartbeat_messages import Loss, Summary
+from tfdist.cluster.heartbeat_tree import Tree
 from tfdist.cluster.world import World
 
 # The end of a thread stands for that of a process.
@@ -182,7 +187,7 @@ def test_one_that_is_busy_is_waited_for_and_that_is_said_once(start, said):
     job.work(8 * SECONDS)
     assert job.errors == [None, None]
     assert len(said) == 1
-    assert said[0].startswith("Waiting for rank 1: alive, and busy for 0 s so far, for example in a callback")
+    assert re.match("Waiting for rank 1: alive, and busy for [01] s so far, for example in a callback", said[0])
     assert [one.others_are_busy() for one in job.all] == [True, False]
 
 
@@ -258,6 +263,36 @@ def test_one_that_was_stopped_and_comes_back_is_not_accused_and_accuses_nobody(s
     job.work(3.0)
     assert job.errors == [None] * SIZE
     assert job.all[0]._tree.whole.processes == SIZE
+
+
+def test_those_are_found_that_a_lost_process_was_about_to_find():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = Member("x", ["127.0.0.1"], listener.getsockname()[1])
+    with selectors.DefaultSelector() as selector:
+        losses = Losses(selector, lambda rank: nobody, 40, [], grace_seconds=5.0)
+        losses.lose(1, Loss.CLOSED, Summary(lost={4: Loss.CLOSED}), until=5.0)
+        until = time.monotonic() + 5.0
+        while 15 not in losses.lost and time.monotonic() < until:
+            losses.step(0.0)
+            for key, events in selector.select(0.1):
+                key.data(events)
+        losses.close()
+    assert {1, 4, 13, 14, 15} <= losses.lost.keys()
+
+
+def test_one_that_was_adopted_and_is_lost_since_is_not_forgotten_for_old_news_of_its_adoption():
+    said = [Member(str(rank), ["127.0.0.1"], 1).message() for rank in range(40)]
+    tree = Tree(1, said, socket.create_server(("127.0.0.1", 0)), seconds=10.0)
+    ours, theirs = socket.socketpair()
+    tree._join_at(0, Link(tree._selector, ours))
+    tree._losses.lose(4, Loss.CLOSED, Summary(), until=10.0)
+    tree._losses.lose(13, Loss.CLOSED, Summary(), until=10.0)
+    tree._hear(tree._parent, Summary(adopted={13: 1}).line())
+    assert tree._losses.lost.keys() == {4, 13}
+    tree._hear(tree._parent, Summary(adopted={13: 0}).line())
+    assert tree._losses.lost.keys() == {4}
+    theirs.close()
+    tree.close()
 
 
 def test_a_process_whose_program_has_ended_is_gone_only_after_the_whole_timeout(start):

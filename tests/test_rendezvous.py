@@ -2,6 +2,7 @@
 
 import json
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tfdist.cluster import rendezvous, world
+from tfdist.cluster.rendezvous_chief import ChiefServer
 from tfdist.cluster.rendezvous_messages import CLUSTER, LONGEST_MESSAGE_BYTES, Hello, as_line, described_cluster
 from tfdist.cluster.task import Task
 from tfdist.errors import ClusterError, DisagreementError
@@ -146,6 +148,21 @@ def hello_of(of_world, settings=CARD):
         cluster=described_cluster(of_world.cluster()),
         settings=settings,
     )
+
+
+def test_a_second_process_with_a_task_is_refused_although_it_is_gone_at_once(worlds):
+    hello = as_line(hello_of(worlds[1]))
+    with socket.create_server(("localhost", 0)) as listener:
+        address = listener.getsockname()
+        first, second = socket.create_connection(address), socket.create_connection(address)
+        first.sendall(hello)
+        second.sendall(hello)
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        second.close()  # which resets the connection
+        settings = {CLUSTER: described_cluster(worlds[0].cluster()), **CARD}
+        refusal = ChiefServer(worlds[0], settings, listener, time.monotonic() + 2.0, 2.0).serve()
+        first.close()
+    assert refusal is not None
 
 
 def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):

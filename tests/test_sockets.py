@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import socket
 import threading
@@ -20,7 +21,8 @@ from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.transport import costs, messages
 from tfdist.transport.connections import SECRET_BYTES
-from tfdist.transport.operations import HEADER
+from tfdist.transport.operations import ALL_REDUCE, HEADER, Operation
+from tfdist.transport.ring import Ring
 
 
 class Meeting:
@@ -232,6 +234,46 @@ def test_all_are_told_which_process_has_gone(gone):
     errors = together(6, lambda found: None if found.rank == gone else found.exchange(b""))
     assert time.monotonic() - began < 5
     assert all(f"worker {gone} " in error.sentence for rank, error in enumerate(errors) if rank != gone)
+
+
+@pytest.mark.parametrize("gone", [0, 1, 7])
+def test_all_are_told_which_process_has_gone_in_the_middle_of_a_large_sum(gone):
+    values = np.zeros(3_000_000, np.float32)
+
+    def use(found):
+        if found.rank == gone:  # as one that is killed after all have begun
+            return found.sockets._tree.agree(Operation(1, ALL_REDUCE, values.nbytes))
+        return found.sockets.sum(values)
+
+    errors = together(8, use)
+    for rank in set(range(8)) - {gone}:
+        assert set(re.findall(r"worker (\d)", errors[rank].sentence)) == {str(gone)}, (rank, errors[rank].sentence)
+
+
+def test_one_that_ends_after_a_large_sum_is_not_missed_by_those_that_are_still_adding(monkeypatch):
+    swap = Ring.swap
+
+    def slow(ring, *arguments):
+        if ring._rank == 2:
+            time.sleep(0.1)
+        return swap(ring, *arguments)
+
+    monkeypatch.setattr(Ring, "swap", slow)
+    sums = together(4, lambda found: found.sockets.sum(np.ones(300_000)).sum())
+    assert sums == [1_200_000.0] * 4
+
+
+def test_the_error_of_one_that_hangs_up_is_heard_although_it_can_no_longer_be_sent_to(monkeypatch):
+    monkeypatch.setattr(costs, "longest_by_tree", lambda size: 1 << 40)
+    error = ClusterError("the disk of worker 7 is full", "empty it")
+
+    def use(found):
+        if found.rank == 0:
+            return found.sockets.sum(np.zeros(10_000_000))
+        time.sleep(0.3)  # until the other one waits in the middle of what it sends
+        found.sockets._session.fail(error)
+
+    assert [each.sentence for each in together(2, use)] == [error.sentence] * 2
 
 
 @pytest.mark.parametrize("silent", [0, 4, 5])
@@ -477,6 +519,26 @@ def test_what_one_has_sent_before_it_left_is_received_and_then_it_is_named():
         return first, time.monotonic() - began < 5
 
     assert together(2, use)[0] == ([0, 1, 2], True)
+
+
+def test_a_message_is_found_behind_strangers_when_its_sender_has_left():
+    ready, left = threading.Event(), threading.Event()
+    with contextlib.ExitStack() as stack:
+
+        def use(found):
+            if found.rank == 1:
+                ready.wait(10)
+                found.send(np.arange(3), 0)
+                found.sockets.close()
+                return left.set()
+            port = found.sockets.pairs._listener._listener.getsockname()[1]
+            for _ in range(3):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            ready.set()
+            left.wait(10)
+            return found.receive(1).tolist()
+
+        assert together(2, use)[0] == [0, 1, 2]
 
 
 def test_one_that_is_not_waited_for_may_leave():

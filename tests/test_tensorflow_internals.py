@@ -3,6 +3,8 @@
 import inspect
 import multiprocessing.pool
 import signal
+import subprocess
+import sys
 import threading
 import traceback
 import types
@@ -304,3 +306,34 @@ def test_a_tape_that_records_is_seen():
     assert not tensorflow_internals.tape_is_open()
     with tf.GradientTape():
         assert tensorflow_internals.tape_is_open()
+
+
+MANY_SILENT = """
+import os, socket, time
+from tfdist.cluster import ports
+from tfdist.cluster.task import Task
+from tfdist.cluster.world import World
+from tfdist.internals import tensorflow as internals
+import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.eager import context
+
+listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]  # of which none ever answers
+own = listeners[0].getsockname()[1]
+listeners[0].close()
+addresses = [f"127.0.0.1:{port}" for port in [own, *(each.getsockname()[1] for each in listeners[1:])]]
+cluster = tf.train.ClusterSpec({"worker": addresses}).as_cluster_def()
+server = tensorflow_server_pb2.ServerDef(cluster=cluster, job_name="worker", task_index=0, protocol="grpc")
+context.context().enable_collective_ops(server)
+context.context().ensure_initialized()
+tasks = tuple(Task("worker", rank, address) for rank, address in enumerate(addresses))
+began = time.monotonic()
+silent = internals.silent_peers(World(0, 5, 0, 5, "TF_CONFIG", tasks), seconds=1.0)
+print(len(silent) >= 1, time.monotonic() - began < 1.9, flush=True)
+os._exit(0)
+"""
+
+
+def test_many_silent_processes_are_waited_for_together_and_not_each_in_turn():
+    done = subprocess.run([sys.executable, "-c", MANY_SILENT], check=False, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]

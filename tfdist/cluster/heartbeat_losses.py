@@ -71,7 +71,10 @@ class Losses:
         """Counts a process as lost, and expects its children until the time `until`; `said` was its last summary."""
         self.lost.update(said.lost)
         self.lost[rank] = loss
-        for child in {*children_of(rank, self._world_size), *said.adopted}:
+        # It may also have been about to find out about the children of those that it had lost.
+        parents = {rank, *said.lost}
+        children = (child for parent in parents for child in children_of(parent, self._world_size))
+        for child in {*children, *said.adopted}:
             if child not in self.lost and child not in self._orphans and child not in self._connected:
                 self._orphans[child] = _Orphan(loss, until)
 

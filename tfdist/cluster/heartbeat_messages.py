@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Summary(BaseModel):
         longest_seconds: the longest such time.
         busy: those that have been busy for the longest time, with these times, the longest first.
         lost: the lost ranks, and how each was lost.
-        adopted: the ranks that are connected with an ancestor that is not their parent.
+        adopted: the ranks that are connected with an ancestor that is not their parent, and with which one.
         ends: the program of the process that sends this has ended.
     """
 
@@ -59,7 +59,7 @@ class Summary(BaseModel):
     longest_seconds: float = 0.0
     busy: list[tuple[int, float]] = []
     lost: dict[int, Loss] = {}
-    adopted: list[int] = []
+    adopted: dict[int, int] = {}
     ends: bool = False
 
     @property
@@ -79,17 +79,17 @@ def of_process(rank: int, state: State) -> Summary:
     return Summary(processes=1, busy=[(rank, state.seconds)])
 
 
-def merged(parts: Collection[Summary], connected: Iterable[int] = (), adopted: Iterable[int] = ()) -> Summary:
+def merged(parts: Collection[Summary], connected: Iterable[int] = (), adopted: Mapping[int, int] = {}) -> Summary:
     """The summary of all processes of `parts`.
 
     Args:
         parts: summaries of different processes.
         connected: ranks that are alive, whatever the parts say.
-        adopted: those of them that the parts do not name as adopted.
+        adopted: those of them that the parts do not name as adopted, and by whom they are.
     """
     waiting = [part for part in parts if part.waiting]
     busy = sorted((entry for part in parts for entry in part.busy), key=lambda entry: -entry[1])
-    adopted = {*adopted, *(rank for part in parts for rank in part.adopted)}
+    adopted = {rank: by for part in parts for rank, by in part.adopted.items()} | dict(adopted)
     lost = {rank: loss for part in parts for rank, loss in part.lost.items()}
     # Who is no longer connected with its parent, and is lost for that one, may be connected with another ancestor.
     for rank in (*connected, *adopted):
@@ -101,5 +101,5 @@ def merged(parts: Collection[Summary], connected: Iterable[int] = (), adopted: I
         longest_seconds=max((part.longest_seconds for part in waiting), default=0.0),
         busy=busy[:MOST_BUSY],
         lost={rank: lost[rank] for rank in sorted(lost)[:MOST_RANKS]},
-        adopted=sorted(adopted)[:MOST_RANKS],
+        adopted={rank: adopted[rank] for rank in sorted(adopted)[:MOST_RANKS]},
     )

@@ -225,7 +225,10 @@ class Tree:
         elif not summary.ends:
             self.whole = summary
             self._has_news_down = True
-            elsewhere = [rank for rank in summary.adopted if rank not in self._children]
+            # What this process itself has said of one is older than what it knows of it now.
+            elsewhere = [
+                rank for rank, by in summary.adopted.items() if by != self._rank and rank not in self._children
+            ]
             self._losses.forget([rank for rank in elsewhere if self._rank in ancestors_of(rank)])
 
     # Who is lost, and what is done about it.
@@ -330,5 +333,5 @@ class Tree:
     def _below(self) -> Summary:
         """The summary of this process and all below it."""
         parts = [self._own, *(child.summary for child in self._children.values())]
-        adopted = [rank for rank in self._children if next(ancestors_of(rank)) != self._rank]
+        adopted = {rank: self._rank for rank in self._children if next(ancestors_of(rank)) != self._rank}
         return merged([*parts, Summary(lost=self._losses.lost)], self._children, adopted)

@@ -35,6 +35,7 @@ class _Peer:
     """A connection that the chief has accepted; it is unidentified until its hello has come."""
 
     socket: socket.socket
+    host: str
     identify_by: float
     text: bytes = b""
     hello: Hello | None = None
@@ -94,13 +95,13 @@ class ChiefServer:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self.listener.accept()
+            connection, address = self.listener.accept()
         except OSError:  # it has gone already
             return
         connection.setblocking(False)
         if len(self.unidentified) >= MAX_UNIDENTIFIED + self.world.world_size:
             self._drop(next(iter(self.unidentified)))
-        peer = _Peer(connection, time.monotonic() + SECONDS_TO_IDENTIFY)
+        peer = _Peer(connection, address[0], time.monotonic() + SECONDS_TO_IDENTIFY)
         self.unidentified[peer] = None
         self.selector.register(connection, selectors.EVENT_READ, peer)
 
@@ -180,7 +181,7 @@ class ChiefServer:
         )
 
     def _twice(self, one: _Peer, other: _Peer, rank: int) -> Refusal:
-        hosts = " and ".join(f"`{peer.socket.getpeername()[0]}`" for peer in (one, other))
+        hosts = " and ".join(f"`{peer.host}`" for peer in (one, other))
         return Refusal(
             differing=False,
             sentence=f"Two processes, on {hosts}, say that they are {self.world.named(rank)}",

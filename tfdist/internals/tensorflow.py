@@ -164,14 +164,22 @@ def abort_collectives(reason: str) -> None:
 
 
 def silent_peers(world: World, seconds: float) -> list[int]:
-    """The ranks of `world` that do not answer within `seconds`, or where another process runs now."""
+    """Ranks of `world` that do not answer, or where another process runs now; some of them if there are many.
+
+    TensorFlow holds the interpreter's lock while it waits for an answer, so that neither can several be asked at once,
+    nor the heartbeat of this process go on. All together are waited for `seconds`; those that have ended cost no time.
+    """
     silent = []
+    until = time.monotonic() + seconds
     for rank, task in enumerate(world.tasks):
         if rank == world.rank:
             continue
         name = f"/job:{task.role}/replica:0/task:{task.index}"
+        left_ms = int(1000 * (until - time.monotonic()))
+        if left_ms <= 0:
+            break
         try:
-            context.context().check_collective_ops_peer_health(name, timeout_in_ms=int(1000 * seconds))
+            context.context().check_collective_ops_peer_health(name, timeout_in_ms=left_ms)
         except tf.errors.OpError:
             silent.append(rank)
     return silent

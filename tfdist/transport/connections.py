@@ -79,7 +79,11 @@ class Addresses:
         answer = self._answers[target.rank]
         address = self._world.tasks[target.rank].host, int.from_bytes(answer[SECRET_BYTES:], "big")
         connection = socket.create_connection(address, timeout=max(seconds, 0.001))
-        connection.sendall(HELLO.pack(answer[:SECRET_BYTES], target.kind, self._world.rank))
+        try:
+            connection.sendall(HELLO.pack(answer[:SECRET_BYTES], target.kind, self._world.rank))
+        except OSError:
+            connection.close()
+            raise
         return _prepared(connection)
 
 
@@ -100,14 +104,13 @@ class Listener:
         """The connections that are complete, after `ready` have become readable."""
         accepted: dict[Origin, socket.socket] = {}
         for one in ready:
-            connection = self._next() if one is self._listener else one
-            if connection is None or (origin := self._origin(connection)) is None:
-                continue
-            if origin not in accepted and wanted(origin):
-                del self._hellos[connection]
-                accepted[origin] = _prepared(connection)
-            else:
-                self._reject(connection)
+            for connection in self._new() if one is self._listener else [one]:
+                origin = self._origin(connection)
+                if origin is not None and origin not in accepted and wanted(origin):
+                    del self._hellos[connection]
+                    accepted[origin] = _prepared(connection)
+                elif origin is not None:
+                    self._reject(connection)
         while len(self._hellos) > MOST_PENDING:
             self._reject(next(iter(self._hellos)))
         return accepted
@@ -122,13 +125,14 @@ class Listener:
         for one in self:
             one.close()
 
-    def _next(self) -> socket.socket | None:
-        with contextlib.suppress(OSError):  # the peer has closed it already
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._hellos[connection] = b""
-            return connection
-        return None
+    def _new(self) -> Iterator[socket.socket]:
+        """The connections that nobody has accepted yet."""
+        with contextlib.suppress(OSError):  # there is none left, or the peer has closed it already
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._hellos[connection] = b""
+                yield connection
 
     def _origin(self, connection: socket.socket) -> Origin | None:
         """The origin of a connection once its hello is complete; rejects it if it ends or has another secret."""

@@ -137,7 +137,7 @@ class Pairs:
         except BlockingIOError:
             return
         except OSError as error:
-            del self._accepted[rank]
+            self._accepted.pop(rank).close()
             self._end(rank, error)
             return
         message = arriving.filled(count)

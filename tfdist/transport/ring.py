@@ -19,6 +19,7 @@ import numpy as np
 from tfdist.transport.additions import add_into
 from tfdist.transport.messages import memory
 from tfdist.transport.session import READABLE, WRITABLE, Link, Session, reason, wait
+from tfdist.transport.tree import Tree
 
 
 class Ring:
@@ -26,6 +27,7 @@ class Ring:
 
     Args:
         session: of the process.
+        tree: of the process; the reason why others hang up comes by it.
         following: sends to the next process.
         previous: receives from the previous process.
 
@@ -33,8 +35,8 @@ class Ring:
         links: both.
     """
 
-    def __init__(self, session: Session, following: Link, previous: Link):
-        self._session = session
+    def __init__(self, session: Session, tree: Tree, following: Link, previous: Link):
+        self._session, self._tree = session, tree
         self.links = self._following, self._previous = following, previous
         self._rank, self._size = session.world.rank, session.world.world_size
 
@@ -98,27 +100,32 @@ class Ring:
         patience = self._session.patience()
         sent = got = done = 0
         while sent < len(outgoing) or got < len(incoming):
-            try:
-                now_sent = self._following.send(outgoing[sent:]) if sent < len(outgoing) else 0
-                now_got = self._previous.receive_into(incoming[got:]) if got < len(incoming) else 0
-            except OSError as error:
-                self._session.fail(self._session.lost(self._neighbours(), reason(error)))
+            now_sent = self._moved(self._following, self._following.send, outgoing[sent:])
+            now_got = self._moved(self._previous, self._previous.receive_into, incoming[got:])
             sent, got = sent + now_sent, got + now_got
             if received is not None and got // into.itemsize > done:
                 received(done, got // into.itemsize)
                 done = got // into.itemsize
             sending, receiving = sent < len(outgoing), got < len(incoming)
             moved = bool(now_sent or now_got) or self._look(sending, receiving, patience.between_looks_seconds)
-            patience = self._session.waited(patience, moved, self._neighbours(sending, receiving))
+            waited_for = [self._following.rank] * sending + [self._previous.rank] * receiving
+            patience = self._session.waited(patience, moved, waited_for)
+
+    def _moved(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """How many bytes of `data` are sent to, or received from, a neighbour now."""
+        try:
+            return move(data) if data else 0
+        except OSError as error:
+            lost = self._tree.last_word() or [link.rank]
+            self._session.fail(self._session.lost(lost, reason(error)))
 
     def _look(self, sending: bool, receiving: bool, seconds: float) -> bool:
         """Waits until something can be sent or received, or until it is time for the next look; whether it can."""
-        wanted = {}
+        heeded, wanted = self._tree.heeded(), {}
         if sending:
             wanted[self._following.connection.fileno()] = WRITABLE
         if receiving:
             wanted[self._previous.connection.fileno()] = READABLE
-        return bool(wait(wanted, seconds))
-
-    def _neighbours(self, following: bool = True, previous: bool = True) -> list[int]:
-        return [self._following.rank] * following + [self._previous.rank] * previous
+        ready = wait(heeded | wanted, seconds)
+        self._tree.heed(ready.keys() & heeded.keys())
+        return bool(ready)

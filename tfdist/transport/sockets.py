@@ -59,8 +59,8 @@ class Sockets:
         self._session = session = Session(world, timeout_seconds)
         self._begun = 0
         found = connect(world, exchange, connect_timeout_seconds)
-        self._ring = Ring(session, found.following, found.previous)
         self._tree = Tree(session, found.above, found.below)
+        self._ring = Ring(session, self._tree, found.following, found.previous)
         self.pairs = Pairs(session, found.listener, found.addresses, mailbox)
         session.tree += self._tree.links
         session.others += [[link.connection for link in self._ring.links], found.listener, self.pairs]

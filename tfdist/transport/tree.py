@@ -9,8 +9,10 @@ The processes below each process have consecutive ranks, so that ranks of one ki
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from tfdist.transport import tables
 from tfdist.transport.additions import add_into
 from tfdist.transport.messages import memory
 from tfdist.transport.operations import ERROR, HEADER, Operation, error_of
-from tfdist.transport.session import READABLE, WRITABLE, Link, Session, reason, wait
+from tfdist.transport.session import READABLE, WRITABLE, Link, Session, hung_up, reason, wait
 
 Body = bytes | bytearray | memoryview
 
@@ -74,10 +76,58 @@ class Tree:
         self._session = session
         self._above, self._below = above, below
         self.links = [*above, *below]
+        self._ended: set[Link] = set()  # with neighbours that have hung up while this process used the ring
         self._rank, self._size = session.world.rank, session.world.world_size
         # Those next to a silent process give up first, so that the error that goes through the tree names it.
         levels, level = depth(self._size), len(_path(self._rank, self._size)) - 1
         self._later_below, self._later_above = levels - level - 1, levels + level - 1
+
+    def heeded(self) -> dict[int, int]:
+        """The events to wait for, by descriptor, in order to hear of an error while this process uses the ring."""
+        links = [link for link in self.links if len(link.ahead) < HEADER.size and link not in self._ended]
+        return {link.connection.fileno(): READABLE for link in links}
+
+    def heed(self, ready: Collection[int]) -> None:
+        """Raises the error that a neighbour has sent; `ready` are the descriptors of `heeded` by which something comes.
+
+        What else has come is the beginning of the next operation of a neighbour, and is kept. A neighbour that has hung
+        up may have ended its program after this operation, in which it has done its part.
+        """
+        for link in [link for link in self.links if link.connection.fileno() in ready]:
+            try:
+                link.ahead += link.receive(HEADER.size - len(link.ahead))
+                self._raise_error(link)
+            except OSError:
+                self._ended.add(link)
+
+    def last_word(self) -> list[int]:
+        """Raises the error that a neighbour sends within a moment, if one does; else who has hung up without a word.
+
+        A process that finds another one lost tells its neighbours in the tree, and hangs up. Its neighbours in the ring
+        see the latter alone, and would take it for the one that is lost.
+        """
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                self._raise_error(link)
+        until = time.monotonic() + self._session.patience().between_looks_seconds
+        while (left := until - time.monotonic()) > 0 and (heeded := self.heeded()):
+            self.heed(wait(heeded, left).keys())
+        return [link.rank for link in self._ended]
+
+    def _raise_error(self, link: Link) -> None:
+        """Raises the error whose header has come by `link`, if it is one.
+
+        Raises:
+            OSError: the neighbour has hung up before the end of its error.
+        """
+        if len(link.ahead) < HEADER.size or Operation.read(link.ahead)[0].kind != ERROR:
+            return
+        frame = Frame(link)
+        while not frame.whole:
+            if not wait({link.connection.fileno(): READABLE}, self._session.patience().between_looks_seconds):
+                raise hung_up()
+            frame.receive()
+        self._session.fail(error_of(frame.body))
 
     def agree(self, operation: Operation) -> None:
         """Returns when all processes have begun the same operation."""
@@ -132,7 +182,7 @@ class Tree:
             for descriptor, events in ready.items():
                 if events & WRITABLE and descriptor in unsent:
                     link, data = unsent.pop(descriptor)
-                    data = self._sent(link, data)
+                    data = self._sent(link, data, descriptor in missing)
                     if data:
                         unsent[descriptor] = link, data
                 waits = events & READABLE and descriptor in missing
@@ -144,11 +194,14 @@ class Tree:
                 patience = self._session.waited(patience, bool(ready), [link.rank for link in links])
         return [frame.body for frame in frames.values()]
 
-    def _sent(self, link: Link, data: memoryview) -> memoryview:
-        """What is left of `data` after a part of it is sent."""
+    def _sent(self, link: Link, data: memoryview, is_heard: bool) -> memoryview:
+        """What is left of `data` after a part of it is sent; `is_heard`: whether a frame is to come by it."""
         try:
             data = data[link.send(data) :]
         except OSError as error:
+            if is_heard:  # the frame is an error, or does not come either
+                return data[:0]
+            self.last_word()
             self._session.fail(self._session.lost([link.rank], reason(error)))
         link.within = len(data) > 0
         return data
