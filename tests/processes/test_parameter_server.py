@@ -240,7 +240,7 @@ def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
     assert "/job:worker/replica:0/task:0 failed" in (run_dir / "log.txt").read_text()
     assert len(record(run_dir)["epochs"]) == 40
     late = [epoch["metrics"]["staleness_max"] for epoch in record(run_dir)["epochs"]]
-    assert max(late[-5:]) > 0  # two workers again
+    assert max(late[-20:]) > 0  # two workers again
 
 
 @pytest.mark.thorough
