@@ -257,3 +257,12 @@ def test_buckets_need_far_less_padding_and_are_cut_at_their_longest_sentence():
     assert all(x.shape[1] == padding.lengths(x).max() for x, _ in found)
     assert padding_share(found) < 0.3 * padding_share(batches_of_feed(sentences(bucketed=False), 8))
     assert_same_batches(batches_of_ranks(sentences(), 8, 3), found)
+
+
+def test_the_examples_of_a_source_are_in_memory_once():
+    data = numbered(20)
+    before = [array.copy() for array in data.arrays("train")]
+    held = [tensor for tensor in data.feed("train", 8).arrays if tensor is not None]
+    for array, tensor, copy in zip(data.arrays("train"), held, before, strict=True):
+        assert np.shares_memory(array, np.asarray(tensor))
+        np.testing.assert_array_equal(array, copy)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.data.pipeline import batch_parts, order
 from tfdist.data.pipeline.feed import Batches, Feed
 from tfdist.internals import keras_data
+from tfdist.internals.keras import tree
 
 # The order in which pass number `epoch` takes the examples.
 OrderOf = Callable[[int], order.Order]
@@ -23,6 +24,16 @@ def tensors(x: Any, y: Any) -> Any:
         if x is y:
             x = y = tf.convert_to_tensor(x)
         return keras_data.sliceable(keras_data.get_data_adapter(x=x, y=y))
+
+
+def in_memory_of(held: Any, arrays: Any) -> Any:
+    """`arrays` again, in the memory of the tensors that were made of them."""
+
+    def of(tensor: tf.Tensor, array: np.ndarray) -> np.ndarray:
+        return np.asarray(tensor) if tensor.dtype == array.dtype else array
+
+    x = tree.map_structure(of, held[0], arrays[0])
+    return x, x if arrays[0] is arrays[1] else of(held[1], arrays[1])
 
 
 class Transform(Protocol):
