@@ -25,7 +25,7 @@ from tfdist.cluster.cores import cores
 from tfdist.cluster.task import Task
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_coordinator
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus
 from tfdist.strategies import _parameter_server_reader as reader
@@ -56,7 +56,7 @@ def join(world: World, start_timeout_seconds: float, job_settings: tuple[Any, ..
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     require_alike(world, [device.name for device in tf.config.list_logical_devices("GPU")])
     sharded_variable.install(strategy, parts=len(world.tasks_of("ps")))
-    return strategy, tensorflow_internals.coordinator(strategy)
+    return strategy, tensorflow_coordinator.coordinator(strategy)
 
 
 def gpus_of(world: World, gpus: Sequence[Any], environment: Mapping[str, str]) -> list[Any]:

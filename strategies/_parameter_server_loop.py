@@ -27,7 +27,7 @@ from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.errors import ClusterError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _parameter_server_data as data
 
@@ -286,7 +286,7 @@ def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
     """
     left, last_news, patience = len(scheduled), time.monotonic(), strategy.timeout_seconds
     while not strategy.wait_for_schedule(SECONDS_BETWEEN_LOOKS):
-        before, left = left, sum(not tensorflow_internals.finished(value, 0) for value in scheduled)
+        before, left = left, sum(not tensorflow_coordinator.finished(value, 0) for value in scheduled)
         if left < before:
             last_news, patience = time.monotonic(), strategy.timeout_seconds
             continue

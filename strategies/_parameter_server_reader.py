@@ -28,7 +28,7 @@ from tfdist.data.pipeline.feed import Feed
 from tfdist.data.pipeline.file_feed import FileFeed
 from tfdist.data.pipeline.origin import FeedOrigin
 from tfdist.errors import DataError
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_coordinator
 from tfdist.internals.keras import tree
 
 NOTHING_READ = -1
@@ -40,22 +40,22 @@ def serve() -> None:
     """Lets the chief's graphs call the functions of this process."""
     reader = _Reader()
     for name, function in ((_FINGERPRINT, reader.fingerprint), (_ARRAYS, reader.arrays), (_BATCH, reader.batch)):
-        tensorflow_internals.serve_function(name, function)
+        tensorflow_coordinator.serve_function(name, function)
 
 
 def fingerprint_of_worker(origin: str) -> tf.Tensor:
     """In a worker's graph: the `fingerprint` of the feed that the worker makes; `NOTHING_READ` if it cannot."""
-    return tensorflow_internals.call_served(_FINGERPRINT, [origin], [tf.TensorSpec([], tf.int64)])[0]
+    return tensorflow_coordinator.call_served(_FINGERPRINT, [origin], [tf.TensorSpec([], tf.int64)])[0]
 
 
 def arrays_of_worker(origin: str, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
     """In a worker's graph: the different arrays of the feed that the worker makes."""
-    return tensorflow_internals.call_served(_ARRAYS, [origin], specs)
+    return tensorflow_coordinator.call_served(_ARRAYS, [origin], specs)
 
 
 def batch_of_worker(origin: str, place: tf.Tensor, number: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[Any]:
     """In a worker's graph: batch `number` (int64) of the closure at `place`: int64 epoch, first batch, end."""
-    return tensorflow_internals.call_served(_BATCH, [origin, place, number], specs)
+    return tensorflow_coordinator.call_served(_BATCH, [origin, place, number], specs)
 
 
 def fingerprint(feed: Feed) -> int:

@@ -23,7 +23,7 @@ from tfdist.core.inner_loop import Program, Steps
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches
+from tfdist.internals import keras_patches, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.options import checked_seconds
@@ -203,15 +203,15 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     def wait_for_schedule(self, seconds: float) -> bool:
         """Waits until all that was scheduled has ended, for at most `seconds`; whether it has."""
-        return tensorflow_internals.wait_for_closures(self._coordinator, seconds)
+        return tensorflow_coordinator.wait_for_closures(self._coordinator, seconds)
 
     def on_each_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The results of `function` on all workers, to be passed as an argument to `schedule`."""
-        return tensorflow_internals.on_each_worker(self._coordinator, function, *arguments)
+        return tensorflow_coordinator.on_each_worker(self._coordinator, function, *arguments)
 
     def answers(self, function: Callable[..., Any]) -> list[Any] | None:
         """The results of `function` on all workers, as NumPy arrays; `None` if one fails, or is silent for too long."""
-        return tensorflow_internals.answers_of_workers(self.on_each_worker(function), self.timeout_seconds)
+        return tensorflow_coordinator.answers_of_workers(self.on_each_worker(function), self.timeout_seconds)
 
     def names_of(self, role: str) -> list[str]:
         """The tasks of a role, as messages name them."""

@@ -26,7 +26,7 @@ from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_data, tensorflow_patches
+from tfdist.internals import tensorflow_coordinator, tensorflow_data, tensorflow_patches
 
 
 def test_the_version_of_tensorflow_is_the_one_that_was_read():
@@ -93,11 +93,11 @@ def test_what_a_sharded_variable_is_made_of_and_who_makes_it_exists():
 
 
 def test_a_graph_can_call_a_function_that_its_process_serves_by_name():
-    tensorflow_internals.serve_function("doubled", lambda numbers: [2 * numbers])
+    tensorflow_coordinator.serve_function("doubled", lambda numbers: [2 * numbers])
 
     @tf.function
     def doubled(numbers):
-        return tensorflow_internals.call_served("doubled", [numbers], [tf.TensorSpec([2], tf.int64)])
+        return tensorflow_coordinator.call_served("doubled", [numbers], [tf.TensorSpec([2], tf.int64)])
 
     assert doubled(tf.constant([3, 4], tf.int64))[0].numpy().tolist() == [6, 8]
 
@@ -106,11 +106,11 @@ def test_what_tells_that_all_closures_have_ended_exists():
     queue = cluster_coordinator._CoordinatedClosureQueue()
     coordinator = types.SimpleNamespace(_cluster=types.SimpleNamespace(closure_queue=queue))
     queue.put(cluster_coordinator.Closure(lambda: None, None))
-    assert not tensorflow_internals.wait_for_closures(coordinator, 0)
+    assert not tensorflow_coordinator.wait_for_closures(coordinator, 0)
     queue.get()
-    assert not tensorflow_internals.wait_for_closures(coordinator, 0)
+    assert not tensorflow_coordinator.wait_for_closures(coordinator, 0)
     threading.Timer(0.1, queue.mark_finished).start()
-    assert tensorflow_internals.wait_for_closures(coordinator, 60)
+    assert tensorflow_coordinator.wait_for_closures(coordinator, 60)
     queue.stop()
 
 

@@ -7,7 +7,6 @@ and `tests/test_tensorflow_internals.py` fails when TensorFlow changes a part th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import multiprocessing.pool
 import signal
@@ -22,7 +21,7 @@ import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import cross_device_ops, distribute_lib, one_device_strategy, sharded_variable, values
 from tensorflow.python.eager import context, record
-from tensorflow.python.ops import gen_script_ops, resource_variable_ops, script_ops
+from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
 from tfdist.cluster.world import World
@@ -205,65 +204,6 @@ def restore_eager_random_state(state: Any) -> None:
     """Restores an `eager_random_state`; an operation that has drawn with one of its seeds does not start over."""
     if state is not None:
         context.context()._rng.setstate(state)
-
-
-def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
-    """The coordinator of a strategy, kept until this process ends.
-
-    Deleting it waits for a thread that may itself wait for a worker that never comes back.
-    """
-    found = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
-    return found
-
-
-def on_each_worker(coordinator: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The results of `function` on each worker, to pass to scheduled functions; made again when a worker comes back."""
-    return coordinator._create_per_worker_resources(function, args=arguments)
-
-
-def answers_of_workers(per_worker: Any, seconds: float) -> list[Any] | None:
-    """The results of `on_each_worker`, as NumPy arrays; `None` if a worker has none within `seconds`, or failed."""
-    until = time.monotonic() + seconds
-    if not all(finished(value, max(0.0, until - time.monotonic())) for value in per_worker._values):
-        return None
-    try:
-        return [value.fetch() for value in per_worker._values]
-    except tf.errors.OpError:
-        return None
-
-
-def serve_function(name: str, function: Callable[..., Any]) -> None:
-    """Lets graphs of other processes call `function`, of NumPy arrays, in this process by `call_served`."""
-    _served.append(function)  # TensorFlow's registry keeps none alive
-    script_ops._py_funcs._funcs[name] = function
-
-
-_served: list[Callable[..., Any]] = []
-
-
-def call_served(name: str, arguments: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-    """In a graph: the results, of these specs, of a function that the process of the current device serves."""
-    inputs = [tf.convert_to_tensor(argument) for argument in arguments]
-    results = gen_script_ops.py_func(inputs, name, [spec.dtype for spec in specs])
-    return [tf.ensure_shape(result, spec.shape) for result, spec in zip(results, specs, strict=True)]
-
-
-def finished(remote_value: Any, seconds: float) -> bool:
-    """Whether the scheduled function of `remote_value` has ended, or ends within `seconds`."""
-    return remote_value._status_available_event.wait(seconds)
-
-
-def wait_for_closures(coordinator: Any, seconds: float) -> bool:
-    """Waits until all scheduled functions have ended, for at most `seconds`; whether they have.
-
-    The thread that ends the last one wakes this one. The public `join` waits without limit.
-    """
-    queue = coordinator._cluster.closure_queue
-    with queue._queue_lock:
-        return queue._stop_waiting_condition.wait_for(
-            lambda: queue._queue.empty() and not queue.inflight_closure_count, seconds
-        )
 
 
 def close_pools(error: BaseException) -> None:

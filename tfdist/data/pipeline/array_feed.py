@@ -26,14 +26,15 @@ def tensors(x: Any, y: Any) -> Any:
         return keras_data.sliceable(keras_data.get_data_adapter(x=x, y=y))
 
 
-def in_memory_of(held: Any, arrays: Any) -> Any:
-    """`arrays` again, in the memory of the tensors that were made of them."""
+def held_once(arrays: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+    """The tensors of x and y as `ArrayFeed` takes them, and x and y again, in the memory of these tensors."""
+    held = tensors(*arrays)
 
     def of(tensor: tf.Tensor, array: np.ndarray) -> np.ndarray:
         return np.asarray(tensor) if tensor.dtype == array.dtype else array
 
     x = tree.map_structure(of, held[0], arrays[0])
-    return x, x if arrays[0] is arrays[1] else of(held[1], arrays[1])
+    return held, (x, x if arrays[0] is arrays[1] else of(held[1], arrays[1]))
 
 
 class Transform(Protocol):

@@ -335,7 +335,7 @@ class Source:
         stream_positions: bool,
     ) -> tuple[Any, int, OrderOf, Transform | None]:
         """What a feed of arrays is made of."""
-        from tfdist.data.pipeline.array_feed import in_memory_of, tensors
+        from tfdist.data.pipeline.array_feed import held_once, tensors
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
         arrays = self.arrays(split)
@@ -346,8 +346,7 @@ class Source:
             return tensors(*arrays), batch_size, order_of, transform
         if split not in self._tensors:
             # TensorFlow copies what it is given: once for all feeds and epochs. From then on its copy is the only one.
-            self._tensors[split] = tensors(*arrays)
-            self._arrays[split] = in_memory_of(self._tensors[split], arrays)
+            self._tensors[split], self._arrays[split] = held_once(arrays)
         return self._tensors[split], batch_size, order_of, transform
 
     def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> OrderOf:
