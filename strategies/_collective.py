@@ -70,7 +70,6 @@ class MultiProcessStrategy(base.Strategy):
 
     metrics_by_process = True
     seconds_per_call = 2.0
-    packing = gradient_reduction.Packing()
     parallel_steps = 1  # exchanges are told apart by names, which each step uses again
 
     def __init__(
@@ -93,6 +92,11 @@ class MultiProcessStrategy(base.Strategy):
     def connect(self) -> Communicator:
         """Joins the job that `self.world` describes."""
         raise NotImplementedError
+
+    @property
+    def packing(self) -> gradient_reduction.Packing:
+        """How gradients are packed."""
+        return gradient_reduction.Packing()
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if wanted not in (None, 1):

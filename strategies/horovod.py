@@ -24,9 +24,12 @@ from tfdist.core import gradient_reduction
 from tfdist.errors import UnknownNameError
 from tfdist.strategies import _collective as collective
 from tfdist.strategies._traits import Traits
+from tfdist.transport import costs
 
-# The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step.
-CYCLE_TIME_MS = "0.1"
+# The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step. At each
+# look rank 0 hears from every other process.
+SHORTEST_CYCLE_MS, LONGEST_CYCLE_MS = 0.1, 1.0
+CYCLE_MS_PER_PROCESS = 0.05
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
@@ -35,7 +38,8 @@ class HorovodStrategy(collective.MultiProcessStrategy):
 
     Args:
         compression: "none"; "bf16" or "fp16" send gradients in that type, half the bytes.
-        buffer_bytes: gradients below this size are sent together, in buffers of this size.
+        buffer_bytes: gradients below this size are sent together, in buffers of this size; `None` is 1 MiB, and 128 KiB
+            per process from nine processes on, since Horovod's rings send each process' part of a buffer by itself.
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
             optimizers, see `tfdist.communicators.Communicator`.
         timeline: the file to write Horovod's timeline of this job to, see `tfdist.communicators.horovod_timeline`.
@@ -48,7 +52,7 @@ class HorovodStrategy(collective.MultiProcessStrategy):
         self,
         *,
         compression: str = "none",
-        buffer_bytes: int = 1 << 20,
+        buffer_bytes: int | None = None,
         dense_below_bytes: int = 0,
         timeline: str | os.PathLike[str] | None = None,
         **options: Any,
@@ -56,10 +60,15 @@ class HorovodStrategy(collective.MultiProcessStrategy):
         if compression not in WIRE_DTYPES:
             raise UnknownNameError("compression", compression, WIRE_DTYPES)
         self.compression = compression
-        self.packing = gradient_reduction.Packing(buffer_bytes, WIRE_DTYPES[compression])
+        self._buffer_bytes = buffer_bytes
         self._dense_below_bytes = dense_below_bytes
         self._timeline = timeline
         super().__init__(**options)
+
+    @property
+    def packing(self) -> gradient_reduction.Packing:
+        chosen = costs.buffer_bytes(self.world.world_size) if self._buffer_bytes is None else self._buffer_bytes
+        return gradient_reduction.Packing(chosen, WIRE_DTYPES[self.compression])
 
     def connect(self) -> Communicator:
         timeline = None if self._timeline is None else Path(self._timeline).absolute()
@@ -79,7 +88,7 @@ class HorovodStrategy(collective.MultiProcessStrategy):
 def _join(world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: Path | None) -> Communicator:
     """Joins the job, which a process can do once."""
     engine.load()
-    settings = _settings(timeout_seconds)
+    settings = _settings(world.world_size, timeout_seconds)
     if world.world_size == 1 or world.tasks:
         settings |= gloo.meet(world, {"strategy": HorovodStrategy.name}, start_timeout_seconds)
     gloo.set_unless_set(settings)
@@ -98,10 +107,11 @@ def _end_timeline(communicator: Communicator, timeline: Path) -> None:
     timelines.end(timeline, communicator.rank, communicator.size)
 
 
-def _settings(timeout_seconds: float) -> dict[str, str]:
+def _settings(world_size: int, timeout_seconds: float) -> dict[str, str]:
     seconds = max(1, round(timeout_seconds))
+    cycle_ms = min(max(SHORTEST_CYCLE_MS, CYCLE_MS_PER_PROCESS * world_size), LONGEST_CYCLE_MS)
     return {
-        "HOROVOD_CYCLE_TIME": CYCLE_TIME_MS,
+        "HOROVOD_CYCLE_TIME": f"{cycle_ms:g}",
         # Gradients come packed; Horovod's own packing would copy them once more.
         "HOROVOD_FUSION_THRESHOLD": "0",
         # It takes a busy process for a dead one; `tfdist.cluster.heartbeat` tells them apart.

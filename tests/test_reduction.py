@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.core.gradient_reduction import Packing, packed
-from tfdist.strategies import _distribute, custom
+from tfdist.strategies import _distribute, custom, horovod
 
 FLOATS = tf.constant([1.0, 2.0])  # 8 bytes
 
@@ -72,3 +72,8 @@ def test_the_moving_averages_of_all_layers_travel_together(strategy, monkeypatch
     averages, gradients = 3 * (4 + 4), 3 * (4 + 4) + 4 + 1
     assert [averages] in sent and [gradients] in sent
     assert not [sizes for sizes in sent if len(sizes) > 1]
+
+
+def test_horovod_looks_for_tensors_less_often_the_more_processes_there_are():
+    milliseconds = [float(horovod._settings(size, 20.0)["HOROVOD_CYCLE_TIME"]) for size in (1, 2, 8, 20, 512)]
+    assert milliseconds == [0.1, 0.1, 0.4, 1.0, 1.0]
