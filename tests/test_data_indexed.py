@@ -54,6 +54,12 @@ def test_each_rank_reads_only_its_own_examples():
     assert [len(numbers) for numbers in read] == [10, 10] and sorted(read[0] + read[1]) == list(range(20))
 
 
+def test_a_look_at_the_first_batches_reads_no_others():
+    read: list[int] = []
+    first = indexed_of(pictures(), read).feed("train", 4, seed=SEED).first(2)
+    assert [len(x) for x, _ in first] == [4, 4] and len(read) == 8
+
+
 def test_training_on_examples_that_are_read_gives_the_weights_of_training_in_memory():
     weights = []
     for data, replicas in ((pictures(), 1), (indexed_of(pictures()), 1), (indexed_of(pictures()), 2)):

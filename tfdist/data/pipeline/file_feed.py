@@ -80,7 +80,8 @@ class FileFeed(Feed):
     def first(self, count: int) -> list[Any]:
         if isinstance(self.batches, RankBatches):
             raise UsageError(*ONLY_PARTS)
-        return super().first(count)
+        self.begin(0)
+        return list(self.range(0, 0, min(count, self.num_batches)))  # others would be read ahead
 
     @contextlib.contextmanager
     def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
