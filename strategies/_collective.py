@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, structures
 from tfdist.core import gradient_reduction
+from tfdist.core.sharded_optimizer import ShardedOptimizer
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
@@ -32,22 +33,52 @@ class CollectiveReplica(base.Replica):
 
     alone = False
 
-    def __init__(self, communicator: Communicator, packing: gradient_reduction.Packing):
+    def __init__(
+        self,
+        communicator: Communicator,
+        packing: gradient_reduction.Packing,
+        sharded: Callable[[Any], ShardedOptimizer | None] = lambda optimizer: None,
+    ):
         super().__init__(communicator.rank, communicator.size)
         self.packing = packing
         self._communicator = communicator
+        self._sharded = sharded
+        self._local: list[Any] = []  # the gradients that are reduced when they are applied
         self._exchanges = 0  # counted within the step, so that names agree however often each process traces
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return self._communicator.all_reduce(tensors, self._next_name()) if tensors else []
+        return self._communicator.all_reduce(tensors, self.next_name()) if tensors else []
 
     def all_gather(self, structure: Any) -> Any:
         def gather(part: tf.Tensor) -> tf.Tensor:
-            return self._communicator.all_gather(part, self._next_name())
+            return self._communicator.all_gather(part, self.next_name())
 
         return structures.gathered(structure, gather, self.index)
 
-    def _next_name(self) -> str:
+    def reduces_later(self, variables: Sequence[Any]) -> bool:
+        # Keras' own step passes the gradients to the optimizer as they are, so that nobody sees those of one process.
+        if self.keras_optimizer is None or tf.executing_eagerly():
+            return False
+        sharded = self._sharded(self.keras_optimizer)
+        return sharded is not None and sharded.updates(variables)
+
+    def know_local(self, gradients: list[Any]) -> None:
+        self._local += gradients
+
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        sharded = self._sharded(optimizer)
+        if sharded is None:
+            super().apply(apply, gradients, optimizer, variables)
+            return
+        local = {id(gradient) for gradient in self._local}
+        reduced = iter(self.of_global_batch([one for one in gradients if id(one) not in local]))
+        found = [one if id(one) in local else next(reduced) for one in gradients]
+        sharded.apply(apply, found, variables, self, lambda gradient: id(gradient) in local)
+
+    def next_name(self) -> str:
+        """A name for an exchange of this step, the same in all processes."""
         self._exchanges += 1
         return f"step.{self._exchanges}"
 
@@ -137,7 +168,11 @@ class MultiProcessStrategy(base.Strategy):
         with tf.device(self.devices[0]):
             if self.world.world_size == 1:
                 return [step(base.Replica())]
-            return [step(CollectiveReplica(self.communicator, self.packing))]
+            return [step(self.replica())]
+
+    def replica(self) -> CollectiveReplica:
+        """The replica of this process in a job of several, for one step."""
+        return CollectiveReplica(self.communicator, self.packing)
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         values = super().sum_metrics(variables, name)

@@ -74,7 +74,8 @@ class DistributeStrategy(base.Strategy):
 
     def check(self, model: Any) -> None:
         optimizers = keras_internals.optimizers(model)
-        variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
+        whole = [optimizer for optimizer in optimizers if not self.is_divided(optimizer)]
+        variables = [*model.variables, *(v for optimizer in whole for v in optimizer.variables)]
         outside = [v for v in variables if not self.is_ours(v)]
         if model.distribute_strategy is not self.tf_strategy or outside:
             raise self.made_outside(f"variable `{outside[0].path}`" if outside else f"model `{model.name}`")

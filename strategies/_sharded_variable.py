@@ -18,31 +18,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_optimizers, tensorflow_patches
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_patches
 from tfdist.internals.keras import tf_variable
 
 FIRST_SERVER = "/job:ps/task:0/device:CPU:0"
-
-# Optimizers that compute each element of an update from the same element of gradient, variable and slots alone. The
-# others take norms, means or products over a variable.
-BY_ELEMENT: tuple[type, ...] = (
-    keras.optimizers.SGD,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Adamax,
-    keras.optimizers.Nadam,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
-)
 
 
 class _GradientOfParts:
@@ -140,7 +124,7 @@ def above(size_bytes: float) -> Iterator[None]:
 def by_part(optimizer: Any) -> Iterator[None]:
     """Updates that are traced in this context are made by part, where the optimizer's formula allows it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if type(inner) in BY_ELEMENT:
+    if type(inner) in keras_optimizers.BY_ELEMENT:
         _thread.slots = [slot for slot in inner.variables if isinstance(tf_variable(slot), Table)]
     try:
         yield

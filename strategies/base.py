@@ -26,7 +26,7 @@ the loop in `tfdist.core.outer_loop`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -34,6 +34,7 @@ import tensorflow as tf
 
 from tfdist.cluster import consensus
 from tfdist.cluster.world import World
+from tfdist.communicators import parts
 from tfdist.communicators import variables as shared_variables
 from tfdist.core import randomness
 from tfdist.core.replica import Replica
@@ -211,18 +212,44 @@ class Strategy(KerasMethods):
         return values
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives Keras `variables` the chief's values in every process.
+        """Gives Keras `variables` the chief's values in every process, but those of which each has a part.
 
         Raises:
             DisagreementError: the processes have variables of different shapes or dtypes.
         """
         if self.world.world_size > 1:
             consensus.require_equal_variables(self, shared_variables.described(variables))
-            shared_variables.broadcast_variables(variables, self.broadcast, self.world.is_chief)
+            whole = [variable for variable in variables if parts.part_of(variable) is None]
+            shared_variables.broadcast_variables(whole, self.broadcast, self.world.is_chief)
+
+    def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Makes the variables of an `optimizer` of `model` that updates `variables`."""
+        del model
+        optimizer.build(list(variables))
+
+    def divide_optimizers(self, model: Any) -> None:
+        """Called before the steps of a built `model` are traced, by a strategy that divides what optimizers hold."""
+
+    def is_divided(self, optimizer: Any) -> bool:
+        """Whether `divide_optimizers` or `build_optimizer` has divided `optimizer`, whose variables are plain then."""
+        del optimizer
+        return False
+
+    def finalize_variables(self, model: Any) -> None:
+        """What the optimizer of `model` does to its variables at the end of a training."""
+        model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def whole_state(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the chief can save `model` with its optimizers; all processes must enter it."""
+        del model
+        return contextlib.nullcontext()
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """The context of all work of several processes; its errors say which process is missing."""
         return contextlib.nullcontext()
+
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:
+        """Raises `UsageError` when one of `callbacks` cannot be used with this strategy."""
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` when `model` cannot be trained by this strategy."""

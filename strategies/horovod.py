@@ -23,6 +23,7 @@ from tfdist.communicators import horovod_timeline as timelines
 from tfdist.core import gradient_reduction
 from tfdist.errors import UnknownNameError
 from tfdist.strategies import _collective as collective
+from tfdist.strategies import _sharding as sharding
 from tfdist.strategies._traits import Traits
 from tfdist.transport import costs
 
@@ -33,7 +34,7 @@ CYCLE_MS_PER_PROCESS = 0.05
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
-class HorovodStrategy(collective.MultiProcessStrategy):
+class HorovodStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
@@ -43,6 +44,8 @@ class HorovodStrategy(collective.MultiProcessStrategy):
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
             optimizers, see `tfdist.communicators.Communicator`.
         timeline: the file to write Horovod's timeline of this job to, see `tfdist.communicators.horovod_timeline`.
+        shard: "optimizer" or "gradients": each process holds and updates a part of the optimizer's state, see
+            `tfdist.strategies._sharding`.
         options: see `tfdist.strategies._collective.MultiProcessStrategy`.
     """
 
@@ -75,6 +78,9 @@ class HorovodStrategy(collective.MultiProcessStrategy):
         communicator = _join(self.world, self.timeout_seconds, self._start_timeout_seconds, timeline)
         communicator.dense_below_bytes = self._dense_below_bytes
         return communicator
+
+    def replica(self) -> collective.CollectiveReplica:
+        return collective.CollectiveReplica(self.communicator, self.packing, self.sharded)
 
     def options(self) -> dict[str, Any]:
         return super().options() | {

@@ -31,6 +31,7 @@ from tfdist.options import checked_seconds
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus, base
+from tfdist.strategies import _sharding as sharding
 from tfdist.strategies import _worker_collectives as collectives
 from tfdist.strategies._traits import Traits
 from tfdist.transport import costs
@@ -54,7 +55,7 @@ class ConnectedReplica(collective.CollectiveReplica, distribute.MirroredReplica)
     """A replica that meets those of other processes by sockets."""
 
 
-class MultiWorkerStrategy(distribute.DistributeStrategy):
+class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrategy):
     """Trains on all processes that TF_CONFIG, or Slurm, names: on all GPUs of each, or on its CPU as one device.
 
     Args:
@@ -67,6 +68,8 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
         start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
         job_settings: settings that must be the same in all processes, as the versions of packages must; compared
             before TensorFlow starts.
+        shard: "optimizer" or "gradients": each process holds and updates a part of the optimizer's state, see
+            `tfdist.strategies._sharding`.
         options: see `tfdist.strategies.base.Strategy`.
 
     Raises:
@@ -183,7 +186,7 @@ class MultiWorkerStrategy(distribute.DistributeStrategy):
                     collectives.WorkerReplica(self.num_replicas, gradient_reduction.Packing(BUFFER_BYTES, wire_dtype))
                 )
             packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
-            return step(ConnectedReplica(self.communicator, packing))
+            return step(ConnectedReplica(self.communicator, packing, self.sharded))
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 

@@ -48,7 +48,10 @@ class ServedReplica(base.Replica):
         super().__init__()
         self._home: str | None = None  # the server that counts the steps
 
-    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        del variables
         # An update reads more than the gradients, all of it from the servers; on a server it need not be sent to the
         # worker and back.
         with tf.device(self._home), sharded_variable.by_part(optimizer):

@@ -36,11 +36,11 @@ def pytest_configure(config):
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # for this process, and for those that it starts
     names = config.getoption("--strategies").split(",")
-    if TOGETHER and names[0] in ("multiworker", "parameter_server"):
+    if TOGETHER and names[0].startswith(("multiworker", "parameter_server")):
         import tfdist
 
         # TensorFlow must know the others when it starts.
-        tfdist.strategy(names[0])
+        tfdist.strategy(names[0].partition("_shard_")[0])
 
 
 def use_gpus():

@@ -11,10 +11,16 @@ from tfdist.cluster.world import World
 # This process may be one of several that run the suite together, each of them all tests: `tests/processes` starts them.
 WORLD = World.detect(os.environ)
 
+# Strategies whose processes divide the optimizer's state: the strategy, and its option `shard`.
+SHARDED = {
+    f"{name}_shard_{shard}": (name, shard)
+    for name in ("horovod", "multiworker")
+    for shard in ("optimizer", "gradients")
+}
+
 # However many this job has.
 OF_THE_JOB = {
-    "horovod": (WORLD.world_size,),
-    "multiworker": (WORLD.world_size,),
+    **dict.fromkeys(("horovod", "multiworker", *SHARDED), (WORLD.world_size,)),
     "parameter_server": (len(WORLD.tasks_of("worker")),),
 }
 
@@ -62,6 +68,8 @@ def start(name, replicas, **options):
     """A strategy to train with."""
     if name == "stock_mirrored":
         return StockMirrored(replicas)
+    if name in SHARDED:
+        name, options["shard"] = SHARDED[name]
     if name == "parameter_server":
         options["staleness"] = 0  # with more than that a result depends on the moment
         options["shard_bytes"] = 0  # where there are several servers, each has a part of every variable

@@ -22,6 +22,8 @@ from tensorflow.python.ops import stateful_random_ops
 from tfdist.checkpointing.format import Entry, Stored
 from tfdist.cluster.consensus import ProcessGroup, any_of
 from tfdist.cluster.world import World
+from tfdist.communicators import parts
+from tfdist.communicators import variables as shared_variables
 from tfdist.errors import CheckpointError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
@@ -61,11 +63,14 @@ def snapshot(model: Any, peers: ProcessGroup) -> list[Entry]:
 
     All processes must call it.
     """
-    parts = ("metrics",) if peers.metrics_by_process and peers.world.world_size > 1 else ()
+    by_process = ("metrics",) if peers.metrics_by_process and peers.world.world_size > 1 else ()
     entries = []
     for group, members in variables(model).items():
         for variable in members:
-            if group in parts or _has_parts(variable):
+            if parts.part_of(variable) is not None:
+                whole = Entry(group, variable.path, parts.gathered(variable, peers.exchange))
+                entries += [whole] * peers.world.is_chief
+            elif group in by_process or _has_parts(variable):
                 entries.append(_of_all(_parts(group, variable), peers))
             elif peers.world.is_chief:
                 value = _copied(tensorflow_variables.read(copies(variable)[0]))
@@ -137,10 +142,11 @@ def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequenc
     pairs = [pair for group in groups for pair in zip(known[group], by_group[group], strict=True)]
     read_bytes = 0
     for variable, entry in pairs:
-        if entry.elsewhere:
-            continue
-        _assign(variable, entry)
-        read_bytes += entry.value.nbytes
+        if parts.part_of(variable) is not None:
+            shared_variables.divide(variable, None if entry.elsewhere else entry.value, peers.broadcast)
+        elif not entry.elsewhere:
+            _assign(variable, entry)
+            read_bytes += entry.value.nbytes
         if read_bytes >= tensorflow_variables.PIECE_BYTES:
             stored.unload()
             read_bytes = 0
@@ -318,8 +324,7 @@ def _has_parts(variable: Any) -> bool:
 
 
 def _assign(variable: Any, entry: Entry) -> None:
-    held = copies(variable)
-    parts = list(entry.value) if entry.by_replica else [entry.value]
+    held, parts = copies(variable), list(entry.value) if entry.by_replica else [entry.value]
     if not _has_parts(variable):
         _assign_all(variable, sum(parts[1:], parts[0]))
     elif len(parts) == len(held):
@@ -340,7 +345,7 @@ def _assign_all(variable: Any, value: np.ndarray) -> None:
 
 def _described(group: str, thing: Any, name: str) -> str:
     dtype = keras.backend.standardize_dtype(thing.dtype)
-    return f"the {group} variable `{name}` {dtype} {list(thing.shape)}"
+    return f"the {group} variable `{name}` {dtype} {list(parts.whole_shape(thing))}"
 
 
 def _unnumbered(text: str) -> str:

@@ -22,6 +22,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -130,6 +131,13 @@ class Communicator:
     def probe(self, tag: int = 0) -> list[int]:
         """The ranks of the processes from which a message with `tag` has come and was not received; does not wait."""
         return self._probe(tag)
+
+    def around_branches(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which a graph is traced that has exchanges in the branches of a condition.
+
+        All processes must take the same branch, and a later exchange must depend on what the branch computes.
+        """
+        return contextlib.nullcontext()
 
     def counts(self) -> tuple[int, int]:
         """How many exchanges this process has begun, and how many have ended; read from any thread."""

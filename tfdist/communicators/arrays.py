@@ -83,6 +83,10 @@ class ArrayCommunicator(Communicator):
         result.set_shape(shape)
         return result
 
+    def around_branches(self) -> contextlib.AbstractContextManager[None]:
+        last = self._last.get(tf.compat.v1.get_default_graph()) if not tf.executing_eagerly() else None
+        return contextlib.nullcontext() if last is None else tf.control_dependencies([last])
+
     @contextlib.contextmanager
     def _after_the_last(self) -> Iterator[Callable[[Any], None]]:
         graph = tf.compat.v1.get_default_graph()

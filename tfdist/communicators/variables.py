@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdist.communicators import parts
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.tensorflow_variables import PIECE_BYTES, filled, memory, read, size_bytes
 
@@ -53,10 +54,19 @@ def _broadcast_pack(pack: Sequence[Sequence[Any]], broadcast: Broadcast, is_chie
             variable.assign(values)
 
 
+def divide(variable: Any, whole: np.ndarray | None, broadcast: Broadcast) -> None:
+    """Gives each process its part (`tfdist.communicators.parts`) of a variable, of which the chief has the `whole`."""
+    (held,) = tensorflow_variables.copies(variable)
+    value = np.empty(parts.whole_shape(variable), held.dtype.as_numpy_dtype) if whole is None else whole
+    value = np.ascontiguousarray(value)
+    broadcast_array(value, broadcast)
+    parts.fill(variable, value)
+
+
 def described(variables: Iterable[Any]) -> list[str]:
-    """The dtype and shape of each variable, such as "float32 [4,3]"."""
-    held = [tensorflow_variables.copies(variable)[0] for variable in variables]
-    return [f"{variable.dtype.name} [{','.join(map(str, variable.shape))}]" for variable in held]
+    """The dtype and shape of each variable, such as "float32 [4,3]"; of a part, those of the whole."""
+    held = [(tensorflow_variables.copies(variable)[0], parts.whole_shape(variable)) for variable in variables]
+    return [f"{variable.dtype.name} [{','.join(map(str, shape))}]" for variable, shape in held]
 
 
 def broadcast_array(array: np.ndarray, broadcast: Broadcast) -> None:

@@ -11,7 +11,6 @@ replicas rehearse the first step on its batch, and drop its assignments.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +31,20 @@ class Rehearsal(Replica):
 
     alone = False
 
-    def __init__(self, outside: Callable[[], contextlib.AbstractContextManager[Any]]):
+    def __init__(self, build: Callable[[Any, Sequence[Any]], None]):
         super().__init__()
-        self._outside = outside
+        self._build = build
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        with self._outside():
-            optimizer.build(list(variables))
+        self._build(optimizer, list(variables))
 
     def settle(self) -> None:
         pass  # assignments are dropped
 
-    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
-        del apply, gradients, optimizer
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        del apply, gradients, optimizer, variables
 
     def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         del function, values
@@ -64,12 +64,19 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
         step is not traced.
     """
     keras_variables.look_up_rows()
-    if strategy.runs_eagerly(model) or not _is_needed(model, kind):
+    logs = None if strategy.runs_eagerly(model) else _built(strategy, model, kind, spec)
+    if kind == "train":
+        strategy.divide_optimizers(model)
+    return logs
+
+
+def _built(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
+    if not _is_needed(model, kind):
         return None
     before = len(_variables(model))
     with tensorflow_internals.scratch_graph(strategy.scope) as outside:
         batch = tensorflow_internals.placeholders(keras_data.without_optionals(spec))
-        logs = _rehearse(model, kind, batch, outside, randomness.unseeded_of(strategy))
+        logs = _rehearse(strategy, model, kind, batch, outside)
     _broadcast_new(strategy, model, before)
     if kind == "predict" or not isinstance(logs, dict) or set(logs) == metrics.names(model):
         return None
@@ -87,8 +94,10 @@ def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None
         return
     before = len(_variables(model))
     with tensorflow_internals.variables_made_in(strategy.scope) as outside, keras_variables.assigning_nothing():
-        _rehearse(model, kind, batch, outside, randomness.unseeded_of(strategy))
+        _rehearse(strategy, model, kind, batch, outside)
     _broadcast_new(strategy, model, before)
+    if kind == "train":
+        strategy.divide_optimizers(model)
 
 
 def broadcast(strategy: Strategy, model: Any) -> None:
@@ -113,17 +122,21 @@ def _is_needed(model: Any, kind: str) -> bool:
     return own or not keras_internals.is_built(model, kind)
 
 
-def _rehearse(model: Any, kind: str, batch: Any, outside: Any, unseeded: Any) -> Any:
+def _rehearse(strategy: Strategy, model: Any, kind: str, batch: Any, outside: Any) -> Any:
     """Traces the step and returns its result."""
     exact_step.install()
-    replica = Rehearsal(outside)
-    replica.unseeded = unseeded
+
+    def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+        with outside():
+            strategy.build_optimizer(model, optimizer, variables)
+
+    replica = Rehearsal(build_optimizer)
+    replica.unseeded = randomness.unseeded_of(strategy)
     with replica_context.on_replica(replica):
         if kind != "train" or keras_internals.has_own_step(model, kind):
             return getattr(model, f"{kind}_step")(batch)
         logs = keras_internals.forward(model, batch)
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
-            with outside():
-                optimizer.build(model.trainable_variables)
+            build_optimizer(optimizer, model.trainable_variables)
         return logs

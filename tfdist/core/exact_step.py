@@ -16,6 +16,7 @@ from typing import Any
 
 from tfdist.core import assignments, gradient_tape, keras_steps, randomness, replica_context
 from tfdist.core.replica import Replica
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_patches
 
 
@@ -28,6 +29,8 @@ def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[A
     if replica.alone:
         return step(replica.part), set()
     replica.updates = assignments.Updates(replica, model.metrics_variables)
+    if not keras_internals.has_own_step(model, "train"):
+        replica.keras_optimizer = getattr(model, "optimizer", None)  # a model that only predicts may have none
     return in_step(replica, step), replica.updates.metrics_updated
 
 

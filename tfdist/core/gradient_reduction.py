@@ -44,12 +44,12 @@ def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
     """An all-reduce that packs dense tensors of one type into buffers, as `packing` says."""
 
     def reduce(tensors: list[Any]) -> list[Any]:
-        buffers = _buffers(tensors, packing)
-        sent = [_joined([tensors[index] for index in members]) for members in buffers]
-        reduced = all_reduce([_to_wire(tensor, packing.wire_dtype) for tensor in sent])
+        groups = buffers(tensors, packing.buffer_bytes)
+        sent = [_joined([tensors[index] for index in members]) for members in groups]
+        reduced = all_reduce([to_wire(tensor, packing.wire_dtype) for tensor in sent])
         results: list[Any] = [None] * len(tensors)
-        for members, buffer, original in zip(buffers, reduced, sent, strict=True):
-            pieces = _split(_from_wire(buffer, original.dtype), [tensors[index] for index in members])
+        for members, buffer, original in zip(groups, reduced, sent, strict=True):
+            pieces = _split(from_wire(buffer, original.dtype), [tensors[index] for index in members])
             for index, piece in zip(members, pieces, strict=True):
                 results[index] = piece
         return results
@@ -57,23 +57,23 @@ def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
     return reduce
 
 
-def _buffers(tensors: Sequence[Any], packing: Packing) -> list[list[int]]:
-    """The indices of the tensors in each buffer."""
-    buffers: list[list[int]] = []
+def buffers(tensors: Sequence[Any], buffer_bytes: int | None) -> list[list[int]]:
+    """The indices of the tensors in each buffer, see `Packing`."""
+    found: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
-        size = _packed_bytes(tensor, packing.buffer_bytes)
+        size = _packed_bytes(tensor, buffer_bytes)
         if size is None:
-            buffers.append([index])
+            found.append([index])
             continue
         members, filled = filling.get(tensor.dtype, ([], 0))
-        if not members or (packing.buffer_bytes is not None and filled + size > packing.buffer_bytes):
+        if not members or (buffer_bytes is not None and filled + size > buffer_bytes):
             members, filled = [], 0
-            buffers.append(members)
+            found.append(members)
         members.append(index)
         filling[tensor.dtype] = members, filled + size
-    return buffers
+    return found
 
 
 def _packed_bytes(tensor: Any, buffer_bytes: int | None) -> int | None:
@@ -95,12 +95,14 @@ def _split(buffer: Any, like: list[Any]) -> list[Any]:
     return [tf.reshape(piece, tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-def _to_wire(tensor: Any, dtype: tf.DType | None) -> Any:
+def to_wire(tensor: Any, dtype: tf.DType | None) -> Any:
+    """A gradient as it is sent, see `Packing`."""
     dense = not isinstance(tensor, tf.IndexedSlices)
     return tf.cast(tensor, dtype) if dtype is not None and dense and tensor.dtype == tf.float32 else tensor
 
 
-def _from_wire(tensor: Any, dtype: tf.DType) -> Any:
+def from_wire(tensor: Any, dtype: tf.DType) -> Any:
+    """What was received, in the `dtype` of the gradient."""
     return tensor if isinstance(tensor, tf.IndexedSlices) else tf.cast(tensor, dtype)
 
 

@@ -258,13 +258,13 @@ def _optimizer_apply(
     grads: Any,
     trainable_variables: Any = None,
 ) -> Any:
-    def apply(gradients: Sequence[Any]) -> None:
+    def apply(gradients: Sequence[Any], variables: Sequence[Any] | None = trainable_variables) -> None:
         with (
             replica_context.on_replica(None),
             keras_internals.outside_of_stateless_scope(),
             keras_patches.applying_reduced_gradients(),
         ):
-            original(optimizer, gradients, trainable_variables)
+            original(optimizer, gradients, variables)
 
     if keras_patches.around_apply(optimizer) is not None:
         raise UsageError(
@@ -278,7 +278,7 @@ def _optimizer_apply(
         )
     replica_context.require_meeting(replica, f"An update of the optimizer `{optimizer.name}`")
     replica.settle()
-    replica.apply(apply, list(grads), optimizer)
+    replica.apply(apply, list(grads), optimizer, trainable_variables)
 
 
 _IN_STEP: dict[str, Callable[..., Any]] = {

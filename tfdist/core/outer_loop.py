@@ -17,6 +17,7 @@ second, so that progress is shown and Ctrl-C takes effect.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -134,12 +135,13 @@ def _run_epochs(
         beginning.note_next_pass(model, passes.next)
         resume_batch = None
         epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
-        callbacks.on_epoch_end(epoch, epoch_logs)
+        with strategy.whole_state(model) if callbacks.saves_models else contextlib.nullcontext():
+            callbacks.on_epoch_end(epoch, epoch_logs)
         model.stop_training = consensus.any_of(strategy, bool(model.stop_training))
         if model.stop_training:
             break
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
-        model.optimizer.finalize_variable_values(model.trainable_weights)
+        strategy.finalize_variables(model)
     callbacks.on_train_end(logs=epoch_logs)
 
 
@@ -305,6 +307,12 @@ def _check_divisible(strategy: Strategy, model: Any) -> None:
         )
 
 
+def _each(callbacks: Any) -> list[Any]:
+    """The callbacks of a list, or of a `CallbackList`, and those that they wrap."""
+    given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
+    return list(keras_patches.with_wrapped(one for one in given if one is not None))
+
+
 def _limited(steps: int | None) -> int | None:
     """`steps`, or Keras' cap on the steps of an epoch if it is lower (`keras.config.set_max_steps_per_epoch`)."""
     cap = keras_internals.max_steps_per_epoch()
@@ -321,7 +329,11 @@ def _callback_list(
     epochs: int,
     add_history: bool = False,
 ) -> Any:
+    strategy.check_callbacks(each := _each(callbacks))
+    # In the lists of all processes, which gather what the chief's callback saves.
+    saves = any(isinstance(callback, keras.callbacks.ModelCheckpoint) for callback in each)
     if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.saves_models = saves
         return callbacks
     if not strategy.world.is_chief:
         verbose = 0
@@ -336,6 +348,7 @@ def _callback_list(
         examples=passes.examples,
         model=model,
     )
+    callback_list.saves_models = saves
     for callback in keras_patches.with_wrapped(callback_list.callbacks):
         if hasattr(callback, "set_training"):
             callback.set_training(strategy, passes)

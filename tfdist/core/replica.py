@@ -31,6 +31,8 @@ class Replica:
         means: tensors that count as means over its part, whatever operation computed them.
         alike: tensors that are known to be the same on all replicas.
         losses: the losses that layers have added by `add_loss`, by the layer's `id`.
+        keras_optimizer: the optimizer to which Keras' own train step passes the gradients just as a tape has computed
+            them; `None` in a train step of the user's own.
         alone: it exchanges nothing with other replicas, so that Keras' own code is exact.
         metrics_in_parts: each replica has a part of a metric's state, and readers sum the parts.
     """
@@ -53,6 +55,7 @@ class Replica:
         self.alike: list[tf.Tensor] = []
         self.means: list[tf.Tensor] = []
         self.losses: dict[int, list[Any]] = {}
+        self.keras_optimizer: Any = None
         self._reduced: list[Any] = []
 
     def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:
@@ -108,6 +111,14 @@ class Replica:
             list(gradients)
         )
 
+    def reduces_later(self, variables: Sequence[Any]) -> bool:
+        """Whether gradients with respect to `variables` are reduced when they are applied, and not by the tape."""
+        del variables
+        return False
+
+    def know_local(self, gradients: list[Any]) -> None:
+        """Notes that these gradients are those of this replica, and are reduced when they are applied."""
+
     def know(self, reduced: list[Any]) -> list[Any]:
         """Notes that these gradients are reduced over the replicas already; returns them."""
         self._reduced += reduced
@@ -131,9 +142,22 @@ class Replica:
         """Writes the assignments of the step so far, so that an optimizer's update reads them."""
         self.updates.write()
 
-    def apply(self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any) -> None:
-        """Updates each copy of the variables once by `apply(gradients)`, with the gradients of the global batch."""
-        del optimizer
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        """Updates each copy of the variables once by `apply(gradients)`, with the gradients of the global batch.
+
+        Args:
+            apply: Keras' update, also as `apply(gradients, variables)` for some of the variables.
+            gradients: one per variable; `None` for a variable without one.
+            optimizer: whose update it is.
+            variables: to be updated; `None` for all that the optimizer was built for.
+        """
+        del optimizer, variables
+        self.update_each_copy(apply, self.of_global_batch(gradients))
+
+    def of_global_batch(self, gradients: Sequence[Any]) -> list[Any]:
+        """The gradients of the global batch: `gradients`, of which those that are not reduced yet are reduced."""
         known = {id(gradient) for gradient in self._reduced}
         rows = {id(gradient.indices) for gradient in self._reduced if isinstance(gradient, tf.IndexedSlices)}
 
@@ -149,7 +173,7 @@ class Replica:
                 return gradient
             return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape) if is_rescaled(gradient) else total
 
-        self.update_each_copy(apply, list(map(reduced, gradients, summed)))
+        return list(map(reduced, gradients, summed))
 
     def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
         """Assigns to Keras variables values that are the same on every replica."""

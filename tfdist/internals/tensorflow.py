@@ -70,6 +70,34 @@ def without_strategy() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
+# Operations whose result has the values of an argument.
+_PASSING_ON = ("Identity", "Reshape", "SelectV2", "Cast")
+
+
+def compute_after(tensor: tf.Tensor, earlier: tf.Tensor) -> None:
+    """Lets the graph compute `tensor` only once it has computed `earlier`, unless that depends on it."""
+    operation = tensor.op
+    while operation.type in _PASSING_ON:
+        same = [one for one in operation.inputs if one.shape.num_elements() == tensor.shape.num_elements()]
+        if not same or tensor.shape.num_elements() is None:
+            break
+        operation = same[0].op
+    if not _depends_on(earlier.op, operation):
+        operation._add_control_input(earlier.op)
+
+
+def _depends_on(operation: tf.Operation, wanted: tf.Operation) -> bool:
+    seen, waiting = {operation.name}, [operation]
+    while waiting:
+        one = waiting.pop()
+        if one.name == wanted.name:
+            return True
+        before = {each.name: each for each in (*(tensor.op for tensor in one.inputs), *one.control_inputs)}
+        waiting += [each for name, each in before.items() if name not in seen]
+        seen |= set(before)
+    return False
+
+
 def tape_is_open() -> bool:
     """Whether a `tf.GradientTape` is recording operations."""
     return record.could_possibly_record()

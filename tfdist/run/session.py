@@ -108,9 +108,11 @@ class Session:
         )
         if source.spec.examples["test"]:
             self.record.test_metrics = strategy.evaluate(model, feed("test"), return_dict=True, verbose=0)
+        with strategy.whole_state(model):
+            if strategy.world.is_chief:
+                with writing(self.folder.path):
+                    files.write_whole(self.folder.model, model.save)
         if strategy.world.is_chief:
-            with writing(self.folder.path):
-                files.write_whole(self.folder.model, model.save)
             self.usage = usage.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
         if self._profile is not None and self._profile.traced and strategy.world.is_chief:

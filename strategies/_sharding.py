@@ -1,0 +1,125 @@
+"""The option `shard` of the strategies of several processes: each process holds and updates a part of the optimizer.
+
+    "optimizer"    the slots are divided over the processes
+    "gradients"    the same, and back-propagation waits for gradients to be sent, so that few of them are in memory
+
+`tfdist.core.sharded_optimizer` makes the update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.cluster import consensus
+from tfdist.core import gradient_reduction
+from tfdist.core.sharded_optimizer import LEAVE_OUT, ShardedOptimizer
+from tfdist.errors import UnknownNameError, UsageError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_optimizers
+from tfdist.strategies import _collective as collective
+from tfdist.strategies import base
+
+KINDS = ("optimizer", "gradients")
+# They read or write the variables of the optimizer, in one process or while a step is not at its end.
+NEED_WHOLE_STATE = (keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights)
+_SHARDED = "_tfdist_sharded"
+
+
+def tables(model: Any) -> list[Any]:
+    """The variables of `model` whose gradients are sparse: every process holds their slots as a whole."""
+    layers = keras_internals.all_layers(model)
+    return [v for layer in layers if isinstance(layer, keras.layers.Embedding) for v in layer.trainable_variables]
+
+
+class ShardingStrategy(base.Strategy):
+    """A strategy of several processes that can divide the state of optimizers among them.
+
+    Args:
+        shard: "optimizer" or "gradients", see this module; `None` leaves the whole state in each process.
+        options: see the strategy.
+    """
+
+    communicator: Any  # of the processes; `None` where TensorFlow exchanges tensors by itself
+
+    def __init__(self, *, shard: str | None = None, **options: Any):
+        if shard is not None and shard not in KINDS:
+            raise UnknownNameError("shard", shard, KINDS)
+        self._shard = shard
+        super().__init__(**options)
+        if self.shard is not None and self.communicator is None:
+            raise UsageError(
+                f"`shard` is `{shard}`, and the processes exchange tensors by TensorFlow's own collectives",
+                'use `communication="sockets"`, with one device per process, or the strategy `horovod`',
+            )
+
+    @property
+    def shard(self) -> str | None:
+        """What is divided among the processes; `None` where there is only one."""
+        return self._shard if self.world.world_size > 1 else None
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"shard": self.shard}
+
+    def sharded(self, optimizer: Any) -> ShardedOptimizer | None:
+        """The parts of `optimizer` that this process has; `None` if it has all of it."""
+        found: ShardedOptimizer | None = vars(optimizer).get(_SHARDED)
+        return found
+
+    def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
+        if self.shard is None:
+            super().build_optimizer(model, optimizer, variables)
+        else:
+            self._divide(model, optimizer, variables)
+
+    def is_divided(self, optimizer: Any) -> bool:
+        return self.sharded(optimizer) is not None
+
+    def divide_optimizers(self, model: Any) -> None:
+        if self.shard is None:
+            return
+        for optimizer in keras_internals.optimizers(model):
+            if self.sharded(optimizer) is None and optimizer.built:
+                self.broadcast_variables(optimizer.variables)
+                self._divide(model, optimizer, keras_internals.trainable_variables(optimizer))
+
+    def _divide(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
+        if self.sharded(optimizer) is None:
+            bounded = self.shard == "gradients"
+
+            def meet(doing: str) -> None:
+                consensus.all_gather_object(self, None, doing)
+
+            divided = ShardedOptimizer(optimizer, variables, tables(model), self.communicator, meet, bounded)
+            # Past Keras' attribute tracking, so that it is not saved with the model.
+            object.__setattr__(optimizer, _SHARDED, divided)
+
+    def finalize_variables(self, model: Any) -> None:
+        sharded = self.sharded(model.optimizer)
+        if sharded is None:
+            super().finalize_variables(model)
+        elif keras_optimizers.inner(model.optimizer).use_ema:
+            replica = collective.CollectiveReplica(self.communicator, gradient_reduction.Packing())
+            sharded.run(model.optimizer.finalize_variable_values, replica)
+
+    @contextlib.contextmanager
+    def whole_state(self, model: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for optimizer in keras_internals.optimizers(model):
+                sharded = self.sharded(optimizer)
+                if sharded is not None:
+                    stack.enter_context(sharded.whole())
+            yield
+
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:
+        for callback in callbacks if self.shard is not None else ():
+            at_steps = isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch"
+            if at_steps or isinstance(callback, NEED_WHOLE_STATE):
+                what = type(callback).__name__ + "` within epochs" if at_steps else type(callback).__name__ + "`"
+                raise UsageError(
+                    f"`shard` is `{self.shard}`, and `{what} needs the whole state of the optimizer",
+                    f"use `tfdist.callbacks.Checkpoint` in its place, or {LEAVE_OUT}",
+                )

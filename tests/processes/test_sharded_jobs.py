@@ -1,0 +1,172 @@
+"""`shard`: the processes of a job divide the state of the optimizer, and end with the weights of one device."""
+
+import re
+import shutil
+
+import pytest
+
+from tests.processes.jobs import launched, require_horovod, train
+from tests.processes.test_contract import EQUALITY, equality_cases, run_together
+
+# One of each kind: split, whole variables, several exchanges within an update, sparse rows, own steps.
+QUICK = [
+    "adam",
+    "muon",
+    "clipnorm",
+    "accumulation and clipping",
+    "ema overwriting",
+    "mixed float16, inf on one replica",
+    "constraint",
+    "sparse gradients, clipnorm",
+    "own train_step",
+    "run eagerly",
+]
+
+# Trains up to an epoch, perhaps resumed, and compares all that is left with stock Keras on one device.
+TRAINS = """
+import json, sys
+import tfdist
+
+name, folder, epochs, *options = sys.argv[1:]
+strategy = tfdist.strategy(name, seed=1, **dict(option.split("=") for option in options))
+import keras
+import numpy as np
+from tfdist.callbacks import Checkpoint
+from tfdist.internals import tensorflow_variables
+
+x = np.random.default_rng(0).random((35, 30), "float32")
+y = x[:, :7] ** 2
+
+
+def made():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((30,)), keras.layers.Dense(50, "relu"), keras.layers.Dense(7)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+arguments = {"batch_size": 8, "epochs": int(epochs), "shuffle": False, "verbose": 0}
+with strategy.scope():
+    model = made()
+saves = keras.callbacks.ModelCheckpoint(f"{folder}-of-chief.keras")
+strategy.fit(model, x, y, callbacks=[Checkpoint(folder, resume=True), saves], **arguments)
+held = sum(v.nbytes for v in (tensorflow_variables.copies(v)[0].numpy() for v in model.optimizer.variables))
+model.save(f"{folder}-{strategy.world.rank}.keras")
+model.load_weights(f"{folder}-{strategy.world.rank}.keras")  # each process takes its part
+
+reference = made()
+reference.fit(x, y, **arguments)
+everything = sum(v.numpy().nbytes for v in reference.optimizer.variables)
+loaded = keras.saving.load_model(f"{folder}-{strategy.world.rank}.keras")
+by_chief = keras.saving.load_model(f"{folder}-of-chief.keras") if strategy.world.is_chief else loaded
+for found in (loaded, by_chief):
+    for one, other in zip(found.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=5e-5, atol=5e-5, err_msg=other.path)
+    for one, other in zip(found.optimizer.variables, reference.optimizer.variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=5e-5, atol=5e-5, err_msg=other.path)
+print("HELD", json.dumps([held, everything]))
+"""
+
+REFUSED = """
+import sys
+import tfdist
+
+strategy = tfdist.strategy("multiworker", seed=1, shard="optimizer")
+import keras
+import numpy as np
+import tensorflow as tf
+from tfdist.errors import UsageError
+
+
+class Own(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        variable.assign_sub(learning_rate * gradient / tf.norm(gradient))
+
+
+class Table(keras.layers.Layer):
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(100, 3), name="rows")
+
+    def call(self, x):
+        return keras.ops.take(self.rows, x, axis=0)
+
+
+def refused(inputs, layers, optimizer, **fit):
+    with strategy.scope():
+        model = keras.Sequential([inputs, *layers])
+        model.compile(optimizer(), "mse")
+    try:
+        strategy.fit(model, np.ones((8, 4), "int32"), np.ones((8, 1)), verbose=0, **fit)
+    except UsageError as error:
+        sys.stdout.write(f"REFUSED {error.sentence}\\n")
+
+
+dense, ints = keras.layers.Dense(1), keras.Input((4,), dtype="int32")
+refused(keras.Input((4,)), [dense], lambda: Own(0.1))
+refused(ints, [Table(), keras.layers.Flatten(), keras.layers.Dense(1)], keras.optimizers.SGD)
+refused(keras.Input((4,)), [keras.layers.Dense(1, use_bias=False)], keras.optimizers.Lamb)
+swaps = [keras.callbacks.SwapEMAWeights()]
+refused(keras.Input((4,)), [keras.layers.Dense(1)], lambda: keras.optimizers.SGD(use_ema=True), callbacks=swaps)
+saves = [keras.callbacks.ModelCheckpoint("m.keras", save_freq=1)]
+refused(keras.Input((4,)), [keras.layers.Dense(1)], keras.optimizers.Adam, callbacks=saves)
+"""
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("strategy", ["multiworker", "horovod"])
+def test_its_weights_are_those_of_one_device(tmp_path, strategy, shard):
+    if strategy == "horovod":
+        require_horovod()
+    name = f"{strategy}_shard_{shard}"
+    assert f"{len(QUICK)} passed" in run_together(name, 2, *equality_cases(name, 2, QUICK), cwd=tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("strategy", ["multiworker", "horovod"])
+def test_all_cases_of_equality(tmp_path, strategy, shard, workers):
+    if strategy == "horovod":
+        require_horovod()
+    last = run_together(f"{strategy}_shard_{shard}", workers, EQUALITY, "-k", "equals", cwd=tmp_path)
+    assert re.search(r"^\d+ passed", last), last
+
+
+def trained(folder, workers, *arguments):
+    """The bytes of the optimizer that each process holds, and those of the whole."""
+    (folder / "script.py").write_text(TRAINS)
+    done = launched("--workers", str(workers), "--verbose", "script.py", *arguments, cwd=folder, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = re.findall(r"HELD \[(\d+), (\d+)\]", done.stdout)
+    assert len(found) == workers, done.stdout
+    return [int(held) for held, _ in found], int(found[0][1])
+
+
+def test_each_process_holds_its_share_and_a_run_of_two_is_continued_by_three_and_by_one(tmp_path):
+    rest = 64 * 2 * 4 + 64  # a unit of each slot of the four variables, and the optimizer's numbers
+    held, everything = trained(tmp_path, 2, "multiworker", "kept", "2", "shard=optimizer")
+    assert everything <= sum(held) <= everything + 64
+    assert max(held) <= everything / 2 + rest
+    shutil.copytree(tmp_path / "kept", tmp_path / "also kept")
+    held, everything = trained(tmp_path, 3, "multiworker", "kept", "4", "shard=gradients")
+    assert max(held) <= everything / 3 + rest
+    assert trained(tmp_path, 1, "single", "also kept", "4") == ([everything], everything)
+
+
+def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
+    (tmp_path / "script.py").write_text(REFUSED)
+    done = launched("--workers", "2", "--verbose", "script.py", cwd=tmp_path, timeout=240)
+    told = sorted(set(re.findall(r"REFUSED (.*)", done.stdout)))
+    assert len(told) == 5, done.stdout + done.stderr
+    for part in ("`Own` computes", "is sparse", "whole variables", "SwapEMAWeights", "ModelCheckpoint"):
+        assert any(part in sentence for sentence in told), told
+
+
+def test_an_unknown_kind_and_collectives_of_tensorflow_are_refused_with_a_sentence(tmp_path):
+    for options, part in ((["shard=weights"], "weights"), (["shard=optimizer", "communication=ring"], "collectives")):
+        chosen = [argument for option in options for argument in ("--strategy-option", option)]
+        with train(*chosen, run_dir=tmp_path / part) as job:
+            code, out, err = job.end()
+        assert code == 2, out + err
+        assert part in out + err
+        assert "Traceback" not in out + err
