@@ -148,8 +148,9 @@ class TestWhatCrossesToADevice:
         x, y = pictures(48)
         feed = ArrayFeed(tensors(x, y), 8, lambda epoch: np.arange(48, dtype=np.int32))
         state = device_feed.placed(feed, strategy).start(0, 0)
-        assert [spec.shape.as_list() for spec in state.element_spec] == [[4, 6], [4]]
-        assert [part[0].device[-5:] for part in state.get_next()] == ["CPU:1", "CPU:2"]
+        data, _ = state.element_spec
+        assert [spec.shape.as_list() for spec in data] == [[4, 6], [4]]
+        assert [x.device[-5:] for (x, _), _ in state.get_next()] == ["CPU:1", "CPU:2"]
 
     def test_in_a_step_on_arrays_that_it_holds_are_the_numbers_of_examples(self):
         sent = _sent("custom", ["CPU:1", "CPU:2"], RESIDENT)

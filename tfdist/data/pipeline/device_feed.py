@@ -4,11 +4,13 @@
     larger arrays                      the host gathers the part of each replica, and copies it to the device while the
                                        step before computes
 
-The parts are those of `ArrayFeed`, bit by bit. Arrays of strings, sparse and ragged ones stay on the host.
+Examples of a dataset travel, and are held, in the type of their file; the device casts them. The parts are those of
+`ArrayFeed`, bit by bit. Arrays of strings, sparse and ragged ones stay on the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -56,8 +58,8 @@ class ResidentFeed(PlacedFeed):
     def __init__(self, feed: ArrayFeed, devices: Sequence[str]):
         super().__init__(feed)
         self._copies = tuple(_copied(feed.arrays, device) for device in devices)
-        dtypes = tuple(None if array is None else array.dtype for array in tree.flatten(feed.arrays))
-        self.batches = ResidentBatches(feed.batches, dtypes)
+        specs = tuple(None if array is None else _spec(array) for array in tree.flatten(feed.arrays))
+        self.batches = ResidentBatches(feed.batches, specs)
 
     def start(self, epoch: int, first_batch: int) -> Any:
         _, positions = self._feed.start(epoch, first_batch)
@@ -70,11 +72,11 @@ class ResidentBatches(Batches):
 
     Attributes:
         whole: of the arrays on the host.
-        dtypes: of the arrays, flat; `None` for one that is left out.
+        specs: of the arrays, flat; `None` for one that is left out.
     """
 
     whole: ArrayBatches
-    dtypes: tuple[tf.DType | None, ...]
+    specs: tuple[tf.TensorSpec | None, ...]
     length_known: bool = True
 
     def of_any_length(self) -> ResidentBatches:
@@ -87,8 +89,8 @@ class ResidentBatches(Batches):
         copies, _ = state
         with tf.device("CPU:0"):
             positions, share = self.whole.positions(batch, index, count)
-        data, dtypes = keras_data.gather(copies[index % len(copies)], positions[0]), iter(self.dtypes)
-        data = tree.map_structure(lambda one: _opened(one, next(dtypes)), data)
+        data, specs = keras_data.gather(copies[index % len(copies)], positions[0]), iter(self.specs)
+        data = tree.map_structure(lambda one: _unpacked(one, next(specs)), data)
         return self.whole.transformed(data, positions), share
 
 
@@ -100,7 +102,7 @@ class PrefetchedFeed(PlacedFeed):
         self._devices = list(devices)
         self._first_replica = rank * len(self._devices)
         self._num_replicas = num_replicas
-        self.batches = PrefetchedBatches(feed.batch_size, feed.examples, len(self._devices))
+        self.batches = PrefetchedBatches(feed.batches, feed.examples, len(self._devices))
         self._parts = self._make_parts(feed)
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -121,8 +123,9 @@ class PrefetchedFeed(PlacedFeed):
                 batch = feed.batches.fetch((feed.arrays, positions), step)
                 examples = tf.convert_to_tensor(batch_parts.length(batch[0]))
                 begin, end, _ = batch_parts.bounds(examples, self._first_replica + replica, count)
-                data = feed.batches.gathered(feed.arrays, [of_each[begin:end] for of_each in batch])
-                return tree.map_structure(self._of_known_length, data)
+                indices, *extras = (of_each[begin:end] for of_each in batch)
+                data = keras_data.gather(feed.arrays, indices)
+                return tree.map_structure(self._of_known_length, (data, tuple(extras)))
 
             numbers = tf.data.Dataset.range(first_batch * local, feed.num_batches * local)
             options = tf.data.Options()
@@ -143,7 +146,7 @@ class PrefetchedFeed(PlacedFeed):
 class PrefetchedBatches(Batches):
     """A batch is fetched as the parts of this process' replicas, each on its device."""
 
-    batch_size: int
+    whole: ArrayBatches
     examples: int
     local_replicas: int
     length_known: bool = True
@@ -153,20 +156,22 @@ class PrefetchedBatches(Batches):
         return replace(self, length_is_known=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        size = self.whole.batch_size
         with tf.device("CPU:0"):
-            return state.get_next(), tf.minimum(self.batch_size, self.examples - step * self.batch_size)
+            return state.get_next(), tf.minimum(size, self.examples - step * size)
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         del state
         parts, size = batch
-        data = parts[index % self.local_replicas]
+        held, extras = parts[index % self.local_replicas]
+        data = self.whole.transformed(held, (None, *extras))
         if not self.length_is_known:
             data = tree.map_structure(batch_parts.of_any_length, data)
         if count == 1:
             return data, 1.0
-        if self.examples % self.batch_size == 0:
-            begin, end = order.part(self.batch_size, index, count)
-            return data, (end - begin) / self.batch_size
+        if self.whole.even:
+            begin, end = order.part(self.whole.batch_size, index, count)
+            return data, (end - begin) / self.whole.batch_size
         with tf.device("CPU:0"):
             begin, end = order.part(size, index, count)
             return data, (end - begin) / size
@@ -192,17 +197,41 @@ def _copied(arrays: Any, device: str) -> Any:
         if array is None:
             return None
         if id(array) not in copies:
-            copies[id(array)] = tf.identity(_closed(array))
+            with tf.device("CPU:0"):
+                packed = _packed(array)
+            copies[id(array)] = tf.identity(packed)
         return copies[id(array)]
 
     with tf.init_scope(), tf.device(device):
         return tree.map_structure(copied, arrays)
 
 
-def _closed(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` in a type that stays on a GPU: a graph takes its int32 arguments from the host, at each call."""
-    return tf.bitcast(tensor, tf.float32) if tensor.dtype == tf.int32 else tensor
+# Types of which a GPU can gather examples. A graph takes its int32 arguments from the host, at each call.
+_GATHERED = (tf.bool, tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int64, tf.complex64, tf.complex128)
 
 
-def _opened(tensor: Any, dtype: tf.DType | None) -> Any:
-    return tensor if tensor is None or tensor.dtype == dtype else tf.bitcast(tensor, dtype)
+def _spec(array: tf.Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec(array.shape, array.dtype)
+
+
+def _packed(array: tf.Tensor) -> tf.Tensor:
+    """`array` in a type that stays on a GPU: the bytes of each example as float32 `[N, words]`, filled up with 0."""
+    if array.dtype in _GATHERED:
+        return array
+    rows = tf.reshape(tf.bitcast(array, tf.uint8), [array.shape[0], -1])
+    missing = -rows.shape[1] % tf.float32.size
+    if missing:
+        rows = tf.pad(rows, [[0, 0], [0, missing]])
+    return tf.bitcast(tf.reshape(rows, [array.shape[0], -1, tf.float32.size]), tf.float32)
+
+
+def _unpacked(rows: Any, spec: tf.TensorSpec | None) -> Any:
+    """Some examples of an array of that `spec`, of which `rows` are packed."""
+    if spec is None or spec.dtype in _GATHERED:
+        return rows
+    shape, examples = spec.shape[1:].as_list(), batch_parts.length(rows)
+    size = spec.dtype.size
+    used = tf.reshape(tf.bitcast(rows, tf.uint8), [examples, -1])[:, : math.prod(shape) * size]
+    if size > 1:
+        shape = [*shape, size]
+    return tf.bitcast(tf.reshape(used, [examples, *shape]), spec.dtype)

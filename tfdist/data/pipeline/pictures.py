@@ -19,11 +19,11 @@ from tfdist.cluster.cores import cores
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import cache_folder, order, scan
-from tfdist.data.pipeline.arrays import Arrays
+from tfdist.data.pipeline.arrays import Arrays, label_type
 from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.origin import Asked
+from tfdist.data.pipeline.origin import Asked, Part
 from tfdist.data.pipeline.picture_files import Pictures
-from tfdist.data.pipeline.source import Part, Source
+from tfdist.data.pipeline.source import Source
 from tfdist.data.pipeline.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
@@ -172,7 +172,8 @@ class PictureSource(Source):
         self._check_split(split)
         examples = self.spec.examples[split]
         shapes = self.spec.input_shape, self.spec.target_shape
-        in_memory = 4 * examples * sum(int(np.prod(shape)) for shape in shapes)
+        pixels, targets = (int(np.prod(shape)) for shape in shapes)
+        in_memory = examples * (4 * pixels + self._target_type.itemsize * targets)
         # Each process of the job on this machine keeps all examples.
         available = psutil.virtual_memory().available / World.detect().local_world_size
         if not whole and in_memory <= SHARE_OF_MEMORY * available:
@@ -206,7 +207,7 @@ class PictureSource(Source):
 
         files = self.files[split].keep(range(count))
         x = np.empty((count, *self.spec.input_shape), np.float32)
-        y = np.empty((count, *self.spec.target_shape), np.int32)
+        y = np.empty((count, *self.spec.target_shape), self._target_type)
         done = 0
         with decoding.explained(lambda: self._problem_among(split, np.arange(done, count))):
             for pictures, targets in tf_datasets.all_examples(decoding.Decoder(self.spec, files)):
@@ -214,6 +215,13 @@ class PictureSource(Source):
                 x[done:end], y[done:end] = pictures, targets
                 done = end
         return x, y
+
+    @property
+    def _target_type(self) -> np.dtype:
+        """The type in which targets are held. Only masks are checked before, so that they fit into a smaller one."""
+        if self.spec.task == "autoencoding":
+            return np.dtype(np.float32)
+        return label_type(self.spec) if self.spec.task == "segmentation" else np.dtype(np.int32)
 
     def _problem_among(self, split: str, indices: np.ndarray) -> DataError | None:
         """The error that names the first bad example among those with these numbers."""
