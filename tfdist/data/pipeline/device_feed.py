@@ -1,8 +1,9 @@
-"""Arrays for replicas on devices with memory of their own: what a replica uses goes to its device, once.
+"""Data for replicas on devices with memory of their own: what a replica uses goes to its device, once.
 
     arrays up to `device_data_bytes`   each device holds a copy, out of which its replica gathers the examples of a step
     larger arrays                      the host gathers the part of each replica, and copies it to the device while the
                                        step before computes
+    files, readers by number           the same, of what this process has read
 
 Examples of a dataset travel, and are held, in the type of their file; the device casts them. The parts are those of
 `ArrayFeed`, bit by bit. Arrays of strings, sparse and ragged ones stay on the host.
@@ -20,6 +21,7 @@ import tensorflow as tf
 from tfdist.data.pipeline import batch_parts, order
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.feed import Batches, Feed, WrappedFeed
+from tfdist.data.pipeline.file_feed import FileFeed
 from tfdist.internals import keras_data, tensorflow_data
 from tfdist.internals.keras import tree
 
@@ -31,12 +33,18 @@ GPU_BYTES = 256 << 20
 
 
 def placed(feed: Feed, strategy: Strategy) -> Feed:
-    """`feed` for the devices of `strategy`; other feeds than of arrays stay as they are: the host cuts their parts."""
+    """`feed` for the devices of `strategy`.
+
+    Batches that the user's own dataset makes stay as they are: a checkpoint holds the place of its iterator, which must
+    not be ahead of the steps. The host cuts their parts, and copies those of a step while steps before it compute.
+    """
     budget_bytes = strategy.device_data_bytes
     if budget_bytes is None:
         if all(device.startswith("CPU") for device in strategy.devices):
             return feed  # they share the memory of the host
         budget_bytes = GPU_BYTES
+    if isinstance(feed, FileFeed):
+        return PrefetchedFiles(feed, strategy.devices, strategy.world.rank, strategy.num_replicas)
     if not isinstance(feed, ArrayFeed) or not is_dense(feed.arrays):
         return feed
     if size_bytes(feed.arrays) <= budget_bytes:
@@ -45,7 +53,7 @@ def placed(feed: Feed, strategy: Strategy) -> Feed:
 
 
 class PlacedFeed(WrappedFeed):
-    """A feed of arrays that has a state of its own; any of its batches can be begun with."""
+    """A feed that has a state of its own; any of its batches can be begun with."""
 
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
         del saved
@@ -142,9 +150,33 @@ class PrefetchedFeed(PlacedFeed):
         return tf.ensure_shape(tensor, [length, *tensor.shape[1:]])
 
 
+class PrefetchedFiles(PlacedFeed):
+    """Batches that this process reads, of which each device receives the parts of its replica ahead of their use."""
+
+    def __init__(self, feed: FileFeed, devices: Sequence[str], rank: int, num_replicas: int):
+        super().__init__(feed)
+        self._files = feed
+        self._devices = list(devices)
+        self._replicas = range(rank * len(self._devices), (rank + 1) * len(self._devices))
+        self._num_replicas = num_replicas
+        whole = ArrayBatches(feed.batch_size, feed.examples % feed.batch_size == 0)
+        self.batches = PrefetchedBatches(whole, feed.examples, len(self._devices))
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        self._files.begin(epoch)
+        parts = self._files.parts(epoch, first_batch, self._replicas, self._num_replicas)
+        return tensorflow_data.device_iterator(parts.map(lambda *data: (data, ())), self._devices)
+
+
 @dataclass(frozen=True)
 class PrefetchedBatches(Batches):
-    """A batch is fetched as the parts of this process' replicas, each on its device."""
+    """A batch is fetched as the parts of this process' replicas, each on its device, and what is known of examples.
+
+    Attributes:
+        whole: how the device transforms what it has received.
+        examples: in a pass.
+        local_replicas: replicas of this process.
+    """
 
     whole: ArrayBatches
     examples: int
