@@ -120,13 +120,11 @@ class Source:
         return cls(spec, read, divisor=divisor, bucketed=bucketed, skipped=skipped)
 
     def arrays(self, split: str) -> Arrays:
-        """All examples of "train", "validation" or "test" as a model sees them; do not write into them.
-
-        They are read once. What is held as bytes is cast here, into an array that is the same as long as it is used.
+        """All examples of "train", "validation" or "test", read once and then kept; do not write into them.
 
         Returns:
             x and y as `tfdist.data.spec` describes them: of pictures x is float32 `[N, *spec.input_shape]` in
-            [0, 1], of labels y is int32 `[N]`; all C-contiguous, in stored order.
+            [0, 1], of labels y is int32 `[N]`; all C-contiguous, in stored order. What is held in another type is cast.
 
         Raises:
             UnknownNameError: no such split.
@@ -341,12 +339,11 @@ class Source:
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
         held = self._examples(split)
-        arrays = held.arrays
-        transform = FromHeld(self.spec, self._divisor, self._transform(arrays, batch_size, augmentation, seed))
+        transform = FromHeld(self.spec, self._divisor, self._transform(held.arrays, batch_size, augmentation, seed))
         if stream_positions:
-            stream, position = order.stream_positions(len(arrays[1]), batch_size)
-            arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
-            return tensors(*arrays), batch_size, order_of, transform
+            stream, position = order.stream_positions(len(held.arrays[1]), batch_size)
+            x = {"tokens": held.arrays[0], "stream": stream, "position": position}
+            return tensors(x, held.arrays[1]), batch_size, order_of, transform
         return held.tensors, batch_size, order_of, transform
 
     def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> OrderOf:
@@ -367,10 +364,13 @@ class Source:
             shuffle = split == "train"
         if not shuffle:
             return lambda epoch: order.as_stored(examples)
+        return self._shuffled(split, batch_size, seed)
+
+    def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
         if self._bucketed:
             lengths = np.sum([*sentence_lengths(self._examples(split).arrays[0]).values()], axis=0)
             return lambda epoch: order.bucketed_order(lengths, batch_size, seed, epoch)
-        return lambda epoch: order.epoch_order(examples, seed, epoch)
+        return lambda epoch: order.epoch_order(self.spec.examples[split], seed, epoch)
 
     def _transform(
         self, arrays: Arrays, batch_size: int, augmentation: Augmentation | None, seed: int
