@@ -3,6 +3,8 @@
 What crosses between devices is read from the graphs that TensorFlow ran, cut into one part per device.
 """
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
@@ -10,12 +12,13 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+import tfdist.data
 from tests.contract.comparison import assert_same
 from tfdist.callbacks import Checkpoint, StopAtNonFiniteLoss
 from tfdist.data.pipeline import device_feed
 from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
 from tfdist.data.pipeline.source import Source
-from tfdist.errors import UsageError
+from tfdist.errors import DataError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 
 READ_WHERE_THEY_ARE, PREFETCHED, RESIDENT = None, 0, 1 << 30
@@ -106,6 +109,85 @@ class TestTheResultDoesNotDependOnWhereTheArraysAre:
         assert_same(batches(budget), batches(READ_WHERE_THEY_ARE), 0)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """20 pictures in two classes."""
+    root = tmp_path_factory.mktemp("pictures")
+    for number in range(20):
+        path = root / "train" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(path, np.random.default_rng(number).integers(0, 256, (8, 8, 3)))
+    return root
+
+
+def of_files(folder):
+    return tfdist.data.load("image_folder", folder, cache="off", size=(8, 8))
+
+
+def of_reader(folder):
+    x = np.random.default_rng(2).random((20, 8, 8, 3), np.float32)
+    spec = tfdist.data.DataSpec("mine", "classification", (8, 8, 3), 2, {"train": 20})
+    return tfdist.data.IndexedSource(spec, lambda split, indices: (x[indices], indices % 2))
+
+
+def trained_on_feed(source, devices, budget, batch_size=6, **fit):
+    """The history and the weights of a training; of the batches of 6, the last one has two examples."""
+    keras.utils.set_random_seed(3)
+    strategy = tfdist.strategy("custom", devices=devices, seed=7, device_data_bytes=budget)
+    with strategy.scope():
+        model = keras.Sequential([layers.Input((8, 8, 3)), layers.Flatten(), layers.Dense(2)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    feed = source.feed("train", batch_size, seed=4, augment="crop_flip")
+    history = strategy.fit(model, feed, epochs=2, verbose=0, **fit).history
+    return [history, strategy.evaluate(model, source.feed("train", batch_size), verbose=0), model.get_weights()]
+
+
+@pytest.mark.parametrize("source_of", [of_files, of_reader])
+class TestWhatThisProcessReadsIsSentAhead:
+    @pytest.mark.parametrize("devices", [["CPU:1"], 3], ids=str)
+    def test_and_the_result_is_the_same(self, source_of, folder, devices):
+        sent_ahead = trained_on_feed(source_of(folder), devices, PREFETCHED)
+        assert_same(sent_ahead, trained_on_feed(source_of(folder), devices, READ_WHERE_THEY_ARE), 1e-6)
+
+    def test_also_in_a_run_that_is_resumed_within_an_epoch(self, source_of, folder, tmp_path):
+        source, devices = source_of(folder), ["CPU:1", "CPU:2"]
+        callbacks = [Checkpoint(tmp_path, every_steps=2), Interrupts()]
+        with pytest.raises(InterruptionError):
+            trained_on_feed(source, devices, PREFETCHED, callbacks=callbacks)
+        resumed = trained_on_feed(source, devices, PREFETCHED, callbacks=[Checkpoint(tmp_path, resume=True)])
+        assert_same(resumed, trained_on_feed(source, devices, READ_WHERE_THEY_ARE), 1e-6)
+
+    def test_so_that_nothing_crosses_in_a_step(self, source_of, folder):
+        devices = ["CPU:1", "CPU:2"]
+        sent = _crossing(lambda: trained_on_feed(source_of(folder), devices, PREFETCHED, 5))
+        assert _data_to(sent, "CPU:1") == _data_to(sent, "CPU:2") == []
+        on_the_host = _crossing(lambda: trained_on_feed(source_of(folder), devices, READ_WHERE_THEY_ARE, 5))
+        assert len(_data_to(on_the_host, "CPU:2")) >= 2  # x and y
+
+    def test_to_the_device_of_its_replica(self, source_of, folder):
+        strategy = tfdist.strategy("custom", devices=["CPU:1", "CPU:2"], device_data_bytes=PREFETCHED)
+        feed = source_of(folder).feed("train", 6, seed=4)
+        whole = [feed.batches.part(None, batch, 0, 1)[0] for batch in feed.batches.take(feed.start(1, 2), 2, 2)]
+        state = strategy.placed(feed).start(1, 2)
+        for x, y in whole:
+            parts = [data for data, _ in state.get_next()]
+            assert [part[0].device[-5:] for part in parts] == ["CPU:1", "CPU:2"]
+            np.testing.assert_array_equal(np.concatenate([part[0] for part in parts]), x)
+            np.testing.assert_array_equal(np.concatenate([part[1] for part in parts]), y)
+
+    def test_but_not_where_devices_are_the_hosts(self, source_of, folder):
+        feed = source_of(folder).feed("train", 6)
+        assert tfdist.strategy("custom", devices=2).placed(feed) is feed
+
+
+def test_a_bad_file_is_named_by_a_training_to_which_it_is_sent_ahead(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "some")
+    bad = tmp_path / "some" / "train" / "a" / "4.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    with pytest.raises(DataError, match=r"4\.png"):
+        trained_on_feed(of_files(tmp_path / "some"), ["CPU:1", "CPU:2"], PREFETCHED)
+
+
 class TestWhatStaysOnTheHost:
     @pytest.mark.parametrize(
         "x",
@@ -148,8 +230,9 @@ class TestWhatCrossesToADevice:
         x, y = pictures(48)
         feed = ArrayFeed(tensors(x, y), 8, lambda epoch: np.arange(48, dtype=np.int32))
         state = device_feed.placed(feed, strategy).start(0, 0)
-        assert [spec.shape.as_list() for spec in state.element_spec] == [[4, 6], [4]]
-        assert [part[0].device[-5:] for part in state.get_next()] == ["CPU:1", "CPU:2"]
+        data, _ = state.element_spec
+        assert [spec.shape.as_list() for spec in data] == [[4, 6], [4]]
+        assert [x.device[-5:] for (x, _), _ in state.get_next()] == ["CPU:1", "CPU:2"]
 
     def test_in_a_step_on_arrays_that_it_holds_are_the_numbers_of_examples(self):
         sent = _sent("custom", ["CPU:1", "CPU:2"], RESIDENT)
@@ -165,8 +248,13 @@ class TestWhatCrossesToADevice:
 
 def _sent(name, devices, budget, **fit):
     """What the graph of a training's loop sends between devices: (from, to, name of the operation in the loop)."""
+    return _crossing(lambda: trained(name, devices, budget, pictures(48), **fit))
+
+
+def _crossing(training):
+    """What the loop of a `training` sends between devices, as `_sent`."""
     with tensorflow_internals.collected_graphs() as graphs:
-        trained(name, devices, budget, pictures(48), **fit)
+        training()
     found = set()
     for node in (node for graph in graphs for node in graph.node if node.op in ("_Send", "_HostSend")):
         source, target = (node.attr[end].s.decode()[-5:] for end in ("send_device", "recv_device"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,7 @@ def source_of(
         x = padding.padded([known.numbers(sentence) for sentence, _ in sentences], length)
         return x, np.array([label for _, label in sentences], np.int32)
 
+    splits: dict[str, Any] = {split: arrays(sentences) for split, sentences in parts.items()}
     return Source.from_arrays(
         name,
         classes=classes,
@@ -60,5 +62,5 @@ def source_of(
         vocabulary_size=len(known.tokens),
         vocabulary=known.tokens,
         class_names=class_names,
-        **{split: arrays(sentences) for split, sentences in parts.items()},
+        **splits,
     )

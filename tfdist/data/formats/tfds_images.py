@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 VALIDATION_EXAMPLES = 5000
 
-# The number of examples that are decoded together before they are scaled into the result.
+# The number of examples that are decoded together before they are copied into the result.
 _CHUNK = 256
 
 
@@ -42,7 +42,7 @@ def load(name: str, data_dir: str | PathLike[str] | None) -> Source:
     import tensorflow_datasets as tfds
 
     builder = tfds_prepare.prepared(lambda: tfds.builder(name, data_dir=folder), folder)
-    return Source(_spec(builder), lambda split, count: _read(builder, split, count))
+    return Source(_spec(builder), lambda split, count: _read(builder, split, count), divisor=255)
 
 
 def _spec(builder: Any) -> DataSpec:
@@ -74,13 +74,11 @@ def _read(builder: Any, split: str, count: int) -> Arrays:
 
 def _decode(builder: Any, split: str, count: int) -> Arrays:
     shape = builder.info.features["image"].shape
-    x, y = np.empty((count, *shape), np.float32), np.empty(count, np.int32)
+    x, y = np.empty((count, *shape), np.uint8), np.empty(count, np.int32)
     done = 0
     for images, labels in _batches(builder, split, count):
         end = done + len(labels)
-        # Bytes are scaled directly into the result, without a second array of floats.
-        np.divide(images, np.float32(255), out=x[done:end])
-        y[done:end] = labels
+        x[done:end], y[done:end] = images, labels
         done = end
     if done != count:
         raise tfds_prepare.damaged(builder, f"`{split}` has {done} examples instead of {count}")

@@ -62,6 +62,8 @@ def source_of(
     first_label: int = 0,
     cache: str,
     policy: str,
+    shuffle: str,
+    shuffle_buffer: int,
 ) -> PictureSource:
     """A source of the pictures of a prepared dataset.
 
@@ -76,6 +78,8 @@ def source_of(
         first_label: the label of the first class in the files.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         policy: what to do with a bad example.
+        shuffle: one of `tfdist.data.pipeline.pictures.SHUFFLES`.
+        shuffle_buffer: for "files": examples that are shuffled together.
     """
     masks = target != "label"
 
@@ -97,4 +101,4 @@ def source_of(
         tuple(class_names),
         target_shape=(height, width) if masks else (),
     )
-    return PictureSource(spec, files, cache=cache, policy=policy)
+    return PictureSource(spec, files, cache=cache, policy=policy, shuffle=shuffle, shuffle_buffer=shuffle_buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tfdist.data.formats import text
 from tfdist.data.formats.text import OF_INPUT, OF_TARGET, Vocabulary, read_vocabulary
@@ -57,6 +58,7 @@ def source_of(
         begun = padding.padded([[START, *target] for target in targets], length + 1)
         return {"source": source, "target": begun}, padding.padded([[*target, END] for target in targets], length + 1)
 
+    splits: dict[str, Any] = {split: arrays(pairs) for split, pairs in in_words.items()}
     return Source.from_arrays(
         name,
         classes=len(of_target.tokens),
@@ -67,5 +69,5 @@ def source_of(
         vocabulary=of_source.tokens,
         target_vocabulary=of_target.tokens,
         ignored_class=PADDING,
-        **{split: arrays(pairs) for split, pairs in in_words.items()},
+        **splits,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.data.pipeline import batch_parts, order
 from tfdist.data.pipeline.feed import Batches, Feed
+from tfdist.data.pipeline.transforms import FromHeld
 from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
 
@@ -37,16 +38,6 @@ def held_once(arrays: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
     return held, (x, x if arrays[0] is arrays[1] else of(held[1], arrays[1]))
 
 
-class Transform(Protocol):
-    """What is done to the examples of a batch once they are gathered; equal ones can share a graph."""
-
-    def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What it must know of each example of a pass, in the pass' order: arrays `[n, ...]`."""
-
-    def __call__(self, data: Any, *extras: tf.Tensor) -> Any:
-        """The examples `data`, as Keras' (x, y), transformed; in the graph. `extras` are theirs: `[b, ...]`."""
-
-
 class ArrayFeed(Feed):
     """Examples in memory, in an order that each pass may have of its own, and that is a tensor as a whole.
 
@@ -56,10 +47,10 @@ class ArrayFeed(Feed):
         arrays: a structure of tensors on the host, as `keras_data.sliceable` gives it; also an attribute.
         batch_size: examples in a full global batch.
         order_of: the order of each pass; all passes take equally many examples.
-        transform: what is done to a batch, if anything.
+        transform: what makes of the examples of a batch what a model sees, if they are not that already.
     """
 
-    def __init__(self, arrays: Any, batch_size: int, order_of: OrderOf, transform: Transform | None = None):
+    def __init__(self, arrays: Any, batch_size: int, order_of: OrderOf, transform: FromHeld | None = None):
         self.arrays = arrays
         self._order_of = order_of
         self._transform = transform
@@ -67,7 +58,8 @@ class ArrayFeed(Feed):
         self.examples = len(order_of(0))
         self.batch_size = batch_size
         self.num_batches = -(-self.examples // batch_size)
-        self.spec = keras_data.batch_spec(arrays)
+        held = keras_data.batch_spec(arrays)
+        self.spec = held if transform is None else transform.specs(held)
         self.batches = ArrayBatches(batch_size, self.examples % batch_size == 0, transform)
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -114,7 +106,7 @@ class ArrayBatches(Batches):
 
     batch_size: int
     even: bool  # the batches are all of one size: a static shape makes a faster graph
-    transform: Transform | None = None
+    transform: FromHeld | None = None
     length_known: bool = True
     length_is_known: bool = True  # in the graph, where the batches are even
 

@@ -16,28 +16,50 @@ Arrays = tuple[Any, np.ndarray]
 TASKS_OF_TOKENS = ("text_classification", "translation", "characters")
 
 
+def seen_types(spec: DataSpec) -> tuple[type[np.generic], type[np.generic]]:
+    """The types of x and y as a model sees them."""
+    pictures = spec.task not in TASKS_OF_TOKENS
+    return (np.float32 if pictures else np.int32), (np.float32 if spec.task == "autoencoding" else np.int32)
+
+
+def label_type(spec: DataSpec) -> np.dtype:
+    """The smallest type that holds the labels of a dataset."""
+    ignored = 0 if spec.ignored_class is None else spec.ignored_class
+    return np.result_type(np.min_scalar_type(max(spec.classes - 1, 0)), np.min_scalar_type(ignored))
+
+
 def checked(spec: DataSpec, split: str, x: Any, y: Any) -> Arrays:
-    """x and y of a split in the types that `Source.arrays` gives.
+    """x and y of a split as they are held: whole numbers in their own types where these are narrower than `seen_types`.
 
     Raises:
         DataError: they do not fit `spec`.
     """
-    count = spec.examples[split]
+    count, (x_type, y_type) = spec.examples[split], seen_types(spec)
     if isinstance(x, dict):
         _check_shape(spec, split, "source", np.shape(x["source"]), (count, *spec.input_shape))
         _check_shape(spec, split, "target", np.shape(x["target"]), (count, *spec.target_shape))
     else:
         _check_shape(spec, split, "x", np.shape(x), (count, *spec.input_shape))
     if spec.task == "autoencoding":
-        x = np.ascontiguousarray(x, np.float32)
+        x = _held(x, x_type)
         return x, x
     _check_shape(spec, split, "y", np.shape(y), (count, *spec.target_shape))
     check_labels(y, spec)
-    x_type = np.int32 if spec.task in TASKS_OF_TOKENS else np.float32
-    y = np.ascontiguousarray(y, np.int32)
     if isinstance(x, dict):
-        return {name: np.ascontiguousarray(array, x_type) for name, array in x.items()}, y
-    return np.ascontiguousarray(x, x_type), y
+        return {name: _held(array, x_type) for name, array in x.items()}, _held(y, y_type)
+    return _held(x, x_type), _held(y, y_type)
+
+
+def _held(array: Any, seen: type[np.generic]) -> np.ndarray:
+    """`array`, C-contiguous, of whole numbers in its own type if that is narrower than `seen`, which has them all."""
+    own = np.asarray(array).dtype
+    narrower = own.kind in "biu" and own.itemsize < np.dtype(seen).itemsize and np.can_cast(own, seen)
+    return np.ascontiguousarray(array, own.newbyteorder("=") if narrower else seen)
+
+
+def cast(array: np.ndarray, seen: type[np.generic], divisor: int = 1) -> np.ndarray:
+    """What a model sees of an array that is held: `array` itself where there is nothing to be done."""
+    return np.asarray(array, seen) if divisor == 1 else np.divide(array, np.float32(divisor))
 
 
 def _check_shape(spec: DataSpec, split: str, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data.pipeline import augmentation as augmentations
@@ -99,6 +100,11 @@ class Decoder:
             return picture, tf.numpy_function(lambda number: draw(files.targets[number]), [index], tf.uint8)
         target = self._targets[index]
         return picture, tf.io.read_file(target) if self._masks else target
+
+    def will_read(self, indices: np.ndarray) -> None:
+        """Has the records with these numbers read in advance."""
+        assert isinstance(self._files, Records)
+        self._files.will_read(indices)
 
     def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """A decoded example at its original size: uint8 `[h, w, C]`, and int32, its label or its mask `[h, w]`."""

@@ -1,14 +1,17 @@
-"""Arrays for replicas on devices with memory of their own: what a replica uses goes to its device, once.
+"""Data for replicas on devices with memory of their own: what a replica uses goes to its device, once.
 
     arrays up to `device_data_bytes`   each device holds a copy, out of which its replica gathers the examples of a step
     larger arrays                      the host gathers the part of each replica, and copies it to the device while the
                                        step before computes
+    files, readers by number           the same, of what this process has read
 
-The parts are those of `ArrayFeed`, bit by bit. Arrays of strings, sparse and ragged ones stay on the host.
+Examples of a dataset travel, and are held, in the type of their file; the device casts them. The parts are those of
+`ArrayFeed`, bit by bit. Arrays of strings, sparse and ragged ones stay on the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +21,7 @@ import tensorflow as tf
 from tfdist.data.pipeline import batch_parts, order
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.feed import Batches, Feed, WrappedFeed
+from tfdist.data.pipeline.file_feed import FileFeed
 from tfdist.internals import keras_data, tensorflow_data
 from tfdist.internals.keras import tree
 
@@ -29,12 +33,18 @@ GPU_BYTES = 256 << 20
 
 
 def placed(feed: Feed, strategy: Strategy) -> Feed:
-    """`feed` for the devices of `strategy`; other feeds than of arrays stay as they are: the host cuts their parts."""
+    """`feed` for the devices of `strategy`.
+
+    Batches that the user's own dataset makes stay as they are: a checkpoint holds the place of its iterator, which must
+    not be ahead of the steps. The host cuts their parts, and copies those of a step while steps before it compute.
+    """
     budget_bytes = strategy.device_data_bytes
     if budget_bytes is None:
         if all(device.startswith("CPU") for device in strategy.devices):
             return feed  # they share the memory of the host
         budget_bytes = GPU_BYTES
+    if isinstance(feed, FileFeed):
+        return PrefetchedFiles(feed, strategy.devices, strategy.world.rank, strategy.num_replicas)
     if not isinstance(feed, ArrayFeed) or not is_dense(feed.arrays):
         return feed
     if size_bytes(feed.arrays) <= budget_bytes:
@@ -43,7 +53,7 @@ def placed(feed: Feed, strategy: Strategy) -> Feed:
 
 
 class PlacedFeed(WrappedFeed):
-    """A feed of arrays that has a state of its own; any of its batches can be begun with."""
+    """A feed that has a state of its own; any of its batches can be begun with."""
 
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
         del saved
@@ -56,8 +66,8 @@ class ResidentFeed(PlacedFeed):
     def __init__(self, feed: ArrayFeed, devices: Sequence[str]):
         super().__init__(feed)
         self._copies = tuple(_copied(feed.arrays, device) for device in devices)
-        dtypes = tuple(None if array is None else array.dtype for array in tree.flatten(feed.arrays))
-        self.batches = ResidentBatches(feed.batches, dtypes)
+        specs = tuple(None if array is None else _spec(array) for array in tree.flatten(feed.arrays))
+        self.batches = ResidentBatches(feed.batches, specs)
 
     def start(self, epoch: int, first_batch: int) -> Any:
         _, positions = self._feed.start(epoch, first_batch)
@@ -70,11 +80,11 @@ class ResidentBatches(Batches):
 
     Attributes:
         whole: of the arrays on the host.
-        dtypes: of the arrays, flat; `None` for one that is left out.
+        specs: of the arrays, flat; `None` for one that is left out.
     """
 
     whole: ArrayBatches
-    dtypes: tuple[tf.DType | None, ...]
+    specs: tuple[tf.TensorSpec | None, ...]
     length_known: bool = True
 
     def of_any_length(self) -> ResidentBatches:
@@ -87,8 +97,8 @@ class ResidentBatches(Batches):
         copies, _ = state
         with tf.device("CPU:0"):
             positions, share = self.whole.positions(batch, index, count)
-        data, dtypes = keras_data.gather(copies[index % len(copies)], positions[0]), iter(self.dtypes)
-        data = tree.map_structure(lambda one: _opened(one, next(dtypes)), data)
+        data, specs = keras_data.gather(copies[index % len(copies)], positions[0]), iter(self.specs)
+        data = tree.map_structure(lambda one: _unpacked(one, next(specs)), data)
         return self.whole.transformed(data, positions), share
 
 
@@ -100,7 +110,7 @@ class PrefetchedFeed(PlacedFeed):
         self._devices = list(devices)
         self._first_replica = rank * len(self._devices)
         self._num_replicas = num_replicas
-        self.batches = PrefetchedBatches(feed.batch_size, feed.examples, len(self._devices))
+        self.batches = PrefetchedBatches(feed.batches, feed.examples, len(self._devices))
         self._parts = self._make_parts(feed)
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -121,8 +131,9 @@ class PrefetchedFeed(PlacedFeed):
                 batch = feed.batches.fetch((feed.arrays, positions), step)
                 examples = tf.convert_to_tensor(batch_parts.length(batch[0]))
                 begin, end, _ = batch_parts.bounds(examples, self._first_replica + replica, count)
-                data = feed.batches.gathered(feed.arrays, [of_each[begin:end] for of_each in batch])
-                return tree.map_structure(self._of_known_length, data)
+                indices, *extras = (of_each[begin:end] for of_each in batch)
+                data = keras_data.gather(feed.arrays, indices)
+                return tree.map_structure(self._of_known_length, (data, tuple(extras)))
 
             numbers = tf.data.Dataset.range(first_batch * local, feed.num_batches * local)
             options = tf.data.Options()
@@ -139,11 +150,35 @@ class PrefetchedFeed(PlacedFeed):
         return tf.ensure_shape(tensor, [length, *tensor.shape[1:]])
 
 
+class PrefetchedFiles(PlacedFeed):
+    """Batches that this process reads, of which each device receives the parts of its replica ahead of their use."""
+
+    def __init__(self, feed: FileFeed, devices: Sequence[str], rank: int, num_replicas: int):
+        super().__init__(feed)
+        self._files = feed
+        self._devices = list(devices)
+        self._replicas = range(rank * len(self._devices), (rank + 1) * len(self._devices))
+        self._num_replicas = num_replicas
+        whole = ArrayBatches(feed.batch_size, feed.examples % feed.batch_size == 0)
+        self.batches = PrefetchedBatches(whole, feed.examples, len(self._devices))
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        self._files.begin(epoch)
+        parts = self._files.parts(epoch, first_batch, self._replicas, self._num_replicas)
+        return tensorflow_data.device_iterator(parts.map(lambda *data: (data, ())), self._devices)
+
+
 @dataclass(frozen=True)
 class PrefetchedBatches(Batches):
-    """A batch is fetched as the parts of this process' replicas, each on its device."""
+    """A batch is fetched as the parts of this process' replicas, each on its device, and what is known of examples.
 
-    batch_size: int
+    Attributes:
+        whole: how the device transforms what it has received.
+        examples: in a pass.
+        local_replicas: replicas of this process.
+    """
+
+    whole: ArrayBatches
     examples: int
     local_replicas: int
     length_known: bool = True
@@ -153,20 +188,22 @@ class PrefetchedBatches(Batches):
         return replace(self, length_is_known=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        size = self.whole.batch_size
         with tf.device("CPU:0"):
-            return state.get_next(), tf.minimum(self.batch_size, self.examples - step * self.batch_size)
+            return state.get_next(), tf.minimum(size, self.examples - step * size)
 
     def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
         del state
         parts, size = batch
-        data = parts[index % self.local_replicas]
+        held, extras = parts[index % self.local_replicas]
+        data = self.whole.transformed(held, (None, *extras))
         if not self.length_is_known:
             data = tree.map_structure(batch_parts.of_any_length, data)
         if count == 1:
             return data, 1.0
-        if self.examples % self.batch_size == 0:
-            begin, end = order.part(self.batch_size, index, count)
-            return data, (end - begin) / self.batch_size
+        if self.whole.even:
+            begin, end = order.part(self.whole.batch_size, index, count)
+            return data, (end - begin) / self.whole.batch_size
         with tf.device("CPU:0"):
             begin, end = order.part(size, index, count)
             return data, (end - begin) / size
@@ -192,17 +229,41 @@ def _copied(arrays: Any, device: str) -> Any:
         if array is None:
             return None
         if id(array) not in copies:
-            copies[id(array)] = tf.identity(_closed(array))
+            with tf.device("CPU:0"):
+                packed = _packed(array)
+            copies[id(array)] = tf.identity(packed)
         return copies[id(array)]
 
     with tf.init_scope(), tf.device(device):
         return tree.map_structure(copied, arrays)
 
 
-def _closed(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` in a type that stays on a GPU: a graph takes its int32 arguments from the host, at each call."""
-    return tf.bitcast(tensor, tf.float32) if tensor.dtype == tf.int32 else tensor
+# Types of which a GPU can gather examples. A graph takes its int32 arguments from the host, at each call.
+_GATHERED = (tf.bool, tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int64, tf.complex64, tf.complex128)
 
 
-def _opened(tensor: Any, dtype: tf.DType | None) -> Any:
-    return tensor if tensor is None or tensor.dtype == dtype else tf.bitcast(tensor, dtype)
+def _spec(array: tf.Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec(array.shape, array.dtype)
+
+
+def _packed(array: tf.Tensor) -> tf.Tensor:
+    """`array` in a type that stays on a GPU: the bytes of each example as float32 `[N, words]`, filled up with 0."""
+    if array.dtype in _GATHERED:
+        return array
+    rows = tf.reshape(tf.bitcast(array, tf.uint8), [array.shape[0], -1])
+    missing = -rows.shape[1] % tf.float32.size
+    if missing:
+        rows = tf.pad(rows, [[0, 0], [0, missing]])
+    return tf.bitcast(tf.reshape(rows, [array.shape[0], -1, tf.float32.size]), tf.float32)
+
+
+def _unpacked(rows: Any, spec: tf.TensorSpec | None) -> Any:
+    """Some examples of an array of that `spec`, of which `rows` are packed."""
+    if spec is None or spec.dtype in _GATHERED:
+        return rows
+    shape, examples = spec.shape[1:].as_list(), batch_parts.length(rows)
+    size = spec.dtype.size
+    used = tf.reshape(tf.bitcast(rows, tf.uint8), [examples, -1])[:, : math.prod(shape) * size]
+    if size > 1:
+        shape = [*shape, size]
+    return tf.bitcast(tf.reshape(used, [examples, *shape]), spec.dtype)

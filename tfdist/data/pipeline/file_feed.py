@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,20 @@ class FileFeed(Feed):
     def range(self, epoch: int, first_batch: int, end_batch: int | None) -> Any:
         """An iterator over some batches of a pass; no others are read."""
         return iter(self._pipeline(epoch, first_batch, end_batch))
+
+    def parts(self, epoch: int, first_batch: int, replicas: Sequence[int], count: int) -> tf.data.Dataset:
+        """The parts of these of `count` replicas, from batch `first_batch` of a pass on, batch by batch."""
+
+        def cut(step: tf.Tensor, batch: Any) -> tf.data.Dataset:
+            fetched = self.batches.fetch(iter([batch]), tf.cast(step, tf.int32))
+            parts = [self.batches.part(None, fetched, index, count)[0] for index in replicas]
+            datasets = [tf.data.Dataset.from_tensors(part) for part in parts]
+            return functools.reduce(tf.data.Dataset.concatenate, datasets)
+
+        with tf.init_scope(), tf.device("CPU:0"):
+            steps = tf.data.Dataset.range(first_batch, self.num_batches)
+            batches = self._pipeline(epoch, first_batch, None)
+            return tf.data.Dataset.zip(steps, batches).flat_map(tf.autograph.experimental.do_not_convert(cut))
 
     def first(self, count: int) -> list[Any]:
         if isinstance(self.batches, RankBatches):

@@ -21,16 +21,17 @@ import numpy as np
 
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
-from tfdist.data.pipeline.arrays import TASKS_OF_TOKENS, Arrays, checked
+from tfdist.data.pipeline.arrays import Arrays, cast, checked, seen_types
 from tfdist.data.pipeline.origin import Asked
 from tfdist.data.pipeline.source import Source
+from tfdist.data.pipeline.transforms import FromHeld
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfdist.data.pipeline.array_feed import OrderOf, Transform
+    from tfdist.data.pipeline.array_feed import OrderOf
     from tfdist.data.pipeline.augmentation import Augmentation
     from tfdist.data.pipeline.feed import Feed
 
@@ -75,7 +76,7 @@ class IndexedSource(Source):
         shuffle: bool | None,
         augmentation: Augmentation | None,
         stream_positions: bool,
-    ) -> tuple[Any, int, OrderOf, Transform | None]:
+    ) -> tuple[Any, int, OrderOf, FromHeld | None]:
         if stream_positions:
             raise UsageError(
                 f"The examples of `{self.spec.name}` are read by their numbers, without their positions in streams",
@@ -83,7 +84,8 @@ class IndexedSource(Source):
             )
         examples, transform = self.spec.examples[split], None
         if augmentation is not None:
-            transform = augmentations.Augmented(self.spec, augmentation, seed, examples)
+            augmented = augmentations.Augmented(self.spec, augmentation, seed, examples)
+            transform = FromHeld(self.spec, then=augmented)
         order_of = self._order_of(split, batch_size, seed, shuffle)
         return lambda indices: self._examples_at(split, indices), batch_size, order_of, transform
 
@@ -92,32 +94,32 @@ class IndexedSource(Source):
         import tensorflow as tf
 
         specs = _specs(self.spec)
+        flat_specs = tf.nest.flatten(specs)
 
         def read(numbers: np.ndarray) -> list[np.ndarray]:
             spec = dataclasses.replace(self.spec, examples={split: len(numbers)})
             try:
                 x, y = self._read_at(split, numbers)
-                return tf.nest.flatten(checked(spec, split, x, x if spec.task == "autoencoding" else y))
+                held = tf.nest.flatten(checked(spec, split, x, x if spec.task == "autoencoding" else y))
+                return [cast(one, of.dtype.as_numpy_dtype) for one, of in zip(held, flat_specs, strict=True)]
             except DataError as error:
                 self._problem = error
                 raise
 
-        found = tf.numpy_function(read, [indices], [spec.dtype for spec in tf.nest.flatten(specs)])
-        flat = [tf.ensure_shape(one, spec.shape) for one, spec in zip(found, tf.nest.flatten(specs), strict=True)]
+        found = tf.numpy_function(read, [indices], [spec.dtype for spec in flat_specs])
+        flat = [tf.ensure_shape(one, spec.shape) for one, spec in zip(found, flat_specs, strict=True)]
         return tf.nest.pack_sequence_as(specs, flat)
 
 
 def _specs(spec: DataSpec) -> Any:
-    """The types and shapes of x and y in a batch, as `checked` gives them."""
+    """The types and shapes of x and y in a batch, as a model sees them."""
     import tensorflow as tf
 
     def one(shape: tuple[int, ...], dtype: Any) -> tf.TensorSpec:
         return tf.TensorSpec([None, *shape], dtype)
 
-    x_type = tf.int32 if spec.task in TASKS_OF_TOKENS else tf.float32
+    x_type, y_type = seen_types(spec)
+    y = one(spec.target_shape, y_type)
     if spec.task == "translation":
-        x = {"source": one(spec.input_shape, x_type), "target": one(spec.target_shape, x_type)}
-        return x, one(spec.target_shape, tf.int32)
-    return one(spec.input_shape, x_type), one(
-        spec.target_shape, tf.float32 if spec.task == "autoencoding" else tf.int32
-    )
+        return {"source": one(spec.input_shape, x_type), "target": one(spec.target_shape, x_type)}, y
+    return one(spec.input_shape, x_type), y

@@ -12,9 +12,10 @@ import tensorflow as tf
 from tfdist.cluster.cores import cores
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import order, ranges, tf_datasets
-from tfdist.data.pipeline.array_feed import OrderOf, Transform
+from tfdist.data.pipeline.array_feed import OrderOf
 from tfdist.data.pipeline.batch_parts import length
 from tfdist.data.pipeline.file_feed import FileFeed
+from tfdist.data.pipeline.transforms import Transform
 from tfdist.errors import DataError
 from tfdist.internals import keras_data
 

@@ -32,6 +32,8 @@ from tfdist.data.pipeline.permutation import Permutation
 # per example and all of the memory at once; computing takes 0.04 µs where it is asked for.
 LARGEST_DRAWN = 10_000_000
 
+_BLOCKS = 2  # the generators of [seed, epoch] and [seed, epoch, 1] are of orders and of augmentation
+
 
 def is_computed(examples: int) -> bool:
     """Whether what is random about so many examples is computed by range, and not drawn for all of them at once."""
@@ -86,6 +88,37 @@ def epoch_order(examples: int, seed: int, epoch: int) -> Order:
         shuffled = Permutation(examples, seed, epoch)
         return Order(examples, lambda begin, end: shuffled.between(begin, end).astype(dtype, copy=False))
     return _drawn(examples, lambda: np.random.default_rng([seed, epoch]).permutation(examples).astype(dtype))
+
+
+def order_by_file(starts: np.ndarray, buffer: int, seed: int, epoch: int) -> Order:
+    """The files in random order, one after the other, and their examples shuffled within blocks of `buffer` of them.
+
+    What is read for a block is the next piece of a file, or of some, and only the orders of the files and of a block
+    are in memory. Which examples of a file are near to each other differs little between epochs.
+
+    Args:
+        starts: the number of the first example of each file, and of the one after the last: int64 `[files + 1]`.
+        buffer: examples per block; the last one may have fewer.
+        seed: the seed; the order depends on `seed` and `epoch` only.
+        epoch: the number of the epoch, from 0.
+    """
+    files = np.random.default_rng([seed, epoch]).permutation(len(starts) - 1)
+    ends, examples = np.cumsum(np.diff(starts)[files]), int(starts[-1] - starts[0])
+    dtype = index_type(int(starts[-1]))
+
+    @functools.lru_cache(maxsize=2)
+    def block(number: int) -> np.ndarray:
+        begin, end = number * buffer, min((number + 1) * buffer, examples)
+        place = begin + np.random.default_rng([seed, epoch, _BLOCKS, number]).permutation(end - begin)
+        file = np.searchsorted(ends, place, side="right")
+        return (starts[files[file] + 1] - (ends[file] - place)).astype(dtype)
+
+    def between(begin: int, end: int) -> np.ndarray:
+        first, last = begin // buffer, -(-end // buffer)
+        blocks = [np.zeros(0, dtype), *map(block, range(first, last))]
+        return np.concatenate(blocks)[begin - first * buffer : end - first * buffer]
+
+    return Order(examples, between)
 
 
 def order_within_batches(examples: int, batch_size: int, seed: int, epoch: int) -> Order:

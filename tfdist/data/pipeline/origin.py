@@ -13,6 +13,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from tfdist.cluster.world import World
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -43,6 +45,22 @@ class Asked:
     shuffle: bool | None
     augment: str
     stream_positions: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `Source.pipeline` is asked for, which see."""
+
+    split: str
+    global_batch_size: int
+    world: World
+    seed: int
+    epoch: int
+    first_batch: int
+    shuffle: bool | None
+    augment: str
+    deterministic: bool
+    by_file: bool
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from tfdist.cluster.cores import cores
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import cache_folder, order, scan
-from tfdist.data.pipeline.arrays import Arrays
+from tfdist.data.pipeline.arrays import Arrays, label_type
 from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.origin import Asked
+from tfdist.data.pipeline.origin import Asked, Part
 from tfdist.data.pipeline.picture_files import Pictures
-from tfdist.data.pipeline.source import Part, Source
+from tfdist.data.pipeline.source import Source
 from tfdist.data.pipeline.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
@@ -31,6 +31,7 @@ from tfdist.errors import DataError, UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
+    from tfdist.data.pipeline.array_feed import OrderOf
     from tfdist.data.pipeline.augmentation import Augmentation
     from tfdist.data.pipeline.decoding import Decoder
     from tfdist.data.pipeline.disk_cache import DiskCache
@@ -42,6 +43,8 @@ SHARE_OF_MEMORY = 0.25
 # One whose pictures take at most this share of the disk that is free is decoded once onto it.
 SHARE_OF_DISK = 0.5
 CACHES = ("auto", "memory", "disk", "off")
+SHUFFLES = ("examples", "files")
+SHUFFLE_BUFFER = 10_000
 
 
 class PictureSource(Source):
@@ -53,7 +56,14 @@ class PictureSource(Source):
     """
 
     def __init__(
-        self, spec: DataSpec, files: Mapping[str, Pictures | Records], *, cache: str = "auto", policy: str = "fail"
+        self,
+        spec: DataSpec,
+        files: Mapping[str, Pictures | Records],
+        *,
+        cache: str = "auto",
+        policy: str = "fail",
+        shuffle: str = "examples",
+        shuffle_buffer: int = SHUFFLE_BUFFER,
     ):
         """Makes a source of the examples of `files`.
 
@@ -63,15 +73,20 @@ class PictureSource(Source):
             cache: one of `CACHES`.
             policy: what to do with a bad example, one of `tfdist.data.pipeline.bad_examples.POLICIES`; to leave them
                 out, all are decoded once at the start, so that every epoch has the same examples.
+            shuffle: one of `SHUFFLES`: "examples" draws an order of all examples; "files" draws one of TFRecord files,
+                which are read one after the other, and shuffles within blocks of `shuffle_buffer` examples.
+            shuffle_buffer: for "files".
 
         Raises:
-            UsageError: an unknown cache or policy.
+            UsageError: an unknown cache, policy or way to shuffle, or `shuffle="files"` of pictures in a folder.
         """
         if cache not in CACHES:
             raise UsageError(f"`cache` is `{cache}`", f"use one of {', '.join(f'`{name}`' for name in CACHES)}")
+        _check_shuffle(shuffle, shuffle_buffer, files)
         bad = BadExamples(policy)
         self.files = dict(files)
         self.cache = cache
+        self._shuffle_buffer = shuffle_buffer if shuffle == "files" else 0
         self._caches: dict[tuple[str, bool], str] = {}
         self._decoders: dict[tuple[str, Augmentation | None], Decoder] = {}
         self._decoded: dict[Part, DecodedBatches] = {}
@@ -133,14 +148,25 @@ class PictureSource(Source):
             return order.Parts(order_of(epoch), size, *ranks)
 
         decoder = self._decoder(part.split, augmentation)
+        kept = self.cache_of(part.split, augmentation) != "off"
+        read_ahead = 0 if kept or part.by_file else self._shuffle_buffer // part.world.world_size
         if augmentation is None:
-            return tf_datasets.DecodedBatches(decoder, parts_of, deterministic=part.deterministic)
+            return tf_datasets.DecodedBatches(
+                decoder, parts_of, deterministic=part.deterministic, read_ahead=read_ahead
+            )
         draws = augmentation.draws
 
         def draws_of(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
             return augmentations.rows(self.spec.examples[part.split], draws, part.seed, epoch)
 
-        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, part.deterministic)
+        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, part.deterministic, read_ahead)
+
+    def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
+        files = self.files[split]
+        if not (self._shuffle_buffer and isinstance(files, Records)):
+            return super()._shuffled(split, batch_size, seed)
+        starts = np.minimum(files.starts, self.spec.examples[split])
+        return lambda epoch: order.order_by_file(starts, self._shuffle_buffer, seed, epoch)
 
     def _decoder(self, split: str, augmentation: Augmentation | None) -> Decoder:
         from tfdist.data.pipeline import decoding
@@ -172,7 +198,8 @@ class PictureSource(Source):
         self._check_split(split)
         examples = self.spec.examples[split]
         shapes = self.spec.input_shape, self.spec.target_shape
-        in_memory = 4 * examples * sum(int(np.prod(shape)) for shape in shapes)
+        pixels, targets = (int(np.prod(shape)) for shape in shapes)
+        in_memory = examples * (4 * pixels + self._target_type.itemsize * targets)
         # Each process of the job on this machine keeps all examples.
         available = psutil.virtual_memory().available / World.detect().local_world_size
         if not whole and in_memory <= SHARE_OF_MEMORY * available:
@@ -206,7 +233,7 @@ class PictureSource(Source):
 
         files = self.files[split].keep(range(count))
         x = np.empty((count, *self.spec.input_shape), np.float32)
-        y = np.empty((count, *self.spec.target_shape), np.int32)
+        y = np.empty((count, *self.spec.target_shape), self._target_type)
         done = 0
         with decoding.explained(lambda: self._problem_among(split, np.arange(done, count))):
             for pictures, targets in tf_datasets.all_examples(decoding.Decoder(self.spec, files)):
@@ -214,6 +241,13 @@ class PictureSource(Source):
                 x[done:end], y[done:end] = pictures, targets
                 done = end
         return x, y
+
+    @property
+    def _target_type(self) -> np.dtype:
+        """The type in which targets are held. Only masks are checked before, so that they fit into a smaller one."""
+        if self.spec.task == "autoencoding":
+            return np.dtype(np.float32)
+        return label_type(self.spec) if self.spec.task == "segmentation" else np.dtype(np.int32)
 
     def _problem_among(self, split: str, indices: np.ndarray) -> DataError | None:
         """The error that names the first bad example among those with these numbers."""
@@ -224,3 +258,15 @@ class PictureSource(Source):
         if problem is None:
             return None
         return DataError(problem, "repair it, or leave such examples out with `--on-bad-example skip`")
+
+
+def _check_shuffle(shuffle: str, buffer: int, files: Mapping[str, Pictures | Records]) -> None:
+    if shuffle not in SHUFFLES:
+        raise UsageError(f"`shuffle` is `{shuffle}`", f"use one of {', '.join(f'`{name}`' for name in SHUFFLES)}")
+    if buffer < 1:
+        raise UsageError(f"`shuffle_buffer` is `{buffer}`", "use the number of examples of a block, from 1")
+    if shuffle == "files" and not all(isinstance(of_split, Records) for of_split in files.values()):
+        raise UsageError(
+            "`shuffle` is `files`, and each of these files has one example only",
+            "leave it out, or use a dataset of TFRecord files",
+        )

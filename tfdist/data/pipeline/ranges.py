@@ -37,15 +37,27 @@ def by_step(rows: Rows, specs: Sequence[tf.TensorSpec], length: int, steps: tupl
 
 
 def by_example(
-    rows: Rows, specs: Sequence[tf.TensorSpec], length: int, steps: tuple[tf.Tensor, ...]
+    rows: Rows,
+    specs: Sequence[tf.TensorSpec],
+    length: int,
+    steps: tuple[tf.Tensor, ...],
+    examples_at_once: int = AT_ONCE,
 ) -> tf.data.Dataset:
     """As `by_step`, but the row of each example."""
-    return _joined(rows, specs, length, steps).flat_map(lambda *joined: tf.data.Dataset.from_tensor_slices(joined))
+    return _joined(rows, specs, length, steps, examples_at_once).flat_map(
+        lambda *joined: tf.data.Dataset.from_tensor_slices(joined)
+    )
 
 
-def _joined(rows: Rows, specs: Sequence[tf.TensorSpec], length: int, steps: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
+def _joined(
+    rows: Rows,
+    specs: Sequence[tf.TensorSpec],
+    length: int,
+    steps: tuple[tf.Tensor, ...],
+    examples_at_once: int = AT_ONCE,
+) -> tf.data.Dataset:
     epoch, begin, end = steps
-    at_once = max(1, AT_ONCE // length)
+    at_once = max(1, examples_at_once // length)
 
     def asked(first: tf.Tensor) -> tuple[tf.Tensor, ...]:
         last = tf.minimum(first + at_once, end)

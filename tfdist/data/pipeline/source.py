@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -24,17 +23,20 @@ from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import order, padding
 from tfdist.data.pipeline.arrays import Arrays, as_numpy, checked, head, main_input, sentence_lengths
-from tfdist.data.pipeline.origin import Asked, FeedOrigin, Origin
+from tfdist.data.pipeline.held import Held
+from tfdist.data.pipeline.origin import Asked, FeedOrigin, Origin, Part
+from tfdist.data.pipeline.transforms import FromHeld
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import DataError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfdist.data.pipeline.array_feed import ArrayFeed, OrderOf, Transform
+    from tfdist.data.pipeline.array_feed import ArrayFeed, OrderOf
     from tfdist.data.pipeline.augmentation import Augmentation
     from tfdist.data.pipeline.feed import Feed
     from tfdist.data.pipeline.large_feed import LargePasses
+    from tfdist.data.pipeline.transforms import Transform
 
 # The first `count` examples of a split, in the split's stored order.
 Read = Callable[[str, int], Arrays]
@@ -42,24 +44,8 @@ Read = Callable[[str, int], Arrays]
 ALONE = World()
 
 
-@dataclass(frozen=True)
-class Part:
-    """What `Source.pipeline` is asked for, which see."""
-
-    split: str
-    global_batch_size: int
-    world: World
-    seed: int
-    epoch: int
-    first_batch: int
-    shuffle: bool | None
-    augment: str
-    deterministic: bool
-    by_file: bool
-
-
 class Source:
-    """A dataset of examples `x` with targets `y`, in memory once it is read.
+    """A dataset of examples `x` with targets `y`, in memory once it is read, in the type that was read.
 
     Attributes:
         spec: its facts, known without reading an example.
@@ -68,13 +54,16 @@ class Source:
         has_bytes: whether examples that were read are bytes (uint8) above 1, such as pixels that nobody has scaled.
     """
 
-    def __init__(self, spec: DataSpec, read: Read, *, bucketed: bool = False, skipped: Sequence[str] = ()):
+    def __init__(
+        self, spec: DataSpec, read: Read, *, divisor: int = 1, bucketed: bool = False, skipped: Sequence[str] = ()
+    ):
         """Makes a source of `spec.examples[split]` examples a split.
 
         Args:
             spec: the facts about the dataset.
             read: `read(split, count)` gives the first `count` examples as `tfdist.data.spec` describes them: numbers
-                of any type, already scaled. It is called once a split.
+                of any type, scaled but for `divisor`. It is called once a split.
+            divisor: what a model sees is x divided by it, in float32: 255 for pixels that are read as bytes.
             bucketed: whether training batches hold sentences of similar lengths, and all batches are cut at their
                 longest sentence.
             skipped: the bad examples that were left out, one sentence each.
@@ -84,9 +73,9 @@ class Source:
         self.has_bytes = False
         self.origin: Origin | None = None
         self._read = read
+        self._divisor = divisor
         self._bucketed = bucketed
-        self._arrays: dict[str, Arrays] = {}
-        self._tensors: dict[str, Any] = {}
+        self._held: dict[str, Held] = {}
         self._made: dict[Any, ArrayFeed | LargePasses] = {}
 
     @classmethod
@@ -99,6 +88,7 @@ class Source:
         validation: Arrays | None = None,
         test: Arrays | None = None,
         task: str = "classification",
+        divisor: int = 1,
         bucketed: bool = False,
         skipped: Sequence[str] = (),
         **facts: Any,
@@ -113,6 +103,7 @@ class Source:
             validation: the same, or None.
             test: the same, or None.
             task: what is to be learned.
+            divisor: see `Source`.
             bucketed: see `Source`.
             skipped: see `Source`.
             **facts: further fields of the `DataSpec`, such as `class_names`.
@@ -122,25 +113,34 @@ class Source:
         counts = {split: len(main_input(x)) for split, (x, _) in splits.items()}
         x, y = splits["train"]
         spec = DataSpec(name, task, main_input(x).shape[1:], classes, counts, **{"target_shape": y.shape[1:]} | facts)
-        return cls(spec, lambda split, count: head(splits[split], count), bucketed=bucketed, skipped=skipped)
+
+        def read(split: str, count: int) -> Arrays:
+            return head(splits[split], count)
+
+        return cls(spec, read, divisor=divisor, bucketed=bucketed, skipped=skipped)
 
     def arrays(self, split: str) -> Arrays:
         """All examples of "train", "validation" or "test", read once and then kept; do not write into them.
 
         Returns:
             x and y as `tfdist.data.spec` describes them: of pictures x is float32 `[N, *spec.input_shape]` in
-            [0, 1], of labels y is int32 `[N]`; all C-contiguous, in stored order.
+            [0, 1], of labels y is int32 `[N]`; all C-contiguous, in stored order. What is held in another type is cast.
 
         Raises:
             UnknownNameError: no such split.
             DataError: the split has no examples, or they do not fit the spec.
         """
+        return self._examples(split).seen()
+
+    def _examples(self, split: str) -> Held:
+        """All examples of a split, read once and then kept."""
         self._check_split(split)
-        if split not in self._arrays:
+        if split not in self._held:
             x, y = self._read(split, self.spec.examples[split])
-            self._arrays[split] = checked(self.spec, split, x, y)
-            self.has_bytes |= getattr(x, "dtype", None) == np.uint8 and bool(np.max(x, initial=0) > 1)
-        return self._arrays[split]
+            self._held[split] = Held(self.spec, checked(self.spec, split, x, y), self._divisor)
+            bytes_read = self._divisor == 1 and getattr(x, "dtype", None) == np.uint8
+            self.has_bytes |= bytes_read and bool(np.max(x, initial=0) > 1)
+        return self._held[split]
 
     def limit(self, examples: int) -> Self:
         """The same dataset with only the first `examples` training examples; no others are read.
@@ -333,21 +333,18 @@ class Source:
         shuffle: bool | None,
         augmentation: Augmentation | None,
         stream_positions: bool,
-    ) -> tuple[Any, int, OrderOf, Transform | None]:
+    ) -> tuple[Any, int, OrderOf, FromHeld | None]:
         """What a feed of arrays is made of."""
-        from tfdist.data.pipeline.array_feed import held_once, tensors
+        from tfdist.data.pipeline.array_feed import tensors
 
         order_of = self._order_of(split, batch_size, seed, shuffle)
-        arrays = self.arrays(split)
-        transform = self._transform(arrays, batch_size, augmentation, seed)
+        held = self._examples(split)
+        transform = FromHeld(self.spec, self._divisor, self._transform(held.arrays, batch_size, augmentation, seed))
         if stream_positions:
-            stream, position = order.stream_positions(len(arrays[1]), batch_size)
-            arrays = {"tokens": arrays[0], "stream": stream, "position": position}, arrays[1]
-            return tensors(*arrays), batch_size, order_of, transform
-        if split not in self._tensors:
-            # TensorFlow copies what it is given: once for all feeds and epochs. From then on its copy is the only one.
-            self._tensors[split], self._arrays[split] = held_once(arrays)
-        return self._tensors[split], batch_size, order_of, transform
+            stream, position = order.stream_positions(len(held.arrays[1]), batch_size)
+            x = {"tokens": held.arrays[0], "stream": stream, "position": position}
+            return tensors(x, held.arrays[1]), batch_size, order_of, transform
+        return held.tensors, batch_size, order_of, transform
 
     def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> OrderOf:
         """The order of each epoch, after a check of what it is asked for."""
@@ -367,10 +364,13 @@ class Source:
             shuffle = split == "train"
         if not shuffle:
             return lambda epoch: order.as_stored(examples)
+        return self._shuffled(split, batch_size, seed)
+
+    def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
         if self._bucketed:
-            lengths = np.sum([*sentence_lengths(self.arrays(split)[0]).values()], axis=0)
+            lengths = np.sum([*sentence_lengths(self._examples(split).arrays[0]).values()], axis=0)
             return lambda epoch: order.bucketed_order(lengths, batch_size, seed, epoch)
-        return lambda epoch: order.epoch_order(examples, seed, epoch)
+        return lambda epoch: order.epoch_order(self.spec.examples[split], seed, epoch)
 
     def _transform(
         self, arrays: Arrays, batch_size: int, augmentation: Augmentation | None, seed: int
@@ -387,7 +387,7 @@ class Source:
         """A copy with other facts, which has read nothing yet."""
         changed = copy.copy(self)
         changed.spec = dataclasses.replace(self.spec, **changes)
-        changed._arrays, changed._tensors, changed._made = {}, {}, {}
+        changed._held, changed._made = {}, {}
         return changed
 
     def _check_split(self, split: str) -> None:

@@ -39,6 +39,7 @@ class DecodedBatches:
         draws: the number of random numbers per example.
         draws_of: the random numbers of an epoch: float32 `[n, draws]` for the examples int `[n]`.
         deterministic: whether the batches come in order.
+        read_ahead: so many examples are read ahead together, in the order in which they are stored; 0 reads none ahead.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class DecodedBatches:
         draws: int = 0,
         draws_of: Callable[[int], Callable[[np.ndarray], np.ndarray]] | None = None,
         deterministic: bool = True,
+        read_ahead: int = 0,
     ):
         self._decoder = decoder
         # What is drawn is drawn once per epoch; training and a look at another epoch may alternate.
@@ -55,6 +57,7 @@ class DecodedBatches:
         self._draws_of = functools.lru_cache(maxsize=2)(draws_of) if draws_of else None
         self._specs = [tf.TensorSpec([None], order.index_type(len(decoder))), tf.TensorSpec([None, draws], tf.float32)]
         self._deterministic = deterministic
+        self._read_ahead = read_ahead
         self._datasets: dict[int, Callable[..., tf.data.Dataset]] = {}
 
     def of_epoch(self, epoch: int, first_batch: int = 0, end_batch: int | None = None) -> tf.data.Dataset:
@@ -74,10 +77,11 @@ class DecodedBatches:
     def _make_datasets(self, length: int) -> Callable[..., tf.data.Dataset]:
         """A function, traced once for all epochs, for batches of `length` examples of which the last may have fewer."""
         decoder, parallel = tf.autograph.experimental.do_not_convert(self._decoder.__call__), tf.data.AUTOTUNE
+        at_once = min(self._read_ahead or ranges.AT_ONCE, ranges.AT_ONCE)
 
         @tf.function(autograph=False)
         def dataset(epoch: tf.Tensor, begin: tf.Tensor, end: tf.Tensor) -> tf.data.Dataset:
-            examples = ranges.by_example(self._rows, self._specs, max(length, 1), (epoch, begin, end))
+            examples = ranges.by_example(self._rows, self._specs, max(length, 1), (epoch, begin, end), at_once)
             decoded = examples.map(decoder, num_parallel_calls=parallel, deterministic=self._deterministic)
             if length:
                 return decoded.batch(length, num_parallel_calls=parallel, deterministic=self._deterministic)
@@ -90,6 +94,8 @@ class DecodedBatches:
     def _rows(self, epoch: int, begin: int, end: int) -> Sequence[np.ndarray]:
         """The numbers of the examples of these batches, and their random numbers."""
         indices = self._parts_of(epoch).joined(begin, end).astype(self._specs[0].dtype.as_numpy_dtype, copy=False)
+        if self._read_ahead:
+            self._decoder.will_read(indices)
         if self._draws_of is None:
             return indices, np.zeros((len(indices), 0), np.float32)
         return indices, self._draws_of(epoch)(indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import bisect
 import contextlib
 import dataclasses
 import os
@@ -58,6 +59,12 @@ class Records:
         return self.ranges[:, 0]
 
     @property
+    def starts(self) -> np.ndarray:
+        """The number of the first example of each file, and how many there are: int64 `[files + 1]`."""
+        numbers = self.file_numbers
+        return np.array([bisect.bisect_left(numbers, file) for file in range(len(self.paths) + 1)], np.int64)
+
+    @property
     def examples_fingerprint(self) -> str:
         """Tells these examples from others of the same files."""
         return consensus.fingerprint_of_arrays([np.ascontiguousarray(self.ranges)])
@@ -75,6 +82,15 @@ class Records:
         """The bytes of an example in its file."""
         file, begin, length = self.ranges[index].tolist()
         return os.pread(self._descriptors[file], length, begin)
+
+    def will_read(self, indices: np.ndarray) -> None:
+        """Has the operating system read these examples in advance, in the order in which they are stored."""
+        file, begin, length = self.ranges[np.sort(indices)].T
+        end = begin + length
+        apart = np.flatnonzero((file[1:] != file[:-1]) | (begin[1:] - end[:-1] > _AFTER + _BEFORE))
+        for first, last in zip([0, *apart + 1], [*apart, len(file) - 1], strict=True) if len(file) else ():
+            place = int(begin[first]), int(end[last] - begin[first])
+            os.posix_fadvise(self._descriptors[file[first]], *place, os.POSIX_FADV_WILLNEED)
 
     @cached_property
     def _descriptors(self) -> list[int]:

@@ -57,6 +57,7 @@ def load(
     return Source.from_arrays(
         "cifar_binary",
         classes=classes,
+        divisor=255,
         class_names=_class_names(directory, classes),
         train=(x[:first], y[:first]),
         validation=(x[first:], y[first:]) if first < len(y) else None,
@@ -82,7 +83,7 @@ def _read_file(path: Path, classes: int, bad: BadExamples) -> Arrays:
         bad.found(f"Example {index} of `{path}` has the label {y[index]}, outside the {classes} classes")
     examples = examples[y < classes]
     pixels = examples[:, labels:].reshape(-1, *_SHAPE).transpose(0, 2, 3, 1)
-    return np.divide(pixels, np.float32(255)), examples[:, labels - 1]
+    return np.ascontiguousarray(pixels), np.ascontiguousarray(examples[:, labels - 1])
 
 
 def _class_names(directory: Path, classes: int) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def load(data_dir: str | PathLike[str] | None = None) -> Source:
         data_dir: not used; the data is part of scikit-learn.
     """
     del data_dir
-    return Source(SPEC, _read)
+    return Source(SPEC, _read, divisor=16)
 
 
 def _read(split: str, count: int) -> Arrays:
@@ -49,4 +49,4 @@ def _read(split: str, count: int) -> Arrays:
     first = {"train": 0, "validation": train, "test": train + validation}[split]
     chosen = order[first : first + count]
     # Pixel values are 0 to 16.
-    return (pixels[chosen].reshape(-1, 8, 8, 1) / 16).astype(np.float32), labels[chosen].astype(np.int64)
+    return pixels[chosen].reshape(-1, 8, 8, 1).astype(np.uint8), labels[chosen].astype(np.int64)

@@ -9,9 +9,9 @@ from os import PathLike
 from pathlib import Path
 
 from tfdist.data.formats import tfds_records
-from tfdist.data.pipeline.pictures import PictureSource
+from tfdist.data.pipeline.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.errors import DataError
-from tfdist.options import Size
+from tfdist.options import Count, Size
 
 ARCHIVES = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
 MANUAL = Path("downloads", "manual")
@@ -23,6 +23,8 @@ def load(
     size: Size = (224, 224),
     cache: str = "auto",
     on_bad_example: str = "fail",
+    shuffle: str = "examples",
+    shuffle_buffer: Count = SHUFFLE_BUFFER,
 ) -> PictureSource:
     """x `[N, *size, 3]` in [0, 1], y int32 `[N]`: one hundredth of the training pictures is used for validation.
 
@@ -33,6 +35,8 @@ def load(
         size: height and width to which the pictures are resized.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        shuffle: "examples", or "files": the files in random order, each from its begin to its end.
+        shuffle_buffer: for "files": examples that are shuffled together.
 
     Raises:
         DataError: the dataset is not prepared and archives are missing; the error names them and their folder.
@@ -49,6 +53,8 @@ def load(
         class_names=label.names,
         cache=cache,
         policy=on_bad_example,
+        shuffle=shuffle,
+        shuffle_buffer=shuffle_buffer,
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import tfds_records
-from tfdist.data.pipeline.pictures import PictureSource
-from tfdist.options import Size
+from tfdist.data.pipeline.pictures import SHUFFLE_BUFFER, PictureSource
+from tfdist.options import Count, Size
 
 
 def load(
@@ -15,6 +15,8 @@ def load(
     size: Size = (128, 128),
     cache: str = "auto",
     on_bad_example: str = "fail",
+    shuffle: str = "examples",
+    shuffle_buffer: Count = SHUFFLE_BUFFER,
 ) -> PictureSource:
     """x `[N, *size, 3]` in [0, 1], y int32 `[N, *size]`: pet, background and border.
 
@@ -25,6 +27,8 @@ def load(
         size: height and width to which pictures and masks are resized.
         cache: one of `tfdist.data.pipeline.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
+        shuffle: "examples", or "files": the files in random order, each from its begin to its end.
+        shuffle_buffer: for "files": examples that are shuffled together.
 
     Raises:
         DataError: the dataset is not prepared and cannot be downloaded.
@@ -41,4 +45,6 @@ def load(
         first_label=1,
         cache=cache,
         policy=on_bad_example,
+        shuffle=shuffle,
+        shuffle_buffer=shuffle_buffer,
     )
