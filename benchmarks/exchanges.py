@@ -1,10 +1,11 @@
 """What an agreement and a sum cost over sockets, by the number of processes.
 
 `--processes` starts real ones, which import no TensorFlow: one line per number of processes and of bytes, with the tree
-and with the ring, and what `tfdist.transport.costs` chooses between them. `--before FOLDER` measures another checkout
-of the project too, in turns. `--simulated` runs each process of the job as a thread of a few real processes, through
-the same code over the same sockets, so that one machine can show an agreement of thousands: its time is what all of
-them compute on this machine's cores, where each process of a real job has a core of its own.
+and with the ring, as on hosts of their own, in the memory of one host, and what `tfdist.transport.costs` chooses there.
+`--operation` measures a reduce-scatter or an all-gather instead of a sum, `--before FOLDER` another checkout of the
+project too, in turns. `--simulated` runs each process of the job as a thread of a few real processes, through the same
+code over the same sockets, so that one machine can show an agreement of thousands: its time is what all of them compute
+on this machine's cores, where each process of a real job has a core of its own.
 Example: `python -m benchmarks.exchanges --processes 2 4 8 16 --simulated 64 512 4096`
 """
 
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,43 +43,45 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--kib", type=int, nargs="*", default=KIB)
     parser.add_argument("--before", type=Path, help="another checkout of the project")
+    parser.add_argument("--operation", choices=["sum", "sum_part", "join"], default="sum", help="`join` is all-gather")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--simulated", type=int, nargs="*", default=[64, 512])
     arguments = parser.parse_args()
     if arguments.processes:
-        print("processes        what  tree, ms  ring, ms  tfdist, ms  before, ms")
+        print("processes        what  tree, ms  ring, ms  memory, ms  tfdist, ms  before, ms")
     for size in arguments.processes:
-        _compare(size, arguments.kib, arguments.before, arguments.rounds)
+        _compare(size, arguments.kib, arguments.operation, arguments.before, arguments.rounds)
     if arguments.simulated:
         print("simulated  agreement, ms  connections  connections of one, at most  bytes of one, at most")
     for size in arguments.simulated:
         _simulate(size)
 
 
-def _compare(size: int, kib: list[int], before: Path | None, rounds: int) -> None:
+def _compare(size: int, kib: list[int], operation: str, before: Path | None, rounds: int) -> None:
     """Prints the medians over the rounds."""
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         for name, folder in {"tfdist": ROOT, "before": before}.items():
             if folder is not None:
-                for what, seconds in _measured(size, kib, folder).items():
-                    way = "" if ":" in what else f":{name}"
-                    found.setdefault(what.split(":")[0], {}).setdefault((what + way).split(":")[1], []).append(seconds)
+                for key, seconds in _measured(size, kib, operation, folder).items():
+                    what, _, way = key.partition(":")
+                    if name == "tfdist" or not way:
+                        found.setdefault(what, {}).setdefault(way or name, []).append(seconds)
     for what, ways in found.items():
         numbers = [f"{1e3 * statistics.median(ways[way]):.2f}" if way in ways else "-" for way in WAYS]
-        print(f"{size:>9}{what:>12}" + "".join(map("{:>{}}".format, numbers, (10, 10, 12, 12))), flush=True)
+        print(f"{size:>9}{what:>12}" + "".join(map("{:>{}}".format, numbers, (10, 10, 12, 12, 12))), flush=True)
 
 
-WAYS = ("tree", "ring", "tfdist", "before")
+WAYS = ("tree", "ring", "memory", "tfdist", "before")
 
 
-def _measured(size: int, kib: list[int], folder: Path) -> dict[str, float]:
+def _measured(size: int, kib: list[int], operation: str, folder: Path) -> dict[str, float]:
     """The seconds that processes, which import tfdist from `folder`, find; the parent carries what they say first."""
     command = [sys.executable, str(Path(__file__)), "--"]
     environment = os.environ | {"PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(
-            [*command, json.dumps([rank, size, kib])],
+            [*command, json.dumps([rank, size, kib, operation])],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -88,7 +91,7 @@ def _measured(size: int, kib: list[int], folder: Path) -> dict[str, float]:
         for rank in range(size)
     ]
     try:
-        for _ in range(2):
+        for _ in range(4):  # to connect twice
             said = [_line(worker) for worker in workers]
             for worker in workers:
                 assert worker.stdin is not None
@@ -106,46 +109,37 @@ def _line(worker: subprocess.Popen[str]) -> Any:
     return json.loads(worker.stdout.readline())
 
 
-def work(rank: int, size: int, kib: list[int]) -> None:
+def work(rank: int, size: int, kib: list[int], operation: str) -> None:
     """One real process; rank 0 prints the seconds of each operation."""
     import numpy as np
+
+    from tfdist.transport import costs
+    from tfdist.transport.messages import Mailbox
+    from tfdist.transport.sockets import Sockets
 
     def exchange(message: bytes) -> list[bytes]:
         print(json.dumps(message.hex()), flush=True)
         return [bytes.fromhex(each) for each in json.loads(sys.stdin.readline())]
 
-    sums, exchanges, choose = _opened(_world(size, rank), exchange)
-    found = {"agreement": _seconds(lambda: exchanges(AGREEMENT), exchanges, rank)}
+    apart, together = (
+        Sockets(_world(size, rank, hosts), exchange, 60.0, 600.0, Mailbox()) for hosts in (range(size), [0] * size)
+    )
+    chosen = costs.longest_by_tree
+    ways = {
+        "": (together, chosen),
+        ":tree": (apart, lambda *arguments: 1 << 40),
+        ":ring": (apart, lambda *arguments: -1),
+        ":memory": (together, lambda *arguments: -1),
+    }
+    found = {"agreement": _seconds(lambda: together.exchange(AGREEMENT), apart.exchange, rank)}
     for each in kib:
-        values = np.ones(each << 8, np.float32)
-        for way in ("", ":tree", ":ring"):
-            if not choose(way):
-                continue
-            found[f"{each} KiB{way}"] = _seconds(lambda values=values: sums(values), exchanges, rank)
-            choose("")
+        values = np.ones((each << 8) // (size if operation == "join" else 1), np.float32)
+        for way, (sockets, limit) in ways.items():
+            costs.longest_by_tree = limit
+            call = getattr(sockets, operation)
+            found[f"{each} KiB{way}"] = _seconds(lambda values=values, call=call: call(values), apart.exchange, rank)
     if rank == 0:
         print(json.dumps(found), flush=True)
-
-
-def _opened(world: Any, exchange: Exchange) -> tuple[Callable[[Any], Any], Exchange, Callable[[str], bool]]:
-    """How to sum, how to exchange, and how to choose the algorithm, if that can be chosen."""
-    try:
-        from tfdist.transport import costs
-        from tfdist.transport.messages import Mailbox
-        from tfdist.transport.sockets import Sockets
-    except ModuleNotFoundError:  # a checkout of before November 2026, which has the ring alone
-        from tfdist.communicators.sockets import SocketCommunicator
-
-        communicator: Any = SocketCommunicator(world, exchange, 60.0, 600.0)
-        return communicator.sum, communicator.exchange, lambda way: not way
-    sockets = Sockets(world, exchange, 60.0, 600.0, Mailbox())
-    limit = costs.longest_by_tree
-
-    def choose(way: str) -> bool:
-        costs.longest_by_tree = {"": limit, ":tree": lambda size: 1 << 40, ":ring": lambda size: -1}[way]
-        return True
-
-    return sockets.sum, sockets.exchange, choose
 
 
 def _seconds(operation: Callable[[], Any], exchange: Exchange, rank: int) -> float:
@@ -164,10 +158,12 @@ def _seconds(operation: Callable[[], Any], exchange: Exchange, rank: int) -> flo
     return statistics.median(timed(count))
 
 
-def _world(size: int, rank: int) -> Any:
+def _world(size: int, rank: int, hosts: Sequence[int] | None = None) -> Any:
+    """The job as `rank` sees it; `hosts` are the numbers of the hosts, which all mean this machine."""
     from tfdist.cluster.world import World
 
-    cluster = {"worker": [f"127.0.0.1:{PORT + index}" for index in range(size)]}
+    hosts = [0] * size if hosts is None else hosts
+    cluster = {"worker": [f"127.0.0.{1 + host}:{PORT + index}" for index, host in enumerate(hosts)]}
     task = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
     return dataclasses.replace(World.detect({"TF_CONFIG": json.dumps(task)}), rank=rank, local_rank=rank)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import resource
 import socket
@@ -19,10 +20,13 @@ from tfdist import communicators
 from tfdist.cluster.world import World
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.transport import costs, messages
+from tfdist.transport import costs, hosts, messages, shared_memory
 from tfdist.transport.connections import SECRET_BYTES
 from tfdist.transport.operations import ALL_REDUCE, HEADER, Operation
 from tfdist.transport.ring import Ring
+
+# The number of processes, and of the hosts that they are on: one, as many, and some in between.
+SPREADS = [(2, 1), (2, 2), (3, 3), (5, 1), (5, 2), (5, 5), (7, 3)]
 
 
 class Meeting:
@@ -43,15 +47,21 @@ class Meeting:
         return exchange
 
 
-def world(rank, size, host="127.0.0.1"):
-    cluster = {"worker": [f"{host}:{2000 + index}" for index in range(size)]}
+def spread(size, hosts):
+    """The host of each process, which are spread over hosts; all of these mean this machine."""
+    return [f"127.0.0.{1 + rank * hosts // size}" for rank in range(size)]
+
+
+def world(rank, hosts):
+    cluster = {"worker": [f"{host}:{2000 + index}" for index, host in enumerate(hosts)]}
     task = {"cluster": cluster, "task": {"type": "worker", "index": rank}}
     return World.detect({"TF_CONFIG": json.dumps(task)})
 
 
-def connected(rank, meeting, timeout_seconds=10.0, exchange=None, host="127.0.0.1"):
+def connected(rank, meeting, timeout_seconds=10.0, exchange=None, hosts=1):
     exchange = exchange or meeting.exchange_as(rank)
-    return SocketCommunicator(world(rank, meeting.size, host), exchange, 2.0, timeout_seconds)
+    hosts = spread(meeting.size, hosts) if isinstance(hosts, int) else hosts
+    return SocketCommunicator(world(rank, hosts), exchange, 2.0, timeout_seconds)
 
 
 def together(size, function, **options):
@@ -72,12 +82,12 @@ def together(size, function, **options):
         return list(pool.map(of, range(size)))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("count", [0, 1, 4, 7, 300_001])
-def test_sums_are_right_and_bit_by_bit_the_same_everywhere(size, count):
+@pytest.mark.parametrize(("size", "hosts"), SPREADS)
+@pytest.mark.parametrize("count", [0, 1, 4, 7, 600_001])
+def test_sums_are_right_and_bit_by_bit_the_same_everywhere(size, hosts, count):
     values = [np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(size)]
     kept = [part.copy() for part in values]
-    sums = together(size, lambda found: found.sockets.sum(values[found.rank]))
+    sums = together(size, lambda found: found.sockets.sum(values[found.rank]), hosts=hosts)
     np.testing.assert_allclose(sums[0], np.sum(values, axis=0), rtol=1e-5, atol=1e-5)
     for other in sums[1:]:
         np.testing.assert_array_equal(other, sums[0])
@@ -92,16 +102,16 @@ def test_each_type_is_added_in_its_own_shape(dtype):
     assert [float(total) for total in together(2, lambda found: found.sockets.sum(np.array(2.0, dtype)))] == [4.0, 4.0]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("size", "hosts"), SPREADS)
 @pytest.mark.parametrize("rows", [0, 1, 4, 30_001])
-def test_scattered_sums_are_bit_by_bit_the_parts_of_the_whole_sum(size, rows):
+def test_scattered_sums_are_bit_by_bit_the_parts_of_the_whole_sum(size, hosts, rows):
     values = [np.random.default_rng(rank).normal(size=[size * rows, 3]).astype(np.float32) for rank in range(size)]
     kept = [each.copy() for each in values]
 
     def both(found):
         return found.sockets.sum_part(values[found.rank]), found.sockets.sum(values[found.rank])
 
-    sums = together(size, both)
+    sums = together(size, both, hosts=hosts)
     for rank, (part, total) in enumerate(sums):
         np.testing.assert_array_equal(part, total[rank * rows : (rank + 1) * rows])
         np.testing.assert_allclose(total, np.sum(values, axis=0), rtol=1e-4, atol=1e-5)
@@ -134,23 +144,28 @@ def test_a_scattered_sum_sends_each_byte_of_the_other_parts_once():
         return found.sockets.traffic()[1]
 
     headers = 2 * HEADER.size, HEADER.size, HEADER.size  # down the tree from process 0, and up from the others
-    assert together(3, sent) == [12_000_000 * 2 // 3 + each for each in headers]
+    assert together(3, sent, hosts=3) == [12_000_000 * 2 // 3 + each for each in headers]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_parts_of_different_lengths_are_joined_by_rank(size):
-    joined = together(size, lambda found: found.sockets.join(np.full([found.rank, 2], found.rank, np.int64)))
-    expected = np.array([[rank] * 2 for rank in range(size) for _ in range(rank)])
+@pytest.mark.parametrize(("size", "hosts"), SPREADS)
+@pytest.mark.parametrize("rows", [1, 50_001])
+def test_parts_of_different_lengths_are_joined_by_rank(size, hosts, rows):
+    def join(found):
+        return found.sockets.join(np.arange(2 * rows * found.rank).reshape(-1, 2) + found.rank)
+
+    joined = together(size, join, hosts=hosts)
+    expected = np.concatenate([np.arange(2 * rows * rank).reshape(-1, 2) + rank for rank in range(size)])
     for each in joined:
         np.testing.assert_array_equal(each, expected)
 
 
-@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 5, 3), (1, 0, 0), (7000, 3, 2001)])
-def test_messages_that_are_too_long_for_the_tree_come_by_the_ring(monkeypatch, lengths):
-    monkeypatch.setattr(costs, "longest_by_tree", lambda size: 3000)
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 5, 3), (1, 0, 0), (7000, 3, 2001), (0, 0, 7000)])
+def test_messages_that_are_too_long_for_the_tree_come_whole(monkeypatch, lengths, hosts):
+    monkeypatch.setattr(costs, "longest_by_tree", lambda size, hosts: 3000)
     messages = [bytes(range(250)) * 28 for _ in lengths]
     messages = [message[:length] for message, length in zip(messages, lengths, strict=True)]
-    assert together(3, lambda found: found.exchange(messages[found.rank])) == [messages] * 3
+    assert together(3, lambda found: found.exchange(messages[found.rank]), hosts=hosts) == [messages] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 23])
@@ -175,7 +190,10 @@ def test_connections_grow_with_the_number_of_processes_and_not_with_its_square()
         assert list(found.sockets.pairs) == []
         return found.sockets.traffic()[0]
 
-    assert sum(together(20, ends)) == 2 * (20 + 19)  # each connection of the ring and of the tree has two ends
+    # Each connection of the ring, of the tree and of the tree of the host has two ends.
+    assert sum(together(20, ends, hosts=20)) == 2 * (20 + 19)
+    assert sum(together(20, ends, hosts=1)) == 2 * (20 + 19 + 19)
+    assert sum(together(20, ends, hosts=4)) == 2 * (20 + 19 + 4 * 4 + 4)
 
 
 def test_a_connection_for_messages_is_made_when_it_is_first_used():
@@ -236,8 +254,9 @@ def test_all_are_told_which_process_has_gone(gone):
     assert all(f"worker {gone} " in error.sentence for rank, error in enumerate(errors) if rank != gone)
 
 
+@pytest.mark.parametrize("hosts", [1, 3, 8])
 @pytest.mark.parametrize("gone", [0, 1, 7])
-def test_all_are_told_which_process_has_gone_in_the_middle_of_a_large_sum(gone):
+def test_all_are_told_which_process_has_gone_in_the_middle_of_a_large_sum(gone, hosts):
     values = np.zeros(3_000_000, np.float32)
 
     def use(found):
@@ -245,7 +264,7 @@ def test_all_are_told_which_process_has_gone_in_the_middle_of_a_large_sum(gone):
             return found.sockets._tree.agree(Operation(1, ALL_REDUCE, values.nbytes))
         return found.sockets.sum(values)
 
-    errors = together(8, use)
+    errors = together(8, use, hosts=hosts)
     for rank in set(range(8)) - {gone}:
         assert set(re.findall(r"worker (\d)", errors[rank].sentence)) == {str(gone)}, (rank, errors[rank].sentence)
 
@@ -259,12 +278,12 @@ def test_one_that_ends_after_a_large_sum_is_not_missed_by_those_that_are_still_a
         return swap(ring, *arguments)
 
     monkeypatch.setattr(Ring, "swap", slow)
-    sums = together(4, lambda found: found.sockets.sum(np.ones(300_000)).sum())
+    sums = together(4, lambda found: found.sockets.sum(np.ones(300_000)).sum(), hosts=4)
     assert sums == [1_200_000.0] * 4
 
 
 def test_the_error_of_one_that_hangs_up_is_heard_although_it_can_no_longer_be_sent_to(monkeypatch):
-    monkeypatch.setattr(costs, "longest_by_tree", lambda size: 1 << 40)
+    monkeypatch.setattr(costs, "longest_by_tree", lambda size, hosts: 1 << 40)
     error = ClusterError("the disk of worker 7 is full", "empty it")
 
     def use(found):
@@ -274,6 +293,123 @@ def test_the_error_of_one_that_hangs_up_is_heard_although_it_can_no_longer_be_se
         found.sockets._session.fail(error)
 
     assert [each.sentence for each in together(2, use)] == [error.sentence] * 2
+
+
+def test_the_processes_of_one_host_add_up_in_memory_and_those_of_others_are_reached_by_their_first():
+    def sent(found):
+        before = found.sockets.traffic()[1]
+        found.sockets.sum(np.ones(1_000_000))
+        return found.sockets.traffic()[1] - before
+
+    assert max(together(4, sent, hosts=1)) < 1000
+    on_two = together(4, sent, hosts=2)
+    assert [sent // 1000 for sent in on_two] == [8000, 0, 8000, 0]
+
+
+def test_every_round_of_the_memory_is_of_its_own_sum(monkeypatch):
+    """Sums, parts and rows of any size in turns: whoever is late reads what was meant for it."""
+    monkeypatch.setattr(hosts, "LARGEST_MEMORY_BYTES", 1 << 20)  # rounds would differ on hosts of one and two processes
+    monkeypatch.setattr(costs, "longest_by_tree", lambda size, hosts: -1)
+    meet = hosts.Hosts._meet
+
+    def late(of_host):
+        meet(of_host)
+        if random.random() < 0.3:
+            time.sleep(0.001 * random.random())
+
+    monkeypatch.setattr(hosts.Hosts, "_meet", late)
+    sizes = np.random.default_rng(1).integers(0, 60_000, 60)
+
+    def use(found):
+        for number, size in enumerate(sizes):
+            values = np.arange(3 * size) + number
+            whole, rank = 3 * values, found.rank
+            if number % 3 == 0:
+                np.testing.assert_array_equal(found.sockets.sum(values + rank - 1), whole)
+            if number % 3 == 1:
+                part = found.sockets.sum_part(values + rank - 1)
+                np.testing.assert_array_equal(part, whole[rank * size : (rank + 1) * size])
+            if number % 3 == 2:
+                joined = found.sockets.join(values[: size * rank])
+                np.testing.assert_array_equal(joined, np.concatenate([values[: size * each] for each in range(3)]))
+
+    for of_hosts in (1, 2):
+        assert together(3, use, hosts=of_hosts) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "where",
+    [["a", "b", "a", "b"], [f"host-{number}" for number in range(4)], ["a"] * 1000],
+    ids=["by turns", "apart", "many"],
+)
+def test_some_processes_do_without_common_memory(where):
+    assert hosts.by_host(where) == [range(rank, rank + 1) for rank in range(len(where))]
+
+
+def test_processes_whose_hosts_have_one_name_but_no_common_memory_use_sockets(monkeypatch):
+    """Containers may have one host name, and number their processes alike."""
+    create = shared_memory.create
+
+    def create_in_another_container(size):
+        memory, offer = create(size)
+        offer.message = offer.message[:-1] + bytes([offer.message[-1] ^ 1])
+        return memory, offer
+
+    monkeypatch.setattr(shared_memory, "create", create_in_another_container)
+
+    def use(found):
+        return found.sockets._hosts, found.sockets.sum(np.ones(300_000)).sum()
+
+    assert together(4, use) == [(None, 1_200_000)] * 4
+
+
+def test_a_system_without_such_memory_uses_sockets(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    assert together(3, lambda found: found.sockets.sum(np.ones(300_000)).sum()) == [900_000] * 3
+
+
+def test_the_memory_has_no_file():
+    def names(found):
+        with open("/proc/self/maps") as maps:
+            of_memory = {line.split(maxsplit=5)[5].strip() for line in maps if "tfdist" in line}
+        found.barrier()
+        return {name for name in of_memory if "memfd" in name}
+
+    for found in together(2, names):
+        assert found and all(name.endswith("(deleted)") for name in found)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("silent", [0, 4])
+def test_all_are_told_which_process_is_silent_in_the_middle_of_a_large_sum(silent, hosts):
+    done = threading.Event()
+    told = threading.Barrier(5, done.set)
+    values = np.zeros(3_000_000, np.float32)
+
+    def use(found):
+        if found.rank == silent:  # as one that is stopped after all have begun
+            found.sockets._tree.agree(Operation(1, ALL_REDUCE, values.nbytes))
+            return done.wait(10)
+        try:
+            return found.sockets.sum(values)
+        finally:
+            told.wait(10)
+
+    errors = together(6, use, timeout_seconds=1.0, hosts=hosts)
+    for rank in set(range(6)) - {silent}:
+        assert set(re.findall(r"worker (\d)", errors[rank].sentence)) == {str(silent)}, (rank, errors[rank].sentence)
+
+
+def test_who_waits_in_a_large_sum_may_be_told_why_to_give_up():
+    def use(found):
+        if found.rank == 2:
+            found.sockets._tree.agree(Operation(1, ALL_REDUCE, 2_400_000))
+            return time.sleep(1)
+        if found.rank == 0:
+            threading.Timer(0.2, found.sockets.give_up, [ClusterError("the job is given up", "try again")]).start()
+        return found.sockets.sum(np.ones(300_000))
+
+    assert together(3, use, timeout_seconds=5.0)[0].sentence == "the job is given up"
 
 
 @pytest.mark.parametrize("silent", [0, 4, 5])
@@ -294,9 +430,12 @@ def test_all_are_told_which_process_is_silent(silent):
 
 
 @pytest.mark.thorough  # seconds and gigabytes
-def test_a_message_of_two_gibibytes_comes_whole():
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_message_of_two_gibibytes_comes_whole(hosts):
     size = 2**31 + 8
-    heard = together(2, lambda found: list(map(len, found.exchange(bytes(size if found.rank == 0 else 0)))))
+    heard = together(
+        2, lambda found: list(map(len, found.exchange(bytes(size if found.rank == 0 else 0)))), hosts=hosts
+    )
     assert heard == [[size, 0]] * 2
 
 
@@ -376,13 +515,13 @@ def test_processes_find_each_other_by_ipv6():
             trial.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    sums = together(2, lambda found: found.sockets.sum(np.ones(3)), host="[::1]")
+    sums = together(2, lambda found: found.sockets.sum(np.ones(3)), hosts=["[::1]"] * 2)
     np.testing.assert_array_equal(sums, np.full([2, 3], 2.0))
 
 
 def test_processes_that_cannot_be_reached_are_named_in_all():
     # An address of a network that documentation alone uses (RFC 5737).
-    errors = together(2, lambda found: found, host="192.0.2.1")
+    errors = together(2, lambda found: found, hosts=["192.0.2.1"] * 2)
     assert all("worker 0" in error.sentence and "worker 1" in error.sentence for error in errors)
 
 

@@ -24,7 +24,7 @@ from tfdist.transport.session import Link
 SECRET_BYTES = 16
 # Each connection begins with the secret of the accepting process, the kind, and the rank of the connecting process.
 HELLO = struct.Struct(f"!{SECRET_BYTES}sII")
-RING, TREE, PAIR = range(3)
+RING, TREE, PAIR, HOST, HOSTS = range(5)
 MOST_PENDING = 64  # connections whose hello is incomplete
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -176,11 +176,9 @@ def connect(world: World, exchange: Exchange, seconds: float) -> Connections:
     below = [Origin(TREE, child) for child in tree.children(rank, size)]
     opened: dict[Origin, socket.socket] = {}
     accepted: dict[Origin, socket.socket] = {}
-    problem, deadline = "", time.monotonic() + seconds
+    problem = ""
     try:
-        for target in (following, *above):
-            opened[target] = addresses.open(target, deadline - time.monotonic())
-        _accept(listener, {previous, *below}, accepted, deadline)
+        opened, accepted = open_and_accept(addresses, listener, [following, *above], {previous, *below}, seconds)
         listener.send_away()
     except OSError as error:
         problem = f"{world.named(rank)}: {error.strerror or error}"
@@ -201,6 +199,28 @@ def connect(world: World, exchange: Exchange, seconds: float) -> Connections:
         listener,
         addresses,
     )
+
+
+def open_and_accept(
+    addresses: Addresses, listener: Listener, targets: Iterable[Origin], expected: set[Origin], seconds: float
+) -> tuple[dict[Origin, socket.socket], dict[Origin, socket.socket]]:
+    """The connections with `targets`, which this process opens, and the `expected` ones, which others open.
+
+    Raises:
+        OSError: one of them cannot be made, or not within `seconds`; the others are closed.
+    """
+    opened: dict[Origin, socket.socket] = {}
+    accepted: dict[Origin, socket.socket] = {}
+    deadline = time.monotonic() + seconds
+    try:
+        for target in targets:
+            opened[target] = addresses.open(target, deadline - time.monotonic())
+        _accept(listener, expected, accepted, deadline)
+    except OSError:
+        for connection in (*opened.values(), *accepted.values()):
+            connection.close()
+        raise
+    return opened, accepted
 
 
 def _accept(listener: Listener, expected: set[Origin], accepted: dict[Origin, socket.socket], deadline: float) -> None:

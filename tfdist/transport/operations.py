@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from tfdist.errors import ClusterError, DisagreementError
 
+Body = bytes | bytearray | memoryview
+
 # The number of the operation, its kind, its size in bytes, and how many bytes follow at once.
 HEADER = struct.Struct("<QQQQ")
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, EXCHANGE, ERROR = range(5)
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, EXCHANGE, ERROR, MEETING = range(6)
 NAMES = {
     ALL_REDUCE: "a tensor",
     ALL_GATHER: "rows",

@@ -12,61 +12,79 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tfdist.transport.additions import add_into
 from tfdist.transport.messages import memory
-from tfdist.transport.session import READABLE, WRITABLE, Link, Session, reason, wait
+from tfdist.transport.operations import Body, Operation
+from tfdist.transport.parts import even_cuts, slices
+from tfdist.transport.session import Link, Session
 from tfdist.transport.tree import Tree
 
 
 class Ring:
-    """The place of a process in the ring.
+    """The place of a process in a ring.
 
     Args:
         session: of the process.
-        tree: of the process; the reason why others hang up comes by it.
+        tree: of the job; the reason why others hang up comes by it.
         following: sends to the next process.
         previous: receives from the previous process.
+        place: the number of the process in the ring, and that of all its processes.
+        later: how many looks longer than others it waits for its neighbours.
 
     Attributes:
         links: both.
     """
 
-    def __init__(self, session: Session, tree: Tree, following: Link, previous: Link):
-        self._session, self._tree = session, tree
+    def __init__(
+        self, session: Session, tree: Tree, following: Link, previous: Link, place: tuple[int, int], later: int = 0
+    ):
+        self._session, self._tree, self._later = session, tree, later
         self.links = self._following, self._previous = following, previous
-        self._rank, self._size = session.world.rank, session.world.world_size
+        self._rank, self._size = place
 
-    def sum(self, values: np.ndarray) -> np.ndarray:
+    def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
         """The sum of an array over the processes; bit by bit the same in all of them."""
-        cuts = [values.size * index // self._size for index in range(self._size + 1)]
-        total, parts = self._sum_parts(values, cuts)
-        for turn in range(self._size - 1):
-            sent, other = parts[(self._rank - turn) % self._size], parts[(self._rank - turn - 1) % self._size]
-            self.swap(total[sent], total[other])
+        total, parts = self._sum_parts(operation, values, even_cuts(values.size, self._size))
+        self.share_parts(total, parts)
         return total.reshape(values.shape)
 
-    def sum_part(self, values: np.ndarray) -> np.ndarray:
+    def sum_part(self, operation: Operation, values: np.ndarray) -> np.ndarray:
         """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
 
         If the number of rows is not a multiple of `size`, the last ones belong to no part.
         """
         shape = (len(values) // self._size, *values.shape[1:])
-        total, parts = self._sum_parts(values, [math.prod(shape) * index for index in range(self._size + 1)])
+        total, parts = self._sum_parts(operation, values, even_cuts(math.prod(shape) * self._size, self._size))
         return total[parts[self._rank]].reshape(shape)
 
-    def _sum_parts(self, values: np.ndarray, cuts: list[int]) -> tuple[np.ndarray, list[slice]]:
-        """The reduce-scatter: a flat array in which part `rank` is the sum over the processes; and all its parts.
+    def gather(self, lengths: Sequence[int], message: Body) -> np.ndarray:
+        """The messages of all processes, whose lengths are known, one after the other: `[sum(lengths)]` uint8."""
+        parts = slices([0, *itertools.accumulate(lengths)])
+        whole = np.empty(parts[-1].stop, np.uint8)
+        whole[parts[self._rank]] = np.frombuffer(message, np.uint8)
+        self.share_parts(whole, parts)
+        return whole
+
+    def _sum_parts(self, operation: Operation, values: np.ndarray, cuts: list[int]) -> tuple[np.ndarray, list[slice]]:
+        """A flat array in which part `rank` is the sum over the processes; and all its parts.
 
         Part `index` is between `cuts[index]` and `cuts[index + 1]`. The values of the other parts mean nothing.
         """
-        flat = np.asarray(values, order="C").reshape(-1)
-        total = np.empty(cuts[-1], values.dtype)
-        parts = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
-        received = np.empty(max(part.stop - part.start for part in parts), values.dtype)
+        self._tree.agree(operation)
+        total, parts = np.empty(cuts[-1], values.dtype), slices(cuts)
+        self.add_parts(np.asarray(values, order="C").reshape(-1), total, parts)
+        return total, parts
+
+    def add_parts(self, flat: np.ndarray, total: np.ndarray, parts: Sequence[slice]) -> None:
+        """The reduce-scatter: makes part `rank` of `total` the sum of that part of `flat` over the processes.
+
+        The values of the other parts of `total`, which may be `flat` itself, mean nothing afterwards.
+        """
+        received = np.empty(max(part.stop - part.start for part in parts), flat.dtype)
         for turn in range(self._size - 1):
             sent, own = parts[(self._rank - turn - 1) % self._size], parts[(self._rank - turn - 2) % self._size]
             target = received[: own.stop - own.start]
@@ -76,20 +94,12 @@ class Ring:
                 add_into(total[whole], flat[whole], target[begin:end])
 
             self.swap((total if turn else flat)[sent], target, add)
-        return total, parts
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all processes, by rank."""
-        parts = [np.empty(0, np.uint8)] * self._size
-        parts[self._rank] = np.frombuffer(message, np.uint8)
-        length, other = np.array([len(message)], np.int64), np.empty(1, np.int64)
+    def share_parts(self, total: np.ndarray, parts: Sequence[slice]) -> None:
+        """The all-gather: fills each part of `total` with what the process has there whose part it is."""
         for turn in range(self._size - 1):
-            self.swap(length, other)
-            owner = (self._rank - turn - 1) % self._size
-            parts[owner] = np.empty(int(other[0]), np.uint8)
-            self.swap(parts[(owner + 1) % self._size], parts[owner])
-            length, other = other, length
-        return [part.tobytes() for part in parts]
+            sent, other = parts[(self._rank - turn) % self._size], parts[(self._rank - turn - 1) % self._size]
+            self.swap(total[sent], total[other])
 
     def swap(self, out: np.ndarray, into: np.ndarray, received: Callable[[int, int], None] | None = None) -> None:
         """Sends `out` to the next process, and fills `into` with what the previous one sends.
@@ -97,35 +107,15 @@ class Ring:
         `received(begin, end)` is called when the elements from `begin` to `end` have arrived.
         """
         outgoing, incoming = memory(out), memory(into)
-        patience = self._session.patience()
+        patience = self._session.patience(self._later)
         sent = got = done = 0
         while sent < len(outgoing) or got < len(incoming):
-            now_sent = self._moved(self._following, self._following.send, outgoing[sent:])
-            now_got = self._moved(self._previous, self._previous.receive_into, incoming[got:])
+            now_sent = self._tree.moved(self._following, self._following.send, outgoing[sent:])
+            now_got = self._tree.moved(self._previous, self._previous.receive_into, incoming[got:])
             sent, got = sent + now_sent, got + now_got
             if received is not None and got // into.itemsize > done:
                 received(done, got // into.itemsize)
                 done = got // into.itemsize
-            sending, receiving = sent < len(outgoing), got < len(incoming)
-            moved = bool(now_sent or now_got) or self._look(sending, receiving, patience.between_looks_seconds)
-            waited_for = [self._following.rank] * sending + [self._previous.rank] * receiving
-            patience = self._session.waited(patience, moved, waited_for)
-
-    def _moved(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
-        """How many bytes of `data` are sent to, or received from, a neighbour now."""
-        try:
-            return move(data) if data else 0
-        except OSError as error:
-            lost = self._tree.last_word() or [link.rank]
-            self._session.fail(self._session.lost(lost, reason(error)))
-
-    def _look(self, sending: bool, receiving: bool, seconds: float) -> bool:
-        """Waits until something can be sent or received, or until it is time for the next look; whether it can."""
-        heeded, wanted = self._tree.heeded(), {}
-        if sending:
-            wanted[self._following.connection.fileno()] = WRITABLE
-        if receiving:
-            wanted[self._previous.connection.fileno()] = READABLE
-        ready = wait(heeded | wanted, seconds)
-        self._tree.heed(ready.keys() & heeded.keys())
-        return bool(ready)
+            sending, receiving = [self._following] * (sent < len(outgoing)), [self._previous] * (got < len(incoming))
+            moved = bool(now_sent or now_got) or self._tree.look(sending, receiving, patience.between_looks_seconds)
+            patience = self._session.waited(patience, moved, [link.rank for link in (*sending, *receiving)])

@@ -9,18 +9,21 @@ Synopsis:
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections.abc import Callable
 
 import numpy as np
 
 from tfdist.cluster.world import World
 from tfdist.errors import ClusterError
-from tfdist.transport import costs
+from tfdist.transport import costs, hosts
 from tfdist.transport.connections import Exchange, connect
 from tfdist.transport.messages import Mailbox, memory
-from tfdist.transport.operations import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Operation
+from tfdist.transport.operations import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Body, Operation
 from tfdist.transport.pairs import Pairs
+from tfdist.transport.parts import slices
 from tfdist.transport.ring import Ring
 from tfdist.transport.session import Session
 from tfdist.transport.tree import Tree
@@ -60,10 +63,17 @@ class Sockets:
         self._begun = 0
         found = connect(world, exchange, connect_timeout_seconds)
         self._tree = Tree(session, found.above, found.below)
-        self._ring = Ring(session, self._tree, found.following, found.previous)
-        self.pairs = Pairs(session, found.listener, found.addresses, mailbox)
+        self._ring = Ring(session, self._tree, found.following, found.previous, (self.rank, self.size))
         session.tree += self._tree.links
-        session.others += [[link.connection for link in self._ring.links], found.listener, self.pairs]
+        session.others += [[link.connection for link in self._ring.links], found.listener]
+        self._hosts = hosts.connect(session, self._tree, found, connect_timeout_seconds)
+        if self._hosts is not None:
+            self._tree.hear(self._hosts.neighbours)
+            session.tree += self._hosts.neighbours
+            session.others += [[link.connection for link in self._hosts.links]]
+        self._large = self._ring if self._hosts is None else self._hosts
+        self.pairs = Pairs(session, found.listener, found.addresses, mailbox)
+        session.others += [self.pairs]
 
     @property
     def failure(self) -> ClusterError | None:
@@ -79,8 +89,8 @@ class Sockets:
         self._session.give_up(error)
 
     def traffic(self) -> tuple[int, int]:
-        """The number of connections with the ring and the tree, and of the bytes that this process has sent by them."""
-        links = [*self._ring.links, *self._tree.links]
+        """The number of connections with the ring, the tree and the host, and of the bytes that are sent by them."""
+        links = [*self._ring.links, *self._tree.links, *(() if self._hosts is None else self._hosts.links)]
         return len(links), sum(link.sent_bytes for link in links)
 
     def close(self) -> None:
@@ -90,10 +100,8 @@ class Sockets:
     def sum(self, values: np.ndarray) -> np.ndarray:
         """The sum of an array over the processes; bit by bit the same in all of them."""
         operation = self._next(ALL_REDUCE, values.nbytes)
-        if values.nbytes <= costs.longest_by_tree(self.size):
-            return self._tree.sum(operation, values)
-        self._tree.agree(operation)
-        return self._ring.sum(values)
+        by = self._tree if values.nbytes <= self._longest_by_tree() else self._large
+        return by.sum(operation, values)
 
     def sum_part(self, values: np.ndarray) -> np.ndarray:
         """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
@@ -101,27 +109,38 @@ class Sockets:
         If the number of rows is not a multiple of `size`, the last ones belong to no part.
         """
         operation = self._next(REDUCE_SCATTER, values.nbytes)
-        if values.nbytes <= costs.longest_by_tree(self.size):
+        if values.nbytes <= self._longest_by_tree():
             rows = len(values) // self.size
             return self._tree.sum(operation, values)[self.rank * rows : (self.rank + 1) * rows]
-        self._tree.agree(operation)
-        return self._ring.sum_part(values)
+        return self._large.sum_part(operation, values)
 
     def join(self, values: np.ndarray) -> np.ndarray:
         """The arrays `[n_rank, ...]` of all processes, concatenated by rank."""
         values = np.asarray(values, order="C")
         operation = self._next(ALL_GATHER, values.itemsize * math.prod(values.shape[1:]))
-        parts = self._gathered(operation, bytes(memory(values)))
-        return np.concatenate([np.frombuffer(part, values.dtype).reshape(-1, *values.shape[1:]) for part in parts])
+        found = self._tree.exchange(operation, memory(values), self._longest_by_tree())
+        joined = self._gathered(operation, memory(values))[0] if found is None else bytearray().join(found)
+        return np.frombuffer(joined, values.dtype).reshape(-1, *values.shape[1:])
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The message of each process, by rank."""
-        return self._gathered(self._next(EXCHANGE, 0), message)
+        operation = self._next(EXCHANGE, 0)
+        found = self._tree.exchange(operation, message, self._longest_by_tree())
+        if found is not None:
+            return found
+        joined, parts = self._gathered(operation, message)
+        return [joined[part].tobytes() for part in parts]
 
-    def _gathered(self, operation: Operation, message: bytes) -> list[bytes]:
-        """The messages of all processes: by the tree, or by the ring if the tree finds them too long together."""
-        found = self._tree.exchange(operation, message, costs.longest_by_tree(self.size))
-        return self._ring.gather(message) if found is None else found
+    def _gathered(self, operation: Operation, message: Body) -> tuple[np.ndarray, list[slice]]:
+        """The messages of all processes, which the tree has found too long together, as one; and the part of each."""
+        lengths = self._tree.exchange(operation, len(message).to_bytes(8, "big"), sys.maxsize)
+        assert lengths is not None
+        counts = [int.from_bytes(each, "big") for each in lengths]
+        return self._large.gather(counts, message), slices([0, *itertools.accumulate(counts)])
+
+    def _longest_by_tree(self) -> int:
+        """The number of bytes up to which the tree is used."""
+        return costs.longest_by_tree(self.size, self.size if self._hosts is None else self._hosts.count)
 
     def _next(self, kind: int, size_bytes: int) -> Operation:
         self._begun += 1

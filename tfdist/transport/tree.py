@@ -20,10 +20,8 @@ from tfdist.errors import DisagreementError
 from tfdist.transport import tables
 from tfdist.transport.additions import add_into
 from tfdist.transport.messages import memory
-from tfdist.transport.operations import ERROR, HEADER, Operation, error_of
+from tfdist.transport.operations import ERROR, HEADER, Body, Operation, error_of
 from tfdist.transport.session import READABLE, WRITABLE, Link, Session, hung_up, reason, wait
-
-Body = bytes | bytearray | memoryview
 
 FAN_OUT = 4
 MOST_AT_ONCE = 1024  # bytes that are received with a header; most frames are shorter
@@ -76,15 +74,53 @@ class Tree:
         self._session = session
         self._above, self._below = above, below
         self.links = [*above, *below]
-        self._ended: set[Link] = set()  # with neighbours that have hung up while this process used the ring
+        self._heard = [*self.links]
+        self._ended: set[Link] = set()  # with neighbours that have hung up while this process waited elsewhere
         self._rank, self._size = session.world.rank, session.world.world_size
         # Those next to a silent process give up first, so that the error that goes through the tree names it.
         levels, level = depth(self._size), len(_path(self._rank, self._size)) - 1
         self._later_below, self._later_above = levels - level - 1, levels + level - 1
 
+    def hear(self, links: Sequence[Link]) -> None:
+        """Hears of errors by other links too, by which nothing comes but errors and the headers of `signal`."""
+        self._heard += links
+
+    def signal(self, operation: Operation, to: Sequence[Link], by: Sequence[Link], later: int) -> None:
+        """Sends a header without a body by some of the links of `hear`, and waits for one that comes by others."""
+        header = memoryview(operation.header())
+        for link in to:
+            sent = self.moved(link, link.send, header)
+            assert sent == len(header)  # it finds room: the neighbour takes each before it sends the next one but one
+        patience = self._session.patience(later)
+        while missing := [link for link in by if len(link.ahead) < HEADER.size]:
+            if self._ended.intersection(missing):
+                self._session.fail(self._session.lost(self.last_word(), reason(hung_up())))
+            moved = self.look([], [], patience.between_looks_seconds)
+            patience = self._session.waited(patience, moved, [link.rank for link in missing])
+        for link in by:
+            link.ahead = b""
+
+    def moved(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """How many bytes of `data` are sent or received now by `move`, by a link that is none of the tree's."""
+        try:
+            return move(data) if data else 0
+        except OSError as error:
+            lost = self.last_word() or [link.rank]
+            self._session.fail(self._session.lost(lost, reason(error)))
+
+    def look(self, sending: Sequence[Link], receiving: Sequence[Link], seconds: float) -> bool:
+        """Waits until a link that is none of the tree's can be used, or until the next look; whether one can be."""
+        heeded = self.heeded()
+        wanted = heeded | {link.connection.fileno(): READABLE for link in receiving}
+        for link in sending:
+            wanted[link.connection.fileno()] = WRITABLE | wanted.get(link.connection.fileno(), 0)
+        ready = wait(wanted, seconds)
+        self.heed(ready.keys() & heeded.keys())
+        return bool(ready)
+
     def heeded(self) -> dict[int, int]:
-        """The events to wait for, by descriptor, in order to hear of an error while this process uses the ring."""
-        links = [link for link in self.links if len(link.ahead) < HEADER.size and link not in self._ended]
+        """The events to wait for, by descriptor, in order to hear of an error while this process waits elsewhere."""
+        links = [link for link in self._heard if len(link.ahead) < HEADER.size and link not in self._ended]
         return {link.connection.fileno(): READABLE for link in links}
 
     def heed(self, ready: Collection[int]) -> None:
@@ -93,7 +129,7 @@ class Tree:
         What else has come is the beginning of the next operation of a neighbour, and is kept. A neighbour that has hung
         up may have ended its program after this operation, in which it has done its part.
         """
-        for link in [link for link in self.links if link.connection.fileno() in ready]:
+        for link in [link for link in self._heard if link.connection.fileno() in ready]:
             try:
                 link.ahead += link.receive(HEADER.size - len(link.ahead))
                 self._raise_error(link)
@@ -106,11 +142,15 @@ class Tree:
         A process that finds another one lost tells its neighbours in the tree, and hangs up. Its neighbours in the ring
         see the latter alone, and would take it for the one that is lost.
         """
-        for link in self.links:
+        for link in self._heard:
             with contextlib.suppress(OSError):
                 self._raise_error(link)
-        until = time.monotonic() + self._session.patience().between_looks_seconds
-        while (left := until - time.monotonic()) > 0 and (heeded := self.heeded()):
+        began, seconds = time.monotonic(), self._session.patience().between_looks_seconds
+        # Who knows one that is gone tells the others while they still wait for a word.
+        while heeded := self.heeded():
+            left = began + seconds / (4 if self._ended else 1) - time.monotonic()
+            if left <= 0:
+                break
             self.heed(wait(heeded, left).keys())
         return [link.rank for link in self._ended]
 
@@ -145,11 +185,11 @@ class Tree:
         found = self._through(operation, add)
         return np.frombuffer(found, total.dtype).reshape(values.shape)
 
-    def exchange(self, operation: Operation, message: bytes, longest: int) -> list[bytes] | None:
+    def exchange(self, operation: Operation, message: Body, longest: int) -> list[bytes] | None:
         """The messages of all processes, by rank; `None` if the different ones among them exceed `longest` bytes."""
+        own = tables.of_one(bytes(message), self._rank) if len(message) <= longest else None
 
         def merge(bodies: Sequence[Body]) -> bytes:
-            own = tables.of_one(message, self._rank)
             return tables.packed(tables.merged([own, *map(tables.unpacked, bodies)], longest))
 
         table = tables.unpacked(self._through(operation, merge))
