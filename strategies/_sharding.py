@@ -114,6 +114,22 @@ class ShardingStrategy(base.Strategy):
                     stack.enter_context(sharded.whole())
             yield
 
+    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        self._refuse_verification()
+        return super().verify(model, *arguments, **named)
+
+    def prepare(self, model: Any, *, verify: bool = False) -> Any:
+        if verify:
+            self._refuse_verification()
+        return super().prepare(model, verify=verify)
+
+    def _refuse_verification(self) -> None:
+        if self.shard is not None:
+            raise UsageError(
+                f"`shard` is `{self.shard}`, and a verification compares the whole state of optimizers",
+                "verify the model with the same strategy without `shard`",
+            )
+
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         for callback in callbacks if self.shard is not None else ():
             at_steps = isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch"

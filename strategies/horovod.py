@@ -44,9 +44,7 @@ class HorovodStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
             optimizers, see `tfdist.communicators.Communicator`.
         timeline: the file to write Horovod's timeline of this job to, see `tfdist.communicators.horovod_timeline`.
-        shard: "optimizer" or "gradients": each process holds and updates a part of the optimizer's state, see
-            `tfdist.strategies._sharding`.
-        options: see `tfdist.strategies._collective.MultiProcessStrategy`.
+        options: see `tfdist.strategies._collective.MultiProcessStrategy`; `shard`, see `tfdist.strategies._sharding`.
     """
 
     name = "horovod"

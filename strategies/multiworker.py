@@ -68,9 +68,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
         start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
         job_settings: settings that must be the same in all processes, as the versions of packages must; compared
             before TensorFlow starts.
-        shard: "optimizer" or "gradients": each process holds and updates a part of the optimizer's state, see
-            `tfdist.strategies._sharding`.
-        options: see `tfdist.strategies.base.Strategy`.
+        options: see `tfdist.strategies.base.Strategy`; `shard`, see `tfdist.strategies._sharding`.
 
     Raises:
         UsageError: TensorFlow has already started, the job has parameter servers, or an option is unknown.

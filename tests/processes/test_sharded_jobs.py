@@ -107,6 +107,10 @@ refused(ints, [Table(), keras.layers.Flatten(), keras.layers.Dense(1)], keras.op
 refused(keras.Input((4,)), [keras.layers.Dense(1, use_bias=False)], keras.optimizers.Lamb)
 swaps = [keras.callbacks.SwapEMAWeights()]
 refused(keras.Input((4,)), [keras.layers.Dense(1)], lambda: keras.optimizers.SGD(use_ema=True), callbacks=swaps)
+try:
+    strategy.prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), verify=True)
+except UsageError as error:
+    sys.stdout.write(f"REFUSED {error.sentence}\\n")
 saves = [keras.callbacks.ModelCheckpoint("m.keras", save_freq=1)]
 refused(keras.Input((4,)), [keras.layers.Dense(1)], keras.optimizers.Adam, callbacks=saves)
 """
@@ -157,8 +161,8 @@ def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
     (tmp_path / "script.py").write_text(REFUSED)
     done = launched("--workers", "2", "--verbose", "script.py", cwd=tmp_path, timeout=240)
     told = sorted(set(re.findall(r"REFUSED (.*)", done.stdout)))
-    assert len(told) == 5, done.stdout + done.stderr
-    for part in ("`Own` computes", "is sparse", "whole variables", "SwapEMAWeights", "ModelCheckpoint"):
+    assert len(told) == 6, done.stdout + done.stderr
+    for part in ("`Own` computes", "is sparse", "whole variables", "SwapEMAWeights", "ModelCheckpoint", "verification"):
         assert any(part in sentence for sentence in told), told
 
 
