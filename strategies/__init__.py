@@ -4,7 +4,7 @@ Synopsis:
 
     >>> from tfdist import strategies
     >>> strategies.names()
-    ['custom', 'horovod', 'mirrored', 'mpi_split', 'multiworker', 'parameter_server', 'single']
+    ['custom', 'horovod', 'mirrored', 'mpi_split', 'multiworker', 'parameter_server', 'pipeline', 'single']
 
     >>> strategies.having("elastic")
     ['horovod', 'multiworker']

@@ -120,7 +120,12 @@ class Strategy(KerasMethods):
     @property
     def num_replicas(self) -> int:
         """The number of replicas that take part in a step, over all processes."""
-        return len(self.devices) * self.world.world_size
+        return len(self.replica_devices) * self.world.world_size
+
+    @property
+    def replica_devices(self) -> list[str]:
+        """The device on which each replica of this process begins, and reads its part of the batch."""
+        return self.devices
 
     @property
     def servers(self) -> Mapping[str, str]:
@@ -253,6 +258,11 @@ class Strategy(KerasMethods):
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` when `model` cannot be trained by this strategy."""
+
+    def stages_of(self, model: Any) -> list[dict[str, Any]]:
+        """The device, layers and parameters of each stage of `model`, for the run's record; empty if it is not cut."""
+        del model
+        return []
 
     def options(self) -> dict[str, Any]:
         """The options in effect, for the run's record."""

@@ -6,6 +6,7 @@ import click
 
 from tfdist import __version__, launch, train, world
 from tfdist.data import __main__ as data
+from tfdist.stages import __main__ as stages
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,6 +18,7 @@ def main() -> None:
 main.add_command(train.command, "train")
 main.add_command(launch.command, "launch")
 main.add_command(data.command, "data")
+main.add_command(stages.command, "pipeline")
 main.add_command(world.command, "env")
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ REPLICAS = OF_THE_JOB | {
     "single": (1,),
     "mirrored": (1, 2, 3),
     "custom": (1, 2, 3),
+    "pipeline": (3,),
     "stock_mirrored": (2,),
 }
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
@@ -35,6 +36,7 @@ FEW = OF_THE_JOB | {
     "single": (1,),
     "mirrored": (2,),
     "custom": (2,),
+    "pipeline": (3,),
     "stock_mirrored": (2,),
 }
 # What arrives at a step does not depend on where the variables are: whole batches, and parts of batches.
@@ -44,6 +46,7 @@ EACH_COUNT = OF_THE_JOB | {
     "single": (1,),
     "mirrored": (2, 3),
     "custom": (2, 3),
+    "pipeline": (3,),
     "stock_mirrored": (2,),
 }
 
@@ -64,6 +67,20 @@ def chosen(config, replicas=REPLICAS):
     return [(name, count) for name in names for count in replicas.get(name, ())]
 
 
+STAGES = 2  # of a pipeline; its number of replicas is that of its micro-batches
+
+
+@contextlib.contextmanager
+def in_one_stage():
+    """Pipelines that are started meanwhile have one stage, which trains what cannot be cut."""
+    global STAGES
+    before, STAGES = STAGES, 1
+    try:
+        yield
+    finally:
+        STAGES = before
+
+
 def start(name, replicas, **options):
     """A strategy to train with."""
     if name == "stock_mirrored":
@@ -73,6 +90,8 @@ def start(name, replicas, **options):
     if name == "parameter_server":
         options["staleness"] = 0  # with more than that a result depends on the moment
         options["shard_bytes"] = 0  # where there are several servers, each has a part of every variable
+    elif name == "pipeline":  # two stages; to measure times would take longer than the tests
+        options = {"devices": STAGES, "micro_batches": replicas, "balance": "memory"} | options
     elif name not in OF_THE_JOB:
         options["devices"] = replicas
     return tfdist.strategy(name, **{"seed": 7} | options)

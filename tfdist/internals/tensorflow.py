@@ -83,7 +83,7 @@ def compute_after(tensor: tf.Tensor, earlier: tf.Tensor) -> None:
             break
         operation = same[0].op
     if not _depends_on(earlier.op, operation):
-        operation._add_control_input(earlier.op)
+        add_control_input(operation, earlier.op)
 
 
 def _depends_on(operation: tf.Operation, wanted: tf.Operation) -> bool:
@@ -369,3 +369,18 @@ def placeholders(spec: Any) -> Any:
 
     flat = [placeholder(one) for one in tf.nest.flatten(spec, expand_composites=True)]
     return tf.nest.pack_sequence_as(spec, flat, expand_composites=True)
+
+
+def replicas_in_time(device: str, count: int) -> tf.distribute.MirroredStrategy:
+    """A strategy of which only the threads are used: they trace `count` replicas side by side, all on `device`.
+
+    TensorFlow's own takes each device once.
+    """
+    strategy = tf.distribute.MirroredStrategy([device], cross_device_ops=tf.distribute.ReductionToOneDevice())
+    strategy.extended._devices *= count
+    return strategy
+
+
+def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
+    """Makes an operation of a graph wait for another one, which may have been made after it."""
+    operation._add_control_input(before)

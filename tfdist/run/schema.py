@@ -89,12 +89,21 @@ class Threads(_Part):
     inter_op: int
 
 
+class StageRecord(_Part):
+    """A stage of a pipeline."""
+
+    device: str
+    layers: list[str]
+    parameters: int
+
+
 class StrategyRecord(_Part):
-    """The strategy, by name and options."""
+    """The strategy, by name and options; with `pipeline`, a replica is a micro-batch."""
 
     name: str
     options: dict[str, Any]
     replicas: int
+    stages: list[StageRecord] = []
 
 
 class WorldRecord(_Part):

@@ -106,6 +106,7 @@ class Session:
             callbacks=self._callbacks(strategy),
             verbose=0 if config.quiet else "auto",
         )
+        self.record.strategy.stages = [schema.StageRecord(**stage) for stage in strategy.stages_of(model)]
         if source.spec.examples["test"]:
             self.record.test_metrics = strategy.evaluate(model, feed("test"), return_dict=True, verbose=0)
         with strategy.whole_state(model):

@@ -40,16 +40,16 @@ def placed(feed: Feed, strategy: Strategy) -> Feed:
     """
     budget_bytes = strategy.device_data_bytes
     if budget_bytes is None:
-        if all(device.startswith("CPU") for device in strategy.devices):
+        if all(device.startswith("CPU") for device in strategy.replica_devices):
             return feed  # they share the memory of the host
         budget_bytes = GPU_BYTES
     if isinstance(feed, FileFeed):
-        return PrefetchedFiles(feed, strategy.devices, strategy.world.rank, strategy.num_replicas)
+        return PrefetchedFiles(feed, strategy.replica_devices, strategy.world.rank, strategy.num_replicas)
     if not isinstance(feed, ArrayFeed) or not is_dense(feed.arrays):
         return feed
     if size_bytes(feed.arrays) <= budget_bytes:
-        return ResidentFeed(feed, strategy.devices)
-    return PrefetchedFeed(feed, strategy.devices, strategy.world.rank, strategy.num_replicas)
+        return ResidentFeed(feed, strategy.replica_devices)
+    return PrefetchedFeed(feed, strategy.replica_devices, strategy.world.rank, strategy.num_replicas)
 
 
 class PlacedFeed(WrappedFeed):
@@ -65,7 +65,8 @@ class ResidentFeed(PlacedFeed):
 
     def __init__(self, feed: ArrayFeed, devices: Sequence[str]):
         super().__init__(feed)
-        self._copies = tuple(_copied(feed.arrays, device) for device in devices)
+        copies = {device: _copied(feed.arrays, device) for device in dict.fromkeys(devices)}
+        self._copies = tuple(copies[device] for device in devices)
         specs = tuple(None if array is None else _spec(array) for array in tree.flatten(feed.arrays))
         self.batches = ResidentBatches(feed.batches, specs)
 

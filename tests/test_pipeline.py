@@ -1,0 +1,349 @@
+"""The strategy `pipeline`: where a model is cut, where its parts are, and in which order they compute.
+
+That it trains as one device does is held by `tests/contract`.
+"""
+
+import itertools
+import json
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+from keras import layers
+
+import tfdist
+from tfdist.__main__ import main
+from tfdist.errors import UnknownNameError, UsageError
+from tfdist.internals import keras_stages
+from tfdist.stages import costs, partition, placement, plan, schedule
+
+X = np.random.default_rng(0).normal(size=(22, 8, 8, 2)).astype("float32")
+Y = np.arange(22) % 3
+
+
+def residual(**compile_options):
+    """A skip connection from the first layer to the last but two, across every cut between them."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((8, 8, 2))
+    first = layers.Conv2D(4, 3, padding="same", activation="relu", name="first")(inputs)
+    second = layers.Conv2D(4, 3, padding="same", activation="relu", name="second")(first)
+    third = layers.Conv2D(4, 3, padding="same", name="third")(second)
+    both = layers.Add(name="both")([first, third])
+    inner_inputs = keras.Input((8, 8, 4))
+    inner_outputs = layers.GlobalAveragePooling2D(name="pool")(layers.Conv2D(5, 1, name="narrow")(inner_inputs))
+    inner = keras.Model(inner_inputs, inner_outputs, name="inner")
+    model = keras.Model(inputs, layers.Dense(3, name="last")(inner(both)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **compile_options)
+    return model
+
+
+def pipeline(**options):
+    return tfdist.strategy("pipeline", **{"devices": 2, "micro_batches": 3, "seed": 7, "balance": "memory"} | options)
+
+
+def trained(strategy, model, epochs=1, **options):
+    strategy.fit(model, X, Y, batch_size=10, epochs=epochs, shuffle=False, verbose=0, **options)
+    return model
+
+
+def device(variable):
+    return variable.value.device[-5:]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cuts_make_the_slowest_stage_faster(seed):
+    rng = np.random.default_rng(seed)
+    found = rng.integers(0, 10, rng.integers(1, 9)).astype(float).tolist()
+    for stages in range(1, len(found) + 1):
+        begins = partition.balanced(found, stages)
+        assert len(set(begins)) == stages
+        others = ([0, *rest] for rest in itertools.combinations(range(1, len(found)), stages - 1))
+        best = min(max(partition.of_stages(found, other)) for other in others)
+        assert max(partition.of_stages(found, begins)) == best
+
+
+def test_nested_models_are_opened_and_skip_connections_counted_once():
+    model = residual()
+    found = plan.make(model, 3, ["third", "narrow"], "time", 4, 3)
+    assert [call.path[-1] for call in found.calls] == [
+        *("first", "second", "third", "both", "narrow", "pool", "last"),
+    ]
+    assert found.layers_of(2) == ["inner/narrow", "inner/pool", "last"]
+    pixels = 8 * 8 * 4 * 4
+    assert found.bytes_across(1) == 2 * pixels  # the outputs of `first` and `second`
+    assert found.bytes_across(2) == pixels
+    assert sum(found.parameters_of(stage) for stage in range(3)) == model.count_params()
+
+
+def test_a_slow_layer_gets_a_stage_with_little_else():
+    inputs = keras.Input((64, 64, 3))
+    slow = layers.Conv2D(64, 7, name="slow")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.MaxPooling2D(8)(slow))))
+    found = plan.make(model, 2, None, "time", 4, 3)
+    assert found.layers_of(0) == ["slow"]
+    assert all(cost > 0 for cost in found.costs)
+
+
+def test_measuring_a_model_does_not_change_it():
+    model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(2)])
+    before = [variable.numpy() for variable in model.variables]
+    costs.measured(keras_stages.calls(model), 4, 3, "time", model)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_variables_and_their_slots_are_on_the_device_of_their_stage():
+    model = trained(pipeline(devices=3, stages=["third", "narrow"]), residual())
+    places = {variable.path.split("/")[0]: device(variable) for variable in model.variables}
+    assert places == {
+        **dict.fromkeys(["first", "second"], "CPU:0"),
+        "third": "CPU:1",
+        **dict.fromkeys(["narrow", "last"], "CPU:2"),
+    }
+    for slots in (model.optimizer._momentums, model.optimizer._velocities):
+        assert [device(slot) for slot in slots] == [device(variable) for variable in model.trainable_variables]
+
+
+def traced(strategy, model):
+    """The operations of the graph in which the last step of `model` was traced."""
+    seen = []
+    original = strategy._order
+
+    def order(graph):
+        original(graph)
+        seen.append(graph.get_operations())
+
+    strategy._order = order
+    trained(strategy, model)
+    return seen[-1]
+
+
+def test_forward_and_backward_products_of_a_layer_are_on_the_device_of_its_stage():
+    operations = traced(pipeline(stages=["third"]), residual())
+    heavy = re.compile("Conv2D|MatMul|BiasAddGrad|ReluGrad")
+    found = {}
+    for one in operations:
+        task = placement.task_of(one.name)
+        if heavy.match(one.type) and task is not None:
+            stage, (direction, micro_batch) = task[0], (task[1].direction, task[1].micro_batch)
+            assert one.device.endswith(f"CPU:{stage}"), one.name
+            found.setdefault((stage, direction, micro_batch), []).append(one.type)
+    assert len(found) == 2 * 2 * 3
+    for micro_batch in range(3):
+        assert sorted(found[0, "backward", micro_batch]) == sorted(
+            [*["Conv2DBackpropInput"] * 2, *["Conv2DBackpropFilter"] * 2, *["BiasAddGrad"] * 2, *["ReluGrad"] * 2]
+        )
+        assert found[1, "backward", micro_batch].count("Conv2DBackpropInput") == 2
+        assert found[1, "backward", micro_batch].count("MatMul") == 2
+    outside = [one.name for one in operations if one.type.startswith("Conv2D") and placement.task_of(one.name) is None]
+    assert not outside
+
+
+def reaches(operations, last, first):
+    """Whether `first` waits for `last`."""
+    waiting, seen = [first], set()
+    while waiting:
+        one = waiting.pop()
+        if one is last or one.name == last.name:
+            return True
+        if one.name not in seen:
+            seen.add(one.name)
+            waiting += [*(tensor.op for tensor in one.inputs), *one.control_inputs]
+    return False
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_each_stage_computes_in_the_order_of_the_schedule(name):
+    operations = traced(pipeline(stages=["third"], schedule=name), residual())
+    products = {}
+    for one in operations:
+        task = placement.task_of(one.name)
+        if task is not None and one.type in ("Conv2D", "Conv2DBackpropFilter"):
+            products.setdefault(task, one)
+    for stage in range(2):
+        tasks = schedule.tasks(name, stage, 2, 3)
+        for before, after in itertools.pairwise(tasks):
+            assert reaches(operations, products[stage, before], products[stage, after]), (stage, before, after)
+
+
+def test_1f1b_holds_no_more_micro_batches_than_stages_follow():
+    for stages, micro_batches in itertools.product((1, 2, 3, 4), (1, 2, 3, 8)):
+        for stage in range(stages):
+            alive = peak = 0
+            for task in schedule.tasks("1f1b", stage, stages, micro_batches):
+                alive += 1 if task.direction == "forward" else -1
+                peak = max(peak, alive)
+            assert alive == 0
+            assert peak == min(stages - stage, micro_batches)
+
+
+def test_where_micro_batches_meet_in_a_step_gpipe_is_used_and_said():
+    def build():
+        inputs = keras.Input((8, 8, 2))
+        x = layers.BatchNormalization(synchronized=True)(layers.Conv2D(3, 3)(inputs))
+        model = keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x)))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    with pytest.warns(UserWarning, match="`gpipe` is used in place of `1f1b`"):
+        trained(pipeline(schedule="1f1b"), build())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trained(pipeline(), build())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"micro_batches": 1}, 1),
+        ({"micro_batches": 4, "devices": 3, "schedule": "1f1b"}, 4),
+        ({"micro_batches": 12}, 12),  # more than the 10 examples of a batch
+        ({"micro_batches": 3, "device_data_bytes": 1}, 3),
+        ({"micro_batches": 3, "device_data_bytes": 1 << 20}, 3),
+        ({"micro_batches": 4, "balance": "time"}, 4),
+    ],
+)
+def test_trains_as_one_device_does(options, expected):
+    strategy = pipeline(**options)
+    assert strategy.num_replicas == expected
+    stock = residual()
+    stock.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    model = trained(strategy, residual(), epochs=2)
+    for found, wanted in zip(model.get_weights(), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_a_shared_layer_is_trained_by_both_of_its_stages():
+    def build():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        shared = layers.Dense(4, activation="tanh", name="shared")
+        x = layers.Dense(4, name="between")(shared(inputs))
+        model = keras.Model(inputs, layers.Dense(3, name="last")(shared(x)))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    x = X[:, :4, 0, 0]
+    stock, model = build(), build()
+    stock.fit(x, Y, batch_size=10, shuffle=False, verbose=0)
+    pipeline(stages=["between"]).fit(model, x, Y, batch_size=10, shuffle=False, verbose=0)
+    for found, wanted in zip(model.get_weights(), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
+def test_a_graph_of_before_the_cut_never_computes_with_old_weights():
+    model = residual()
+    encoder = keras.Model(model.inputs, model.get_layer("third").output)
+    encoder.predict(X, verbose=0)
+    model.predict(X, verbose=0)
+    trained(pipeline(stages=["third"]), model)
+    # Keras' own method of the model itself is traced again.
+    np.testing.assert_allclose(model.predict(X, verbose=0), model(X), atol=1e-5)
+    with pytest.raises(tf.errors.OpError):  # another model with these layers keeps its graph
+        encoder.predict(X, verbose=0)
+
+
+def test_a_checkpoint_of_three_stages_is_resumed_on_two_and_on_one_device(tmp_path):
+    expected = trained(tfdist.strategy("single", seed=7), residual(), epochs=3).get_weights()
+    kept = tfdist.callbacks.Checkpoint(tmp_path / "kept")
+    trained(pipeline(devices=3, micro_batches=4), residual(), callbacks=[kept])
+    for strategy in (pipeline(), tfdist.strategy("single", seed=7)):
+        resume = tfdist.callbacks.Checkpoint(tmp_path / "kept", resume=True)
+        model = trained(strategy, residual(), epochs=3, callbacks=[resume])
+        for found, wanted in zip(model.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_a_saved_model_is_whole(tmp_path):
+    model = trained(pipeline(), residual())
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), atol=1e-5)
+
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def own():
+    model = Own()
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "build", "sentence", "hint"),
+    [
+        ({"devices": 3}, lambda: small(2), "3 stages were asked for, and the model `.*` has 2 layers", "at most"),
+        ({}, own, "The model `.*` cannot be cut into stages, because its `call` is its own", "devices=1"),
+        ({"stages": ["second", "third"]}, residual, "names the first layer of 2 stages", "name 1 layers"),
+        ({"devices": 3, "stages": ["third", "second"]}, residual, "do not follow each other", "the order is first"),
+        ({"stages": ["first"]}, residual, "do not follow each other", "not the first"),
+        ({"micro_batches": 0}, residual, "cannot have `0` as `micro_batches`", "correct it"),
+        ({"schedule": "2bw"}, residual, "cannot have `2bw` as `schedule`: .*'gpipe' or '1f1b'", "correct it"),
+        ({"balance": "luck"}, residual, "cannot have `luck` as `balance`", "correct it"),
+        ({"devices": ["CPU:0", "CPU:0"]}, residual, "has one twice", "each device once"),
+    ],
+)
+def test_bad_input_is_one_sentence_with_a_hint(options, build, sentence, hint):
+    with pytest.raises(UsageError, match=sentence) as raised:
+        trained(pipeline(**options), build())
+    assert hint in str(raised.value)
+
+
+def small(count):
+    model = keras.Sequential([keras.Input((8, 8, 2)), *[layers.Dense(2) for _ in range(count)]])
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_an_unknown_layer_is_named_with_those_that_there_are():
+    with pytest.raises(UnknownNameError, match=r"`middle`.*`first`"):
+        trained(pipeline(stages=["middle"]), residual())
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    trained(pipeline(), residual(), callbacks=[tfdist.callbacks.Checkpoint(tmp_path)])
+    other = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), layers.Dense(3)])
+    other.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(tfdist.errors.CheckpointError):
+        trained(pipeline(), other, callbacks=[tfdist.callbacks.Checkpoint(tmp_path, resume=True)])
+
+
+def test_a_sequential_model_without_an_input_shape_is_cut_once_it_is_built():
+    strategy = pipeline()
+    model = keras.Sequential([layers.Flatten(), layers.Dense(4), layers.Dense(3)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    trained(strategy, model)
+    assert len(strategy.plan_of(model).begins) == 2
+
+
+def test_the_command_shows_the_plan():
+    result = CliRunner().invoke(main, ["pipeline", "--model", "mlp", "--dataset", "digits", "--devices", "2"])
+    assert result.exit_code == 0, result.output
+    assert "bytes sent per example" in result.output
+    assert "bubble with 4 micro-batches and even stages: 20% of the time" in result.output
+
+
+def test_the_record_has_the_stages(working_folder):
+    from tfdist import train
+
+    options = "--strategy pipeline --devices 2 --strategy-option micro_batches=3 --strategy-option balance=memory"
+    typed = f"{options} --model mlp --dataset digits --limit 64 --epochs 1 --run-dir run --quiet".split()
+    result = CliRunner().invoke(train.command, typed)
+    assert result.exit_code == 0, result.output
+    (path,) = working_folder.rglob("run.json")
+    found = json.loads(path.read_text())["strategy"]
+    assert found["options"]["micro_batches"] == 3
+    assert [stage["device"] for stage in found["stages"]] == ["CPU:0", "CPU:1"]
+    assert sum(stage["parameters"] for stage in found["stages"]) > 0

@@ -1,0 +1,94 @@
+"""Puts a schedule into the graph of a step: on each stage one task follows the other, by control dependencies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.stages import placement, schedule
+from tfdist.stages.schedule import Task
+
+Edge = tuple[Sequence[Any], Sequence[Any]]  # the last operations of a task, and the first of the next one
+
+
+def order(graph: Any, name: str, devices: Sequence[str], micro_batches: int) -> bool:
+    """Makes the stages in `graph` compute in the order of the schedule `name`.
+
+    Returns:
+        Whether that is possible. Where micro-batches meet in the middle of a step, they cannot follow each other, and
+        their order is left to the data.
+    """
+    operations = graph.get_operations()
+    members: dict[tuple[int, Task], list[Any]] = {}
+    for operation in operations:
+        task = placement.task_of(operation.name)
+        if task is not None:
+            members.setdefault(task, []).append(operation)
+    edges: list[tuple[str, Edge]] = []
+    for stage, device in enumerate(devices):
+        tasks = schedule.tasks(name, stage, len(devices), micro_batches)
+        present = [members[stage, task] for task in tasks if (stage, task) in members]
+        edges += [(device, (_last(before, operations), _first(after))) for before, after in itertools.pairwise(present)]
+    if not _possible(operations, [edge for _, edge in edges]):
+        return False
+    for device, (last, first) in edges:
+        with tf.device(device), tf.control_dependencies(last):
+            done = tf.no_op()
+        for operation in first:
+            tensorflow_internals.add_control_input(operation, done)
+    return True
+
+
+def _first(members: Sequence[Any]) -> list[Any]:
+    """The operations of a task that take nothing from others of the same task."""
+    inside = {one.name for one in members}
+    return [one for one in members if not any(source.name in inside for source in _sources(one))]
+
+
+def _last(members: Sequence[Any], operations: Sequence[Any]) -> list[Any]:
+    """The operations of a task that others use, and none of the same task.
+
+    What nobody uses, such as the gradient of the first layer's input, must not be computed for the order's sake.
+    """
+    inside = {one.name for one in members}
+    within = {source.name for one in members for source in _sources(one)}
+    outside = {source.name for one in operations if one.name not in inside for source in _sources(one)}
+    return [one for one in members if one.name in outside and one.name not in within]
+
+
+def _sources(operation: Any) -> list[Any]:
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+
+
+def _possible(operations: Sequence[Any], edges: Sequence[Edge]) -> bool:
+    """Whether the graph remains without circles with these edges (Kahn's algorithm)."""
+    after: dict[Any, list[Any]] = {}
+    missing: dict[Any, int] = {one.name: 0 for one in operations}
+
+    def add(source: Any, target: Any) -> None:
+        after.setdefault(source, []).append(target)
+        missing[target] += 1
+
+    for one in operations:
+        for source in _sources(one):
+            add(source.name, one.name)
+    for index, (last, first) in enumerate(edges):
+        missing[index] = 0
+        for one in last:
+            add(one.name, index)
+        for one in first:
+            add(index, one.name)
+    ready = [one for one, count in missing.items() if count == 0]
+    done = 0
+    while ready:
+        one = ready.pop()
+        done += 1
+        for target in after.get(one, ()):
+            missing[target] -= 1
+            if missing[target] == 0:
+                ready.append(target)
+    return done == len(missing)

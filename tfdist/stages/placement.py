@@ -1,0 +1,100 @@
+"""Runs each operation of a model, and its gradient, on the device of its stage; puts the variables there.
+
+The forward pass of an operation is traced in the scope of its stage's device, and in a name scope that carries the
+numbers of the stage and the micro-batch. When a tape differentiates an operation, TensorFlow passes the name scope of
+its forward pass to the gradient function, which is then called in the scope of the same device. So the model and the
+tape are the ordinary ones: losses, masks, states, sparse gradients and gradients of gradients are untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.internals import keras_stages, tensorflow_patches
+from tfdist.stages.plan import Plan
+from tfdist.stages.schedule import Task
+
+_SCOPE = "tfdist_stage_{stage}_micro_batch_{micro_batch}"
+_IN_SCOPE = re.compile(r"tfdist_stage_(\d+)_micro_batch_(\d+)")
+_BACKWARD = "gradient_tape/"  # TensorFlow's, in front of the names of what a tape computes
+
+
+class _Thread(threading.local):
+    plans: Mapping[int, Plan] = {}
+    plan: Plan | None = None  # of the model that runs
+    devices: Sequence[str] = ()
+    micro_batch = 0
+    call = 0
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def on_stages(plans: Mapping[int, Plan], devices: Sequence[str], micro_batch: int) -> Iterator[None]:
+    """In this context the models of `plans`, by the `id` of their graphs, run on `devices`, one for each stage."""
+    _install()
+    before = dict(vars(_thread))
+    _thread.plans, _thread.devices, _thread.micro_batch = plans, devices, micro_batch
+    try:
+        yield
+    finally:
+        vars(_thread).clear()
+        vars(_thread).update(before)
+
+
+@functools.cache
+def _install() -> None:
+    keras_stages.around_operations(_begin, _around)
+    tensorflow_patches.around_operation_gradients(_device_of)
+
+
+def _begin(functional: Any) -> None:
+    if id(functional) in _thread.plans:
+        _thread.plan, _thread.call = _thread.plans[id(functional)], 0
+
+
+def _around(functional: Any, operation: Any, run: Callable[[], Any]) -> Any:
+    plan = _thread.plan
+    if plan is None or keras_stages.functional_of(operation) is not None:  # whose own operations come here too
+        return run()
+    if _thread.call >= len(plan.calls) or plan.calls[_thread.call].operation is not operation:
+        return run()  # of another model
+    stage = plan.stage_of(_thread.call)
+    _thread.call += 1
+    scope = tf.name_scope(_SCOPE.format(stage=stage, micro_batch=_thread.micro_batch))
+    with tf.device(_thread.devices[stage]), scope:
+        return run()
+
+
+def _device_of(name_scope: str) -> str | None:
+    """The device for the gradient of an operation in this name scope; `None` if it is in no stage."""
+    found = _IN_SCOPE.findall(name_scope or "")
+    return _thread.devices[int(found[-1][0])] if found and _thread.devices else None
+
+
+def task_of(name: str) -> tuple[int, Task] | None:
+    """The stage and the task to which an operation of a graph belongs, by its name."""
+    found = _IN_SCOPE.findall(name)
+    if not found:
+        return None
+    stage, micro_batch = map(int, found[-1])
+    return stage, Task("backward" if name.find(_BACKWARD) >= 0 else "forward", micro_batch)
+
+
+def place(plan: Plan, devices: Sequence[str], model: Any) -> None:
+    """Moves the variables of each stage, and their slots, to its device."""
+    moved = False
+    for stage, device in enumerate(devices):
+        for variable in plan.variables_of(stage):
+            moved |= keras_stages.move(variable, device)
+    keras_stages.move_slots(model)
+    if moved:
+        keras_stages.forget_functions(model)
