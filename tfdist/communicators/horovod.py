@@ -83,7 +83,10 @@ class HorovodCommunicator(Communicator):
         return self._run(self._hvd.broadcast, tensor, name, root_rank=root)
 
     def _run(self, operation: Callable[..., Any], tensor: tf.Tensor, name: str, **options: Any) -> tf.Tensor:
+        # Horovod keeps what it has learnt of a name. With the name of another operation before it, in another graph, a
+        # reduce-scatter ended the process without a word (Horovod 0.28.1, over Gloo).
+        unique = f"tfdist.{name}.{operation.__name__}"
         with self._device():
             return self._counter.around(
-                lambda: operation(tensor, name=f"tfdist.{name}", ignore_name_scope=True, **options), [tensor]
+                lambda: operation(tensor, name=unique, ignore_name_scope=True, **options), [tensor]
             )
