@@ -36,6 +36,7 @@ class FileFeed(Feed):
         examples: examples in a pass.
         batch_size: examples in a full global batch.
         world: this process' place.
+        listing: tells the files from others by their names; `None` if they have none. Also an attribute.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class FileFeed(Feed):
         examples: int,
         batch_size: int,
         world: World,
+        listing: str | None = None,
     ):
         self._pipeline = pipeline
+        self.listing = listing
         self._problem = problem
         self._epoch = 0
         self.examples = examples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,13 @@ class Pictures:
     def examples_fingerprint(self) -> str:
         """Tells these examples from others of the same files."""
         return consensus.fingerprint(list(map(str, self.pictures)))
+
+    @property
+    def listing(self) -> str:
+        """A hash of the files' names and the labels, the same wherever the folder of the files lies."""
+        folder = os.path.commonpath(self.paths)
+        labels = self.targets.tolist() if isinstance(self.targets, np.ndarray) else []
+        return consensus.fingerprint([[os.path.relpath(path, folder) for path in self.paths], labels])
 
     def name(self, index: int) -> str:
         """The path of an example's picture."""

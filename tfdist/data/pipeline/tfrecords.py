@@ -62,6 +62,11 @@ class Records:
         """Tells these examples from others of the same files."""
         return consensus.fingerprint_of_arrays([np.ascontiguousarray(self.ranges)])
 
+    @property
+    def listing(self) -> str:
+        """A hash of the files' names and of where each example is, the same wherever the folder of the files lies."""
+        return consensus.fingerprint([[path.name for path in self.paths], self.examples_fingerprint])
+
     def name(self, index: int) -> str:
         """The position of an example, for messages."""
         file, begin, _ = self.ranges[index]
