@@ -15,10 +15,13 @@ al., SlowMo, ICLR 2020.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -94,7 +97,9 @@ class AveragingProgram(StepProgram):
 
 
 class Averages:
-    """Averages a model's weights and its optimizer's slots over the processes, one part after the other.
+    """Averages a model's weights and its optimizer's slots over the processes, piece by piece.
+
+    While one piece is exchanged, by a thread, the next one is copied out and the one before is written back.
 
     Attributes:
         taken: the number of averagings so far.
@@ -126,7 +131,7 @@ class Averages:
         if examples[0] == 0:
             return
         self._share, self._examples = self._examples / examples[0], 0
-        distance = np.array([sum(part.average(self.mean) for part in self._parts)], np.float64)
+        distance = np.array([_averaged(self.mean, self._parts)], np.float64)
         self.communicator.sum_in_place(distance)
         self._disagreements.append(math.sqrt(distance[0] / self.communicator.size))
         self.taken += 1
@@ -135,8 +140,8 @@ class Averages:
     def mean(self, values: np.ndarray) -> np.ndarray:
         """The mean of the processes' `values`, weighted by their examples since the last averaging.
 
-        It is called for each part of the weights and slots, whose number is the same in all processes. An algorithm
-        that averages otherwise overrides this; `values` must stay as they are.
+        It is called for each piece of the weights and slots, whose number is the same in all processes, in one thread.
+        An algorithm that averages otherwise overrides this; `values` must stay as they are.
         """
         mean = values * np.float32(self._share)
         self.communicator.sum_in_place(mean)
@@ -149,6 +154,13 @@ class Averages:
         mean = self._seconds if seconds is None else seconds / self.communicator.size
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
         return {"disagreement": disagreement, "sync_seconds": mean}
+
+
+class Piece(NamedTuple):
+    """Values to average, and a function that assigns their mean, and returns the squared distance of weights from it."""
+
+    local: np.ndarray
+    take: Callable[[np.ndarray], float]
 
 
 class _Part:
@@ -167,28 +179,35 @@ class _Part:
         self._pack_in_graph = tf.function(self._pack, autograph=False)
         self._unpack_in_graph = tf.function(self._unpack, autograph=False)
 
-    def average(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Assigns the `mean` of the values, and returns the squared distance of the weights from it."""
+    def pieces(self) -> Iterator[Piece]:
+        """The values in arrays of at most `PIECE_BYTES`, all of which are to be averaged."""
         if len(self._variables) == 1 and size_bytes(self._variables[0]) > PIECE_BYTES:
-            return self._average_large(mean)
+            yield from self._pieces_of_large()
+            return
         local = self._pack_in_graph().numpy()
-        averaged = mean(local)
-        self._unpack_in_graph(tf.constant(averaged))
-        return _squared(local[: self.weights] - averaged[: self.weights])
 
-    def _average_large(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
-        """As `average`, of one variable, in pieces."""
+        def take(averaged: np.ndarray) -> float:
+            self._unpack_in_graph(tf.constant(averaged))
+            return _squared(local[: self.weights] - averaged[: self.weights])
+
+        yield Piece(local, take)
+
+    def _pieces_of_large(self) -> Iterator[Piece]:
+        """As `pieces`, of one variable, which is written when the last piece of it is averaged."""
         (variable,) = self._variables
         whole = tensorflow_variables.read(variable).reshape(-1).copy()
-        distance = 0.0
-        for begin in range(0, whole.size, PIECE_BYTES // whole.itemsize):
-            piece = whole[begin : begin + PIECE_BYTES // whole.itemsize]
+        length = PIECE_BYTES // whole.itemsize
+        for begin in range(0, whole.size, length):
+            piece = whole[begin : begin + length]
             local = piece.astype(np.float32)
-            averaged = mean(local)
-            distance += _squared(local - averaged) if self.weights else 0.0
-            piece[:] = averaged
-        tensorflow_variables.fill(variable, whole)
-        return distance
+
+            def take(averaged: np.ndarray, begin: int = begin, local: np.ndarray = local) -> float:
+                whole[begin : begin + length] = averaged
+                if begin + length >= whole.size:
+                    tensorflow_variables.fill(variable, whole)
+                return _squared(local - averaged) if self.weights else 0.0
+
+            yield Piece(local, take)
 
     def _pack(self) -> tf.Tensor:
         return tf.concat([tf.reshape(tf.cast(variable, tf.float32), [-1]) for variable in self._variables], 0)
@@ -206,6 +225,24 @@ def _parts(variables: Sequence[Any], weights: int) -> list[_Part]:
         parts.append(_Part([held[0] for held in pack], max(weights, 0)))
         weights -= parts[-1].size
     return parts
+
+
+def _averaged(mean: Callable[[np.ndarray], np.ndarray], parts: Sequence[_Part]) -> float:
+    """Assigns the `mean` of all parts, and returns the squared distance of the weights from it."""
+    pieces = itertools.chain.from_iterable(part.pieces() for part in parts)
+    if len(parts) == 1 and 4 * parts[0].size <= PIECE_BYTES:  # nothing to overlap
+        return sum(piece.take(mean(piece.local)) for piece in pieces)
+    distance = 0.0
+    exchanged: deque[tuple[Future[np.ndarray], Piece]] = deque()
+    with ThreadPoolExecutor(1, "tfdist-averaging") as pool:
+        for piece in pieces:
+            exchanged.append((pool.submit(mean, piece.local), piece))
+            if len(exchanged) == 2:
+                averaged, before = exchanged.popleft()
+                distance += before.take(averaged.result())
+        for averaged, last in exchanged:
+            distance += last.take(averaged.result())
+    return distance
 
 
 def _size(variable: tf.Variable) -> int:
