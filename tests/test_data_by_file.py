@@ -12,6 +12,7 @@ from PIL import Image
 import tfdist
 import tfdist.data
 from tests.contract.comparison import assert_same
+from tests.interruption import InterruptionError, Interrupts
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks
 from tfdist.callbacks import Checkpoint
 from tfdist.cluster.world import World
@@ -160,16 +161,6 @@ def trained(source, **fit):
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     strategy.fit(model, source.feed("train", 5, seed=3), epochs=2, verbose=0, **fit)
     return model.get_weights()
-
-
-class InterruptionError(Exception):
-    pass
-
-
-class Interrupts(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 3:
-            raise InterruptionError
 
 
 def test_what_cannot_be_shuffled_so_is_refused(records):

@@ -11,6 +11,7 @@ import tensorflow as tf
 import tfdist
 import tfdist.data
 from tests.contract.comparison import assert_same
+from tests.interruption import InterruptionError, Interrupts
 from tfdist.callbacks import Checkpoint
 from tfdist.data import DataSpec, IndexedSource
 from tfdist.data.pipeline import device_feed
@@ -138,16 +139,6 @@ def trained(source, name, devices, budget, **fit):
     feed = source.feed("train", 8, seed=3, augment="crop_flip")
     strategy.fit(model, feed, epochs=2, verbose=0, **fit)
     return model.get_weights()
-
-
-class InterruptionError(Exception):
-    pass
-
-
-class Interrupts(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 3:
-            raise InterruptionError
 
 
 class TestMemoryHolds:

@@ -14,6 +14,7 @@ from keras import layers
 import tfdist
 import tfdist.data
 from tests.contract.comparison import assert_same
+from tests.interruption import InterruptionError, Interrupts
 from tfdist.callbacks import Checkpoint, StopAtNonFiniteLoss
 from tfdist.data.pipeline import device_feed
 from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
@@ -48,16 +49,6 @@ def trained(name, devices, budget, data, **fit):
         model = model_of(data[0])
     history = strategy.fit(model, *data, batch_size=8, epochs=2, verbose=0, validation_data=data, **fit).history
     return [history, strategy.predict(model, data[0], batch_size=8, verbose=0), model.get_weights()]
-
-
-class InterruptionError(Exception):
-    pass
-
-
-class Interrupts(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 3:
-            raise InterruptionError
 
 
 STRATEGIES = [("single", "CPU:1"), ("custom", ["CPU:1", "CPU:2"]), ("mirrored", 3)]

@@ -28,7 +28,7 @@ from tfdist.core.optimizer_layout import Sharing
 from tfdist.core.segments import Segments
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_optimizers, tensorflow_variables
+from tfdist.internals import keras_optimizers
 from tfdist.internals import tensorflow as tensorflow_internals
 
 # The buffers of gradients that are in memory at the same time: one is sent while the next one is filled.
@@ -123,12 +123,6 @@ class ShardedOptimizer:
                 "variables that it updates",
                 LEAVE_OUT,
             ) from error
-
-    @property
-    def slots_bytes(self) -> int:
-        """The size of the slots that this process has."""
-        held = [tensorflow_variables.copies(slot)[0] for slots in self._slots() for slot in slots]
-        return sum(tensorflow_variables.size_bytes(one) for one in held)
 
     def updates(self, variables: Sequence[Any]) -> bool:
         """Whether `variables` are all that the optimizer updates, in their order."""

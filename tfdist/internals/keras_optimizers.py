@@ -3,7 +3,7 @@
     slots_of(optimizer)                            the slots of each variable
     updating(optimizer, variables, values, ...)    an update reads and writes other values in place of the variables'
 
-`tests/test_keras_internals.py` fails when Keras changes a part that this module uses.
+`tests/processes/test_sharded_jobs.py` fails when Keras changes a part that this module uses.
 """
 
 from __future__ import annotations
