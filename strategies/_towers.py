@@ -30,7 +30,7 @@ class Tower(base.Replica):
             with tf.device(self._home):
                 return [gradient_reduction.add(strategy.experimental_local_results(part)) for part in parts]
 
-        return _meet(add, tensors) if tensors else []
+        return meet(add, tensors) if tensors else []
 
     def all_gather(self, structure: Any) -> Any:
         def join(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
@@ -38,7 +38,7 @@ class Tower(base.Replica):
                 return base.joined_parts(strategy, *parts)
 
         flat = tf.nest.flatten(structure)
-        return tf.nest.pack_sequence_as(structure, _meet(join, flat) if flat else [])
+        return tf.nest.pack_sequence_as(structure, meet(join, flat) if flat else [])
 
     def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
         def update(strategy: tf.distribute.Strategy, *parts: Any) -> None:
@@ -46,8 +46,9 @@ class Tower(base.Replica):
             with without_strategy(), tf.device(self._home):
                 function(first)
 
-        _meet(update, values)
+        meet(update, values)
 
 
-def _meet(function: Callable[..., Any], values: list[Any]) -> Any:
+def meet(function: Callable[..., Any], values: list[Any]) -> Any:
+    """`function(strategy, *values)`, called once for all towers of this process, with their values."""
     return tf.distribute.get_replica_context().merge_call(function, args=tuple(values))

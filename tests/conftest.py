@@ -17,10 +17,17 @@ startup.require_tensorflow_backend()
 import tensorflow as tf  # noqa: E402 - it comes with Keras, a sixth faster than by itself
 
 TOGETHER = "TF_CONFIG" in os.environ  # with other processes, which run the same tests, or serve this one
-if not TOGETHER:
+
+
+def divide_cpu():
+    """Makes three logical devices of the CPU."""
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
     )
+
+
+if not TOGETHER:
+    divide_cpu()
 # Tests run one process a core; more threads would only wait for each other.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -36,6 +43,8 @@ def pytest_configure(config):
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # for this process, and for those that it starts
     names = config.getoption("--strategies").split(",")
+    if TOGETHER and names[0] == "horovod_stages":
+        divide_cpu()
     if TOGETHER and names[0].startswith(("multiworker", "parameter_server")):
         import tfdist
 
@@ -68,7 +77,7 @@ def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests on the GPUs of this machine")
     parser.addoption(
         "--strategies",
-        default="single,mirrored,custom",
+        default="single,mirrored,custom,pipeline",
         help="strategies that the contract suite holds to its promises; `stock_mirrored` is Keras' own fit",
     )
 

@@ -109,16 +109,26 @@ def test_variables_and_their_slots_are_on_the_device_of_their_stage():
         assert [device(slot) for slot in slots] == [device(variable) for variable in model.trainable_variables]
 
 
+def test_slots_of_other_shapes_than_their_variables_move_too():
+    model = residual()
+    model.compile(keras.optimizers.Adafactor(0.01), model.loss, jit_compile=False)
+    trained(pipeline(stages=["third"]), model)
+    optimizer = model.optimizer
+    for slots in (optimizer._r, optimizer._c, optimizer._v):
+        assert [device(slot) for slot in slots] == [device(variable) for variable in model.trainable_variables]
+
+
 def traced(strategy, model):
     """The operations of the graph in which the last step of `model` was traced."""
     seen = []
-    original = strategy._order
+    original = strategy.run
 
-    def order(graph):
-        original(graph)
-        seen.append(graph.get_operations())
+    def run(step):
+        results = original(step)
+        seen.append(tf.compat.v1.get_default_graph().get_operations())
+        return results
 
-    strategy._order = order
+    strategy.run = run
     trained(strategy, model)
     return seen[-1]
 
@@ -142,6 +152,32 @@ def test_forward_and_backward_products_of_a_layer_are_on_the_device_of_its_stage
         assert found[1, "backward", micro_batch].count("MatMul") == 2
     outside = [one.name for one in operations if one.type.startswith("Conv2D") and placement.task_of(one.name) is None]
     assert not outside
+
+
+def test_gradients_are_added_on_the_device_of_their_stage():
+    operations = traced(pipeline(stages=["third"]), residual())
+    places = {one.name: one.device.rpartition("device:")[2] for one in operations}
+    backward = re.compile("Conv2DBackpropFilter|BiasAddGrad|MatMul")
+    begun = {}
+    for one in operations:
+        task = placement.task_of(one.name)
+        if backward.match(one.type) and task is not None and task[1].direction == "backward":
+            begun[one.name] = task[0]
+    sums = []
+    for one in operations:
+        if one.type == "AddN":
+            stages = {begun[source] for source in map(source_of, one.inputs) if source in begun}
+            assert len(stages) < 2
+            sums += [(places[one.name], f"CPU:{stage}") for stage in stages]
+    assert len(sums) == 10  # a kernel and a bias of each layer
+    assert all(found == wanted for found, wanted in sums), sums
+
+
+def source_of(tensor):
+    """The name of the operation whose value `tensor` has, unless the replica has no example."""
+    while tensor.op.type in ("Identity", "Reshape", "SelectV2"):
+        tensor = tensor.op.inputs[1 if tensor.op.type == "SelectV2" else 0]
+    return tensor.op.name
 
 
 def reaches(operations, last, first):

@@ -370,6 +370,8 @@ def shows(name, contestant):
     One replica runs Keras' own step, but for the update of the variables: plain ones, as those of `custom` are.
     """
     strategy, replicas = contestant
+    if strategy.startswith("pipeline"):  # the update is that of `custom`
+        return name in {("pipeline", 1): OF_ONE, ("pipeline", 3): OF_THE_NUMBER}.get(contestant, ())
     if strategy not in ("single", "mirrored", "custom"):
         return True
     if name in FORMULAS:

@@ -18,9 +18,13 @@ SHARDED = {
     for shard in ("optimizer", "gradients")
 }
 
+# The number of stages of a pipeline, whose replicas are its micro-batches, or of that of each process of a job.
+PIPELINES = ("pipeline", "pipeline_of_3")
+STAGES = {"pipeline": 2, "pipeline_of_3": 3, "horovod_stages": 2}
+
 # However many this job has.
 OF_THE_JOB = {
-    **dict.fromkeys(("horovod", "multiworker", *SHARDED), (WORLD.world_size,)),
+    **dict.fromkeys(("horovod", "horovod_stages", "multiworker", *SHARDED), (WORLD.world_size,)),
     "parameter_server": (len(WORLD.tasks_of("worker")),),
 }
 
@@ -28,7 +32,7 @@ REPLICAS = OF_THE_JOB | {
     "single": (1,),
     "mirrored": (1, 2, 3),
     "custom": (1, 2, 3),
-    "pipeline": (3,),
+    **dict.fromkeys(PIPELINES, (1, 3, 4)),
     "stock_mirrored": (2,),
 }
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
@@ -67,18 +71,15 @@ def chosen(config, replicas=REPLICAS):
     return [(name, count) for name in names for count in replicas.get(name, ())]
 
 
-STAGES = 2  # of a pipeline; its number of replicas is that of its micro-batches
-
-
 @contextlib.contextmanager
 def in_one_stage():
     """Pipelines that are started meanwhile have one stage, which trains what cannot be cut."""
-    global STAGES
-    before, STAGES = STAGES, 1
+    before = dict(STAGES)
+    STAGES.update(dict.fromkeys(STAGES, 1))
     try:
         yield
     finally:
-        STAGES = before
+        STAGES.update(before)
 
 
 def start(name, replicas, **options):
@@ -87,11 +88,15 @@ def start(name, replicas, **options):
         return StockMirrored(replicas)
     if name in SHARDED:
         name, options["shard"] = SHARDED[name]
+    if name == "horovod_stages":
+        in_parts = {"micro_batches": 2, "balance": "memory"} if STAGES[name] > 1 else {}
+        name, options = "horovod", {"stages": STAGES[name]} | in_parts | options
     if name == "parameter_server":
         options["staleness"] = 0  # with more than that a result depends on the moment
         options["shard_bytes"] = 0  # where there are several servers, each has a part of every variable
-    elif name == "pipeline":  # two stages; to measure times would take longer than the tests
-        options = {"devices": STAGES, "micro_batches": replicas, "balance": "memory"} | options
+    elif name in PIPELINES:  # to measure times would take longer than the tests
+        options = {"devices": STAGES[name], "micro_batches": replicas, "balance": "memory"} | options
+        name = "pipeline"
     elif name not in OF_THE_JOB:
         options["devices"] = replicas
     return tfdist.strategy(name, **{"seed": 7} | options)

@@ -152,15 +152,18 @@ def _flat(logs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
-    """Restores `variables` and all random states at the end of the context."""
-    held = [copy for variable in variables for copy in tensorflow_variables.copies(variable)]
-    values = [copy.numpy() for copy in held]
+    """Restores `variables`, also those that move to another device, and all random states at the end of the context."""
+
+    def held() -> list[Any]:
+        return [copy for variable in variables for copy in tensorflow_variables.copies(variable)]
+
+    values = [copy.numpy() for copy in held()]
     random_state, eager = training_state.random_state(), tensorflow_internals.eager_random_state()
 
     try:
         yield
     finally:
-        for copy, value in zip(held, values, strict=True):
+        for copy, value in zip(held(), values, strict=True):
             copy.assign(value)
         training_state.restore_random_state(random_state)
         tensorflow_internals.restore_eager_random_state(eager)

@@ -138,7 +138,7 @@ def move_slots(model: Any) -> None:
             for slots in list(vars(optimizer).values()):
                 if isinstance(slots, list) and len(slots) == len(variables) and slots is not variables:
                     for slot, variable in zip(slots, variables, strict=True):
-                        if isinstance(slot, keras.Variable) and slot.shape == variable.shape:
+                        if isinstance(slot, keras.Variable):
                             move(slot, _short(tf_variable(variable).device))
             optimizer._trainable_variables_indices = {
                 optimizer._var_key(one): index for index, one in enumerate(variables)

@@ -108,8 +108,13 @@ def make(
         UnknownNameError: the model has no layer of that name.
     """
     require_cuttable(model, stages)
-    calls = keras_stages.calls(model)
     functional = keras_stages.functional_of(model)
+    if functional is None:
+        raise UsageError(
+            f"The model `{model.name}` is not built before its first step runs eagerly, and is cut before that",
+            "begin it with `keras.Input(shape)`, or compile it without `run_eagerly`",
+        )
+    calls = keras_stages.calls(model)
     if named is not None:
         return Plan(functional, calls, _begins(model, calls, named))
     if stages == 1:

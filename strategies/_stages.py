@@ -1,0 +1,156 @@
+"""The stages of one process, and the micro-batches that go through them: what `pipeline` is, and an option of others.
+
+A micro-batch is a replica in time: the part of the global batch that this process has is cut into `micro_batches`
+parts, which share one copy of the variables, as the towers of `custom` do. The gradients of a variable are added on
+the device of its stage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfdist.core import gradient_reduction
+from tfdist.errors import UsageError
+from tfdist.internals import keras_stages
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.stages import ordering, placement, plan
+from tfdist.stages.plan import Balance, Plan
+from tfdist.stages.schedule import Schedule
+from tfdist.strategies import base
+from tfdist.strategies._towers import Tower, meet
+
+if TYPE_CHECKING:
+    from tfdist.core.inner_loop import Steps
+
+# The examples of a micro-batch that times are measured with where the size of a batch is not known.
+UNKNOWN_BATCH = 32
+
+
+class MicroBatch(Tower):
+    """A tower whose gradients stay on the devices where they are."""
+
+    def only_real(self, tensor: Any) -> Any:
+        with _device_of(tensor):
+            return super().only_real(tensor)
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        return self._summed(tensors, None)
+
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        # One buffer for several gradients would bring them to one device before they are added.
+        return gradient_reduction.without_none(lambda tensors: self._summed(tensors, self.packing))(list(gradients))
+
+    def _summed(self, tensors: list[Any], packing: gradient_reduction.Packing | None) -> list[Any]:
+        def add(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
+            sums = [_added(strategy.experimental_local_results(part)) for part in parts]
+            return self.of_all_processes(sums, packing)
+
+        return meet(add, tensors) if tensors else []
+
+    def of_all_processes(self, sums: list[Any], packing: gradient_reduction.Packing | None) -> list[Any]:
+        """The sums over all processes, given those over the micro-batches of this one."""
+        del packing
+        return sums
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    with _device_of(parts[0]):
+        return gradient_reduction.add(parts)
+
+
+def _device_of(tensor: Any) -> Any:
+    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+    return tf.device(getattr(values, "device", None) or None)
+
+
+class Stages:
+    """Cuts models into stages, one on each of `devices`, and runs their steps.
+
+    Args:
+        devices: of this process, one for each stage.
+        micro_batches: the parts of a batch of this process.
+        schedule: the order in which a stage computes them, see `tfdist.stages.schedule`.
+        balance: what is made even between the stages: "time", measured, or "memory".
+        named: the name of the first layer of each stage but the first; `None` lets `balance` choose.
+
+    Raises:
+        UsageError: another number of layers is named than there are devices, or a device is there twice.
+    """
+
+    def __init__(
+        self, devices: Sequence[str], micro_batches: int, schedule: Schedule, balance: Balance, named: Any = None
+    ):
+        if named is not None and len(named) != len(devices) - 1:
+            raise UsageError(
+                f"`stages` names the first layer of {len(named)} stages after the first, and there are "
+                f"{len(devices)} devices",
+                f"name {len(devices) - 1} layers, or set `devices={len(named) + 1}`",
+            )
+        if len(set(devices)) < len(devices):
+            raise UsageError(f"`devices` is {', '.join(devices)}, which has one twice", "name each device once")
+        self.devices, self.micro_batches = devices, micro_batches
+        # The towers begin and end where the loss is computed.
+        self.home = devices[-1]
+        self._schedule, self._balance, self._named = schedule, balance, named
+        self._plans: dict[int, Plan] = {}  # by the `id` of the graph that a plan holds
+        self._towers = tensorflow_internals.replicas_in_time(self.home, micro_batches)
+
+    def check(self, model: Any) -> None:
+        """Raises `UsageError` for a model that cannot be cut into that many stages."""
+        if len(self.devices) > 1:
+            plan.require_cuttable(model, len(self.devices))
+
+    def place(self, steps: Steps, replicas: int) -> None:
+        """Puts the variables of the model of `steps` on the devices of their stages; a batch has `replicas` parts."""
+        self.check(steps.model)
+        if len(self.devices) > 1:
+            placement.place(self._plan(steps, replicas), self.devices, steps.model)
+
+    def plan_of(self, model: Any) -> Plan | None:
+        """The stages of `model`, once it has been trained or used; `None` before, and for one stage."""
+        return self._plans.get(id(keras_stages.functional_of(model)))
+
+    def _plan(self, steps: Steps, replicas: int) -> Plan:
+        found = self.plan_of(steps.model)
+        if found is None:
+            examples = getattr(steps.batches, "batch_size", None)
+            part = UNKNOWN_BATCH if examples is None else max(1, examples // replicas)
+            found = plan.make(steps.model, len(self.devices), self._named, self._balance, part, self.micro_batches)
+            self._plans[id(found.functional)] = found
+        return found
+
+    def run(self, step: base.Step, tower: Callable[[int], Tower]) -> list[Any]:
+        """Runs `step(tower(index))` for each micro-batch; see `tfdist.strategies.base.Strategy.run`."""
+
+        def on_tower() -> Any:
+            index = base.current_index()
+            with placement.on_stages(self._plans, self.devices, index):
+                return step(tower(index))
+
+        results = base.local_results(self._towers, self._towers.run(on_tower))
+        if len(self.devices) > 1 and not tf.executing_eagerly():
+            self._order(tf.compat.v1.get_default_graph())
+        return results
+
+    def _order(self, graph: Any) -> None:
+        possible = ordering.order(graph, self._schedule, self.devices, self.micro_batches)
+        if not possible and self._schedule == "1f1b":
+            warnings.warn(
+                "Micro-batches meet in the middle of a step, so that none can finish before all have begun: the "
+                "schedule `gpipe` is used in place of `1f1b`",
+                stacklevel=2,
+            )
+
+    def described(self, model: Any) -> list[dict[str, Any]]:
+        """The device, layers and parameters of each stage of `model`; empty before it is cut."""
+        found = self.plan_of(model)
+        if found is None:
+            return []
+        return [
+            {"device": device, "layers": found.layers_of(stage), "parameters": found.parameters_of(stage)}
+            for stage, device in enumerate(self.devices)
+        ]
