@@ -7,8 +7,9 @@ the device of its stage.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -17,6 +18,7 @@ from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
 from tfdist.internals import keras_stages
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.profiling import stages as stage_names
 from tfdist.stages import ordering, placement, plan
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
@@ -92,6 +94,11 @@ class Stages:
             )
         if len(set(devices)) < len(devices):
             raise UsageError(f"`devices` is {', '.join(devices)}, which has one twice", "name each device once")
+        if len({device.partition(":")[0] for device in devices}) > 1:
+            raise UsageError(
+                f"`devices` is {', '.join(devices)}, which are of two kinds",
+                "use GPUs alone, or the logical devices of the CPU",
+            )
         self.devices, self.micro_batches = devices, micro_batches
         # The towers begin and end where the loss is computed.
         self.home = devices[-1]
@@ -116,8 +123,15 @@ class Stages:
 
     def _plan(self, steps: Steps, replicas: int) -> Plan:
         found = self.plan_of(steps.model)
+        examples = getattr(steps.batches, "batch_size", None)
+        if steps.kind == "train" and examples is not None and examples < replicas:
+            per_process = replicas // self.micro_batches
+            raise UsageError(
+                f"`micro_batches` is {self.micro_batches}, and a batch has {examples} examples"
+                + (f" for {per_process} processes" if per_process > 1 else ""),
+                f"use at most {max(1, examples // per_process)}, or a larger batch",
+            )
         if found is None:
-            examples = getattr(steps.batches, "batch_size", None)
             part = UNKNOWN_BATCH if examples is None else max(1, examples // replicas)
             found = plan.make(steps.model, len(self.devices), self._named, self._balance, part, self.micro_batches)
             self._plans[id(found.functional)] = found
@@ -144,6 +158,24 @@ class Stages:
                 "schedule `gpipe` is used in place of `1f1b`",
                 stacklevel=2,
             )
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """The context of all work; its errors say which stage has run out of memory."""
+        try:
+            yield
+        except tf.errors.ResourceExhaustedError as error:
+            place = stage_names.found_in(str(error))
+            if place is None:
+                raise
+            raise self._exhausted(place[0]) from None
+
+    def _exhausted(self, stage: int) -> UsageError:
+        layers = next(iter({tuple(found.layers_of(stage)) for found in self._plans.values()}), ())
+        return UsageError(
+            f"Stage {stage} ({', '.join(layers)}) ran out of memory on {self.devices[stage]}",
+            'use more micro-batches or more stages, `balance="memory"`, or a smaller batch',
+        )
 
     def described(self, model: Any) -> list[dict[str, Any]]:
         """The device, layers and parameters of each stage of `model`; empty before it is cut."""

@@ -169,6 +169,11 @@ class StagingStrategy(collective.MultiProcessStrategy):
             return lambda index: MicroBatch(index, stages.micro_batches, stages.home)
         return lambda index: MicroBatchOfJob(index, stages, self.communicator, self.packing, names)
 
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        with super().guard(), contextlib.nullcontext() if self._stages is None else self._stages.guard():
+            yield
+
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
         return [] if self._stages is None else self._stages.described(model)
 

@@ -86,6 +86,9 @@ class PipelineStrategy(base.Strategy):
         stages = self._stages
         return stages.run(step, lambda index: MicroBatch(index, stages.micro_batches, stages.home))
 
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        return self._stages.guard()
+
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
         return self._stages.described(model)
 

@@ -19,7 +19,9 @@ import tfdist
 from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
+from tfdist.profiling.stages import busy
 from tfdist.stages import costs, partition, placement, plan, schedule
+from tfdist.strategies._stages import Stages
 
 X = np.random.default_rng(0).normal(size=(22, 8, 8, 2)).astype("float32")
 Y = np.arange(22) % 3
@@ -238,7 +240,7 @@ def test_where_micro_batches_meet_in_a_step_gpipe_is_used_and_said():
     [
         ({"micro_batches": 1}, 1),
         ({"micro_batches": 4, "devices": 3, "schedule": "1f1b"}, 4),
-        ({"micro_batches": 12}, 12),  # more than the 10 examples of a batch
+        ({"micro_batches": 10}, 10),  # the last batch has 2 examples
         ({"micro_batches": 3, "device_data_bytes": 1}, 3),
         ({"micro_batches": 3, "device_data_bytes": 1 << 20}, 3),
         ({"micro_batches": 4, "balance": "time"}, 4),
@@ -317,6 +319,16 @@ def own():
     return model
 
 
+def too_large():
+    """A tensor of an exabyte between the last two layers."""
+    inputs = keras.Input((8, 8, 2))
+    pooled = layers.GlobalAveragePooling2D(name="pool")(layers.Conv2D(300, 3, name="first")(inputs))
+    large = layers.Lambda(lambda x: keras.ops.sum(keras.ops.tile(x[:, None], [1, 1 << 50, 1]), 1), name="large")(pooled)
+    model = keras.Model(inputs, layers.Dense(3, name="last")(large))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "build", "sentence", "hint"),
     [
@@ -329,12 +341,20 @@ def own():
         ({"schedule": "2bw"}, residual, "cannot have `2bw` as `schedule`: .*'gpipe' or '1f1b'", "correct it"),
         ({"balance": "luck"}, residual, "cannot have `luck` as `balance`", "correct it"),
         ({"devices": ["CPU:0", "CPU:0"]}, residual, "has one twice", "each device once"),
+        ({"steps_per_call": "few"}, residual, "cannot have `few` as `steps_per_call`", "correct it"),
+        ({"micro_batches": 11}, residual, "`micro_batches` is 11, and a batch has 10 examples", "at most 10"),
+        ({}, too_large, r"Stage 1 \(pool, large, last\) ran out of memory on CPU:1", "more micro-batches"),
     ],
 )
 def test_bad_input_is_one_sentence_with_a_hint(options, build, sentence, hint):
     with pytest.raises(UsageError, match=sentence) as raised:
         trained(pipeline(**options), build())
     assert hint in str(raised.value)
+
+
+def test_devices_of_two_kinds_are_refused():
+    with pytest.raises(UsageError, match="`devices` is CPU:0, GPU:0, which are of two kinds"):
+        Stages(["CPU:0", "GPU:0"], 2, "gpipe", "time")
 
 
 def small(count):
@@ -371,11 +391,30 @@ def test_the_command_shows_the_plan():
     assert "bubble with 4 micro-batches and even stages: 20% of the time" in result.output
 
 
+def test_overlapping_operations_of_a_stage_count_once_and_waits_for_transfers_never():
+    forward, backward = (
+        "m/tfdist_stage_{}_micro_batch_{}/x:Add",
+        "gradient_tape/m/tfdist_stage_{}_micro_batch_{}_1/x:Mul",
+    )
+    events = [
+        *((forward.format(0, 0), begin, begin + 2.0) for begin in (10.0, 11.0)),
+        ("m/tfdist_stage_1_micro_batch_0/x:_Recv", 10.0, 13.0),
+        (backward.format(1, 1), 13.0, 14.0),
+        ("adam/x:Add", 14.0, 19.0),
+        (forward.format(0, 0), 30.0, 31.0),  # of no step that counts
+    ]
+    found = busy(events, [(9.0, 20.0)])
+    assert (found.seconds, found.pass_seconds, found.micro_batches) == ((3.0, 1.0), 4.0, 2)
+    assert found.bubble == 0.5
+    assert busy(events, [(0.0, 5.0)]) is None
+
+
 def test_the_record_has_the_stages(working_folder):
     from tfdist import train
 
     options = "--strategy pipeline --devices 2 --strategy-option micro_batches=3 --strategy-option balance=memory"
-    typed = f"{options} --model mlp --dataset digits --limit 64 --epochs 1 --run-dir run --quiet".split()
+    profiled = "--profile 1:3 --batch-size 16"
+    typed = f"{options} {profiled} --model mlp --dataset digits --limit 64 --epochs 1 --run-dir run --quiet".split()
     result = CliRunner().invoke(train.command, typed)
     assert result.exit_code == 0, result.output
     (path,) = working_folder.rglob("run.json")
@@ -383,3 +422,7 @@ def test_the_record_has_the_stages(working_folder):
     assert found["options"]["micro_batches"] == 3
     assert [stage["device"] for stage in found["stages"]] == ["CPU:0", "CPU:1"]
     assert sum(stage["parameters"] for stage in found["stages"]) > 0
+    assert all(stage["busy_seconds"] > 0 for stage in found["stages"])
+    assert 0 < found["bubble"] < 1
+    assert found["even_bubble"] == 1 / 4
+    assert "stage 1 computes" in (path.parent / "profile.txt").read_text()

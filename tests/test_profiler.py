@@ -23,7 +23,7 @@ from tests import zoo
 from tfdist import models, tasks
 from tfdist.callbacks import Profile
 from tfdist.errors import RunFolderError, UsageError
-from tfdist.profiling import trace
+from tfdist.profiling import stages, trace
 
 FIRST, LAST = 3, 7
 INPUT_SECONDS = 0.05  # what the slow pipeline takes for a batch
@@ -210,8 +210,8 @@ class TestSummarize:
 
 
 def test_covered_time_is_counted_once():
-    assert trace._covered([(0, 2), (1, 3), (5, 9)], 1, 6) == 3
-    assert trace._covered([], 1, 6) == 0
+    assert stages.covered([(0, 2), (1, 3), (5, 9)], 1, 6) == 3
+    assert stages.covered([], 1, 6) == 0
 
 
 def test_a_second_trace_in_the_process_is_refused(tmp_path):

@@ -85,8 +85,16 @@ def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: s
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    """Those of a function; for a class, of its `__init__` and of those of its bases, to which it may pass options."""
+    if not inspect.isclass(function):
+        return _hints(function)
+    initializers = [vars(one)["__init__"] for one in inspect.getmro(function)[:-1] if "__init__" in vars(one)]
+    return {name: hint for one in reversed(initializers) for name, hint in _hints(one).items()}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+        return get_type_hints(function, include_extras=True)
     except Exception:  # a user's annotations may be anything, or name what is not imported
         return {}
 

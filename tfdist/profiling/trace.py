@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import RunFolderError, UsageError
+from tfdist.profiling import stages
 
 _MARKER = "train"
 # The op that waits for the next batch; the second is what a `for` loop over a dataset in a graph runs.
@@ -73,12 +74,14 @@ class Summary:
             the trace holds no step markers.
         steps: the number of traced steps.
         step_seconds: their mean duration; tracing makes short steps longer.
+        stages: what the stages of a pipeline do; None where there are none.
     """
 
     ops: tuple[OpCost, ...]
     input_share: float | None
     steps: int
     step_seconds: float | None
+    stages: stages.Busy | None = None
 
 
 def start(log_dir: str | os.PathLike[str]) -> None:
@@ -158,7 +161,8 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
     files = _newest_trace(Path(log_dir))
     with _aside(files) as links, _silent_stderr():
         ops = _op_costs(_tool(links, "framework_op_stats"))
-        marked = [_marked_steps(_events(file)) for file in files]
+        events = [_events(file) for file in files]
+        marked = [_marked_steps(one) for one in events]
         steps = _analyzed_steps(_tool(links, "input_pipeline_analyzer")) or [step for one in marked for step in one]
     if not ops and not steps:
         raise _unreadable(files, "it names no op and no step")
@@ -171,7 +175,14 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
         # xprof leaves out steps whose beginning or end it does not find in the threads of every replica.
         steps=max(map(len, marked)) or len(steps),
         step_seconds=total / len(usual) if usual else None,
+        stages=_busy_stages(events[0]),
     )
+
+
+def _busy_stages(events: Sequence[Mapping[str, Any]]) -> stages.Busy | None:
+    """What the stages of one process do in all traced steps but the first, in which TensorFlow may build a graph."""
+    named = [(event.get("args", {}).get("long_name", ""), *_span(event)) for event in events]
+    return stages.busy(named, [_span(event) for event in events if _is_marker(event)][1:])
 
 
 def _newest_trace(log_dir: Path) -> list[str]:
@@ -255,7 +266,7 @@ def _marked_steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, floa
     """The same from the events of one machine: its step markers, and the fetching that overlaps them."""
     fetches = [_span(event) for event in events if event["name"] in _WAITS_FOR_INPUT]
     steps = [_span(event) for event in events if _is_marker(event)]
-    return [(end - begin, _covered(fetches, begin, end)) for begin, end in steps]
+    return [(end - begin, stages.covered(fetches, begin, end)) for begin, end in steps]
 
 
 def _is_marker(event: Mapping[str, Any]) -> bool:
@@ -265,17 +276,6 @@ def _is_marker(event: Mapping[str, Any]) -> bool:
 def _span(event: Mapping[str, Any]) -> tuple[float, float]:
     """Begin and end in seconds."""
     return event["ts"] / 1e6, (event["ts"] + event.get("dur", 0)) / 1e6
-
-
-def _covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """How much of begin to end is covered by any of `spans`: replicas fetch at the same time."""
-    covered, reached = 0.0, begin
-    for span_begin, span_end in sorted(spans):
-        fresh_begin, fresh_end = max(span_begin, reached), min(span_end, end)
-        if fresh_end > fresh_begin:
-            covered += fresh_end - fresh_begin
-            reached = fresh_end
-    return covered
 
 
 @contextlib.contextmanager
@@ -300,7 +300,8 @@ def as_text(summary: Summary) -> str:
     lines = [f"{s:>{share}}  {t:>{time}}  {k:<{kind}}  {name}" for s, t, k, name in rows]
     title = f"The {len(summary.ops)} most expensive ops of {summary.steps} steps, summed over replicas"
     waited = "" if summary.input_share is None else f"\n{summary.input_share:.1%} of a step waited for input"
-    return "\n".join([title, *lines]) + waited
+    of_stages = "" if summary.stages is None else "\n" + stages.as_text(summary.stages)
+    return "\n".join([title, *lines]) + waited + of_stages
 
 
 if __name__ == "__main__":

@@ -90,20 +90,27 @@ class Threads(_Part):
 
 
 class StageRecord(_Part):
-    """A stage of a pipeline."""
+    """A stage of a pipeline; `busy_seconds`, of a traced run, are those in which it computes in a step."""
 
     device: str
     layers: list[str]
     parameters: int
+    busy_seconds: float | None = None
 
 
 class StrategyRecord(_Part):
-    """The strategy, by name and options; with `pipeline`, a replica is a micro-batch."""
+    """The strategy, by name and options; with `pipeline`, a replica is a micro-batch.
+
+    In a traced run of a pipeline, `bubble` is the fraction of the passes of a step in which a stage waits, and
+    `even_bubble` what it is for stages that take the same time, (S - 1) / (M + S - 1).
+    """
 
     name: str
     options: dict[str, Any]
     replicas: int
     stages: list[StageRecord] = []
+    bubble: float | None = None
+    even_bubble: float | None = None
 
 
 class WorldRecord(_Part):

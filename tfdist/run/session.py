@@ -271,7 +271,14 @@ class Session:
             self.record.test_metrics = {**(self.record.test_metrics or {}), **run.scores}
 
     def _keep_profile(self) -> None:
-        text = trace.as_text(trace.summarize(self.folder.tensorboard))
+        summary = trace.summarize(self.folder.tensorboard)
+        text = trace.as_text(summary)
+        if summary.stages is not None:
+            assert self.record is not None
+            of_strategy = self.record.strategy
+            for stage, seconds in zip(of_strategy.stages, summary.stages.seconds, strict=False):
+                stage.busy_seconds = seconds
+            of_strategy.bubble, of_strategy.even_bubble = summary.stages.bubble, summary.stages.even_bubble
         with writing(self.folder.path):
             files.write_text(self.folder.profile, text + "\n")
         self._show(text)

@@ -64,7 +64,7 @@ def milliseconds(call: Call, batch_size: int) -> float:
 
 
 def _passes(call: Call, batch_size: int) -> Callable[[], Any]:
-    inputs = [_example(one, batch_size) for one in call.inputs]
+    inputs = [example(one, batch_size) for one in call.inputs]
     named = {"training": True} if keras_stages.takes_training(call.operation) else {}
     variables = call.operation.trainable_variables if isinstance(call.operation, keras.Layer) else []
 
@@ -81,7 +81,8 @@ def _passes(call: Call, batch_size: int) -> Callable[[], Any]:
     return passes
 
 
-def _example(tensor: Any, batch_size: int) -> tf.Tensor:
+def example(tensor: Any, batch_size: int) -> tf.Tensor:
+    """Drawn numbers in the shape of a symbolic tensor for a batch of this size; ones for whole numbers."""
     dtype = tf.as_dtype(tensor.dtype)
     size = shape(tensor, batch_size)
     with tf.device("CPU:0"):

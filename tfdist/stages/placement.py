@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,11 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.internals import keras_stages, tensorflow_patches
+from tfdist.profiling import stages as stage_names
 from tfdist.stages.plan import Plan
 from tfdist.stages.schedule import Task
 
-_SCOPE = "tfdist_stage_{stage}_micro_batch_{micro_batch}"
-_IN_SCOPE = re.compile(r"tfdist_stage_(\d+)_micro_batch_(\d+)")
 _BACKWARD = "gradient_tape/"  # TensorFlow's, in front of the names of what a tape computes
 
 
@@ -69,23 +67,23 @@ def _around(functional: Any, operation: Any, run: Callable[[], Any]) -> Any:
         return run()  # of another model
     stage = plan.stage_of(_thread.call)
     _thread.call += 1
-    scope = tf.name_scope(_SCOPE.format(stage=stage, micro_batch=_thread.micro_batch))
+    scope = tf.name_scope(stage_names.scope(stage, _thread.micro_batch))
     with tf.device(_thread.devices[stage]), scope:
         return run()
 
 
 def _device_of(name_scope: str) -> str | None:
     """The device for the gradient of an operation in this name scope; `None` if it is in no stage."""
-    found = _IN_SCOPE.findall(name_scope or "")
-    return _thread.devices[int(found[-1][0])] if found and _thread.devices else None
+    found = stage_names.found_in(name_scope or "")
+    return _thread.devices[found[0]] if found and _thread.devices else None
 
 
 def task_of(name: str) -> tuple[int, Task] | None:
     """The stage and the task to which an operation of a graph belongs, by its name."""
-    found = _IN_SCOPE.findall(name)
-    if not found:
+    found = stage_names.found_in(name)
+    if found is None:
         return None
-    stage, micro_batch = map(int, found[-1])
+    stage, micro_batch = found
     return stage, Task("backward" if name.find(_BACKWARD) >= 0 else "forward", micro_batch)
 
 

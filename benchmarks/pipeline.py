@@ -1,0 +1,180 @@
+"""How close a pipeline in one process comes to its bound, and its cuts to the best ones.
+
+    bound      the seconds of a step over (M + S - 1) times those of the slowest stage for a micro-batch; the stages are
+               measured by themselves, and take turns with the step
+    balance    the slowest stage of the automatic cut into two over that of the best cut; whole stages are timed, for
+               the cuts near the place where both take the same time, since a later cut makes the first one slower
+
+Each stage computes on a logical CPU device, and each operation with one thread. SGD without momentum updates the
+weights, since the bound has no update in it.
+Example: `python -m benchmarks.pipeline`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+BOUND = ("benchmarks.wide:build", "resnet20")
+BALANCE = ("mlp", "cnn", "lenet", "conv_autoencoder", "resnet20", "unet")
+# The options of the drawn data; those of the others are 28 x 28 x 1.
+OPTIONS: dict[str, dict[str, Any]] = {"resnet20": {"shape": (32, 32, 3)}, "unet": {"task": "segmentation"}}
+STAGES, MICRO_BATCHES = 2, 4
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.model is not None:
+        MEASURES[arguments.what](arguments)
+        return
+    for what, models in {"bound": BOUND, "balance": BALANCE}.items():
+        for model in models if arguments.what in (None, what) else ():
+            options = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("batch-size", "turns")]
+            command = [sys.executable, "-m", "benchmarks.pipeline", *options, "--what", what, "--model", model]
+            subprocess.run(command, check=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--what", choices=MEASURES)
+    parser.add_argument("--model", help="measure this model alone")
+    return parser
+
+
+def made(name: str, batch_size: int) -> tuple[Any, Any, Any]:
+    """A compiled model, and a batch of drawn examples."""
+    import keras
+
+    import tfdist
+
+    source = tfdist.data.load("synthetic", train=batch_size, **OPTIONS.get(name, {}))
+    if ":" not in name and tfdist.models.tasks(name) == ("autoencoding",):
+        source = source.for_autoencoding()
+    model = tfdist.models.build(name, source.spec)
+    loss = "mse" if source.spec.task == "autoencoding" else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-3), loss, jit_compile=False)
+    return model, *source.arrays("train")
+
+
+def bound(arguments: argparse.Namespace) -> None:
+    """Prints the seconds of a step over those of the bound."""
+    import tfdist
+
+    strategy = tfdist.strategy("pipeline", devices=STAGES, micro_batches=MICRO_BATCHES, threads=1, seed=0)
+    with strategy.scope():
+        model, x, y = made(arguments.model, arguments.batch_size)
+    steps = 20
+    strategy.fit(model, x, y, batch_size=arguments.batch_size, epochs=2, verbose=0)  # cut and traced
+    plan = strategy.plan_of(model)
+    stages = [stage(plan, number, arguments.batch_size // MICRO_BATCHES) for number in range(STAGES)]
+    ratios, slowest = [], []
+    for _ in range(arguments.turns):
+        begun = time.perf_counter()
+        strategy.fit(model, x, y, batch_size=arguments.batch_size, epochs=steps, verbose=0)
+        step = (time.perf_counter() - begun) / steps
+        slowest.append(max(map(seconds, stages)))
+        ratios.append(step / ((MICRO_BATCHES + STAGES - 1) * slowest[-1]))
+    print(
+        f"bound    {arguments.model:<24}{statistics.median(ratios):6.2f} of (M + S - 1) times the slowest stage, "
+        f"{statistics.median(slowest) * 1e3:.1f} ms; turns from {min(ratios):.2f} to {max(ratios):.2f}",
+        flush=True,
+    )
+
+
+def balance(arguments: argparse.Namespace) -> None:
+    """Prints the seconds of the slowest stage of the automatic cut over those of the best cut."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    from dataclasses import replace
+
+    from tfdist.stages import plan as plans
+
+    model, *_ = made(arguments.model, arguments.batch_size)
+    part = arguments.batch_size // MICRO_BATCHES
+    automatic = plans.make(model, STAGES, None, "time", part, MICRO_BATCHES)
+    cuts = range(1, len(automatic.calls))
+    low, high = 1, len(cuts)
+    while low < high:
+        middle = (low + high) // 2
+        of_stages = [seconds(stage(replace(automatic, begins=[0, middle]), number, part)) for number in range(STAGES)]
+        low, high = (middle + 1, high) if of_stages[0] < of_stages[1] else (low, middle)
+    chosen = automatic.begins[1]
+    near = {cut for middle in (low, chosen) for cut in range(middle - 2, middle + 3)} & set(cuts)
+    timed = {
+        cut: [stage(replace(automatic, begins=[0, cut]), number, part) for number in range(STAGES)]
+        for cut in near | {chosen}
+    }
+    turns: dict[int, list[float]] = {cut: [] for cut in timed}
+    for _ in range(arguments.turns):
+        for cut, passes in timed.items():
+            turns[cut].append(max(map(seconds, passes)))
+    slowest = {cut: statistics.median(values) for cut, values in turns.items()}
+    best = min(slowest, key=slowest.__getitem__)
+    print(
+        f"balance  {arguments.model:<24}{slowest[chosen] / slowest[best]:6.2f} of the best cut; before operation "
+        f"{chosen} of {len(cuts) + 1}, best {best}: {slowest[chosen] * 1e3:.1f} and {slowest[best] * 1e3:.1f} ms",
+        flush=True,
+    )
+
+
+MEASURES: dict[str, Callable[[argparse.Namespace], None]] = {"bound": bound, "balance": balance}
+
+
+def stage(plan: Any, number: int, batch_size: int) -> Callable[[], Any]:
+    """A forward and a backward pass of a micro-batch through one stage."""
+    import keras
+    import tensorflow as tf
+
+    from tfdist.internals import keras_stages
+    from tfdist.internals.keras import tf_variable
+    from tfdist.stages import costs
+
+    calls: Sequence[Any] = plan.calls_of(number)
+    inside = {id(one) for call in calls for one in call.outputs}
+    begun = {id(one): one for call in calls for one in call.inputs if id(one) not in inside}
+    later = [call for call in plan.calls if call not in calls]
+    used = {id(one) for call in later for one in call.inputs} | {id(one) for one in plan.functional.outputs}
+    inputs = [costs.example(one, batch_size) for one in begun.values()]
+    variables = [tf_variable(one) for one in plan.variables_of(number) if one.trainable]
+
+    @tf.function(autograph=False)
+    def passes() -> Any:
+        with keras.StatelessScope(), tf.GradientTape() as tape:
+            tape.watch(inputs)
+            known = dict(zip(begun, inputs, strict=True))
+            for call in calls:
+                named = {"training": True} if keras_stages.takes_training(call.operation) else {}
+                results = tf.nest.flatten(call.run([known[id(one)] for one in call.inputs], **named))
+                known.update(zip(map(id, call.outputs), results, strict=True))
+            outputs = [value for key, value in known.items() if key in used and key in inside]
+        sources = [*variables, *(inputs if number else [])]
+        return [one for one in tape.gradient(outputs, sources) if one is not None]
+
+    return passes
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """The fastest of a few runs."""
+    run()
+    found = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        for one in run():
+            one.numpy() if hasattr(one, "numpy") else None
+        found.append(time.perf_counter() - begun)
+    return min(found)
+
+
+if __name__ == "__main__":
+    main()
