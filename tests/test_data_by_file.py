@@ -1,7 +1,10 @@
 """`shuffle="files"`: TFRecord files in random order, read one after the other, shuffled within a buffer."""
 
+import dataclasses
 import io
+import shutil
 import tracemalloc
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -107,6 +110,15 @@ class TestRecords:
         alone = batches_of_ranks(source_of(records), 5, 1, augment=augment)
         assert sorted(np.concatenate([y for _, y in alone])) == list(range(EXAMPLES))
         assert_same_batches(batches_of_ranks(source_of(records, cache), 5, 3, augment=augment), alone)
+
+    def test_are_told_apart_by_the_lengths_of_their_examples_wherever_their_folder_lies(self, records, tmp_path):
+        (tmp_path / "copies").mkdir()
+        paths = tuple(Path(shutil.copy(path, tmp_path / "copies" / path.name)) for path in records.paths)
+        copies = dataclasses.replace(records, paths=paths, ranges=tfrecords.index(paths))
+        assert copies.listing() == records.listing()
+        longer = records.ranges.copy()
+        longer[-1, 2] += 1
+        assert dataclasses.replace(records, ranges=longer).listing() != records.listing()
 
     def test_come_in_the_order_of_their_epoch(self, records):
         source = source_of(records)

@@ -69,6 +69,10 @@ class Records:
         """Tells these examples from others of the same files."""
         return consensus.fingerprint_of_arrays([np.ascontiguousarray(self.ranges)])
 
+    def listing(self) -> str:
+        """A hash of the files' names and of each example's place and length, the same wherever their folder lies."""
+        return consensus.fingerprint([[path.name for path in self.paths], self.examples_fingerprint])
+
     def name(self, index: int) -> str:
         """The position of an example, for messages."""
         file, begin, _ = self.ranges[index]
