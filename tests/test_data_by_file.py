@@ -157,6 +157,11 @@ class TestRecords:
         list(source_of(records).pipeline("train", 5, seed=3))
         assert len(asked) >= EXAMPLES // 8
 
+    def test_are_read_where_the_system_takes_no_advice_to_read_ahead(self, records, monkeypatch):
+        monkeypatch.delattr(tfrecords.os, "posix_fadvise")  # as on macOS
+        batches = source_of(records).pipeline("train", 5, seed=3).as_numpy_iterator()
+        assert sorted(np.concatenate([y for _, y in batches])) == list(range(EXAMPLES))
+
     def test_resume_within_an_epoch(self, records, tmp_path):
         interrupted = [Checkpoint(tmp_path / "saved", every_steps=2), Interrupts()]
         with pytest.raises(InterruptionError):

@@ -88,7 +88,12 @@ class Records:
         return os.pread(self._descriptors[file], length, begin)
 
     def will_read(self, indices: np.ndarray) -> None:
-        """Has the operating system read these examples in advance, in the order in which they are stored."""
+        """Has the operating system read these examples in advance, in the order in which they are stored.
+
+        It is only advice, which systems such as macOS do not take.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
         file, begin, length = self.ranges[np.sort(indices)].T
         end = begin + length
         apart = np.flatnonzero((file[1:] != file[:-1]) | (begin[1:] - end[:-1] > _AFTER + _BEFORE))
