@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster.world import World
 from tfdist.data.pipeline import device_feed
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.batch_feed import FetchedBatches
 from tfdist.data.pipeline.dataset_feed import DatasetBatches
 from tfdist.data.pipeline.feed import Batches, Feed, WrappedFeed
 from tfdist.data.pipeline.file_feed import FileFeed
+from tfdist.data.pipeline.origin import FeedOrigin
+from tfdist.errors import ClusterError
 from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
 from tfdist.strategies import _parameter_server_reader as reader
@@ -59,19 +62,23 @@ class Data:
 
     Args:
         strategy: its workers read, or are sent to.
+        job: the processes of the job.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy):
+    def __init__(self, strategy: ParameterServerStrategy, job: World):
         self._strategy = strategy
+        self._job = job
+        tf.get_logger().addFilter(reader.not_told)
         self._held: weakref.WeakKeyDictionary[Feed, Any] = weakref.WeakKeyDictionary()
-        self._readable: weakref.WeakKeyDictionary[Feed, bool] = weakref.WeakKeyDictionary()
+        self._compared: weakref.WeakKeyDictionary[Feed, str | None] = weakref.WeakKeyDictionary()
 
     def placed(self, feed: Feed) -> Feed:
         """`feed` as the workers read it."""
         if isinstance(feed, ArrayFeed):
             return ArraysOfWorkers(feed, self._held_by_workers(feed))
-        if isinstance(feed, FileFeed) and self._workers_read(feed):
-            return ReadByWorkers(feed)
+        if isinstance(feed, FileFeed):
+            described = self._description(feed)
+            return feed if described is None else ReadByWorkers(feed, described)
         return feed
 
     def _held_by_workers(self, feed: ArrayFeed) -> Any:
@@ -79,8 +86,9 @@ class Data:
         if feed not in self._held:
             bound = self._strategy.device_data_bytes
             arrays = feed.arrays
-            if self._workers_read(feed):
-                self._held[feed] = self._strategy.on_each_worker(_loading(feed))
+            described = self._description(feed)
+            if described is not None:
+                self._held[feed] = self._strategy.on_each_worker(_loading(feed, described))
             elif device_feed.is_dense(arrays) and device_feed.size_bytes(arrays) > (
                 SENT_BYTES if bound is None else bound
             ):
@@ -89,23 +97,39 @@ class Data:
                 self._held[feed] = self._strategy.on_each_worker(_received, arrays)
         return self._held[feed]
 
-    def _workers_read(self, feed: Feed) -> bool:
-        """Whether each worker, asked once, can make the same feed."""
+    def _description(self, feed: Feed) -> str | None:
+        """What the feed is, if each worker, asked once, makes the same; `None` if the chief is to send it."""
         if feed.origin is None:
-            return False
-        if feed not in self._readable:
-            line = feed.origin.to_json()
-            found = self._strategy.answers(tf.function(lambda: reader.fingerprint_of_worker(line), autograph=False))
-            self._readable[feed] = found is not None and {int(one) for one in found} == {reader.fingerprint(feed)}
-            if not self._readable[feed]:
-                name = feed.origin.source.name
-                warnings.warn(
-                    f"The chief sends the examples of `{name}`: a worker does not find the same", stacklevel=2
-                )
-        return self._readable[feed]
+            return None
+        if feed not in self._compared:
+            name, mine = feed.origin.source.name, reader.description(feed)
+            try:
+                reader.require_same(name, {0: mine} | self._descriptions(feed.origin), self._job)
+                self._compared[feed] = mine
+            except ClusterError as error:
+                self._compared[feed] = None
+                warnings.warn(f"The chief sends the examples of `{name}`. {error.sentence}", stacklevel=2)
+        return self._compared[feed]
+
+    def _descriptions(self, origin: FeedOrigin) -> dict[int, str]:
+        """What each worker would read, by its rank."""
+        line = origin.to_json()
+        found = self._strategy.answers(tf.function(lambda: reader.description_of_worker(line), autograph=False))
+        if found is None:
+            raise ClusterError.lost("A worker does not say what it reads")
+        ranks = [rank for rank, task in enumerate(self._job.tasks) if task.role == "worker"]
+        return {rank: one.decode() for rank, one in zip(ranks, found, strict=True)}
 
 
-class ArraysOfWorkers(WrappedFeed):
+class OfWorkers(WrappedFeed):
+    """A feed of which the workers have the data; an error of theirs is raised as if the chief had read them."""
+
+    def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
+        del first_batch, batches
+        return reader.errors_of_workers()
+
+
+class ArraysOfWorkers(OfWorkers):
     """Arrays of which each worker has a copy or, where `held` is `None`, gets the examples of its steps."""
 
     def __init__(self, feed: ArrayFeed, held: Any):
@@ -147,15 +171,21 @@ class Indices:
             yield Closure(((arrays, examples), tf.constant(steps)), steps, whole)
 
 
-class ReadByWorkers(WrappedFeed):
-    """Batches of files: a worker reads those of its steps, and nobody any others."""
+class ReadByWorkers(OfWorkers):
+    """Batches of files: a worker reads those of its steps, and nobody any others.
 
-    def __init__(self, feed: FileFeed):
+    Args:
+        feed: the chief's own.
+        described: its `description`, which that of every worker equals.
+    """
+
+    def __init__(self, feed: FileFeed, described: str):
         super().__init__(feed)
         assert feed.origin is not None
         rows = feed.batch_size if feed.examples % feed.batch_size == 0 else None
         specs = tuple(tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype) for spec in tree.flatten(feed.spec))
-        self.batches = ReadBatches(True, origin=feed.origin.to_json(), specs=specs, structure=feed.spec)
+        origin = feed.origin.to_json()
+        self.batches = ReadBatches(True, origin=origin, described=described, specs=specs, structure=feed.spec)
         self._files = feed
 
     def start(self, epoch: int, first_batch: int) -> Numbers:
@@ -165,17 +195,6 @@ class ReadByWorkers(WrappedFeed):
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Numbers:
         del saved
         return self.start(epoch, first_batch)
-
-    @contextlib.contextmanager
-    def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
-        del first_batch, batches
-        try:
-            yield
-        except tf.errors.OpError as error:
-            told = reader.error_of_worker(error)
-            if told is None:
-                raise
-            raise told from error
 
 
 @dataclass(frozen=True)
@@ -199,18 +218,21 @@ class ReadBatches(DatasetBatches):
 
     Attributes:
         origin: of the feed.
+        described: its `description`.
         specs: of the tensors of a batch, flat.
         structure: a batch has it.
     """
 
     origin: str = field(kw_only=True)
+    described: str = field(kw_only=True)
     specs: tuple[tf.TensorSpec, ...] = field(kw_only=True)
     structure: Any = field(kw_only=True, compare=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         with tf.device("CPU:0"):
             number = state[1] + tf.cast(step, tf.int64)
-            return tree.pack_sequence_as(self.structure, reader.batch_of_worker(self.origin, state, number, self.specs))
+            found = reader.batch_of_worker(self.origin, self.described, state, number, self.specs)
+            return tree.pack_sequence_as(self.structure, found)
 
 
 def of_workers(batches: Batches) -> Batches:
@@ -240,8 +262,8 @@ def _received(arrays: Any) -> Any:
     return tf.nest.map_structure(tf.identity, arrays)
 
 
-def _loading(feed: ArrayFeed) -> Any:
-    """A graph function with which a worker loads the arrays of `feed`."""
+def _loading(feed: ArrayFeed, described: str) -> Any:
+    """A graph function with which a worker loads the arrays of `feed`, also one that comes back."""
     assert feed.origin is not None
     tensors, line = reader.different(feed.arrays), feed.origin.to_json()
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -250,7 +272,7 @@ def _loading(feed: ArrayFeed) -> Any:
 
     @tf.function(autograph=False)
     def load() -> Any:
-        loaded = reader.arrays_of_worker(line, specs)
+        loaded = reader.arrays_of_worker(line, described, specs)
         return tree.map_structure(lambda place: None if place is None else loaded[place], places)
 
     return load

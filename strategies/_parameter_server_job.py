@@ -111,7 +111,7 @@ def server_config(world: World, gpus: Sequence[Any]) -> Any:
 def _serve(world: World, task: Task, cluster: tf.train.ClusterSpec, gpus: Sequence[Any]) -> None:
     """Serves the chief until it ends, then ends this process."""
     _gpus.use_only([])  # in this process beside the server, which reads data
-    reader.serve()
+    reader.serve(world)
     server = tf.distribute.Server(
         cluster,
         job_name=task.role,

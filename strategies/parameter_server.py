@@ -161,7 +161,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         self.tf_strategy, self._coordinator = parameter_server_job.join(
             self._job, self._start_timeout_seconds, job_settings
         )
-        self._data = parameter_server_data.Data(self)
+        self._data = parameter_server_data.Data(self, self._job)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Checkpoints are written while the training goes on, from a copy, and nothing ends before the write has ended."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tfdist.callbacks import Checkpoint
 from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header
+from tfdist.cluster import job_environment
 from tfdist.cluster.world import World
 from tfdist.errors import CheckpointError
 
@@ -127,27 +129,42 @@ def test_a_process_that_is_killed_as_it_writes_leaves_the_checkpoint_before(tmp_
 
 TERMINATED = """
 import os, pathlib, signal, sys, time
+from tfdist import files
 from tfdist.checkpointing.writer import Writer
 from tfdist.cluster import process_exit
 
 def write():
-    time.sleep(1.5)
     path = pathlib.Path(sys.argv[1])
-    path.write_text("whole")
+
+    def slowly(temporary):
+        temporary.write_text("who")
+        time.sleep(1.5)
+        temporary.write_text("whole")
+
+    files.write_whole(path, slowly)
     return path
 
 with process_exit.closed_by(lambda status, reason: None):
     Writer().start(write)
+    while not list(pathlib.Path(sys.argv[1]).parent.iterdir()):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 """
 
 
-def test_sigterm_waits_for_the_checkpoint_under_way(tmp_path):
+@pytest.mark.parametrize(
+    ("grace_seconds", "left"),
+    [(None, ["whole"]), ("4", ["whole"]), ("0.4", [])],
+    ids=["without_a_limit", "within_the_grace", "longer_than_the_grace"],
+)
+def test_sigterm_waits_for_the_checkpoint_under_way_as_long_as_the_launcher_does(tmp_path, grace_seconds, left):
+    told = {} if grace_seconds is None else {job_environment.END_SECONDS: grace_seconds}
     began = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", TERMINATED, tmp_path / "file"], cwd=ROOT, check=False)
+    command = [sys.executable, "-c", TERMINATED, tmp_path / "file"]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | told, check=False)
     assert ended.returncode == 128 + signal.SIGTERM
-    assert (tmp_path / "file").read_text() == "whole" and time.monotonic() - began < 50
+    assert [path.read_text() for path in tmp_path.iterdir()] == left and time.monotonic() - began < 50
 
 
 def test_each_array_is_free_once_it_is_written(tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """`shuffle="files"`: TFRecord files in random order, read one after the other, shuffled within a buffer."""
 
+import dataclasses
 import io
+import shutil
 import tracemalloc
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -108,6 +111,15 @@ class TestRecords:
         assert sorted(np.concatenate([y for _, y in alone])) == list(range(EXAMPLES))
         assert_same_batches(batches_of_ranks(source_of(records, cache), 5, 3, augment=augment), alone)
 
+    def test_are_told_apart_by_the_lengths_of_their_examples_wherever_their_folder_lies(self, records, tmp_path):
+        (tmp_path / "copies").mkdir()
+        paths = tuple(Path(shutil.copy(path, tmp_path / "copies" / path.name)) for path in records.paths)
+        copies = dataclasses.replace(records, paths=paths, ranges=tfrecords.index(paths))
+        assert copies.listing() == records.listing()
+        longer = records.ranges.copy()
+        longer[-1, 2] += 1
+        assert dataclasses.replace(records, ranges=longer).listing() != records.listing()
+
     def test_come_in_the_order_of_their_epoch(self, records):
         source = source_of(records)
         expected = order.order_by_file(STARTS, 8, 3, 1)[:]
@@ -144,6 +156,11 @@ class TestRecords:
         asked.clear()
         list(source_of(records).pipeline("train", 5, seed=3))
         assert len(asked) >= EXAMPLES // 8
+
+    def test_are_read_where_the_system_takes_no_advice_to_read_ahead(self, records, monkeypatch):
+        monkeypatch.delattr(tfrecords.os, "posix_fadvise")  # as on macOS
+        batches = source_of(records).pipeline("train", 5, seed=3).as_numpy_iterator()
+        assert sorted(np.concatenate([y for _, y in batches])) == list(range(EXAMPLES))
 
     def test_resume_within_an_epoch(self, records, tmp_path):
         interrupted = [Checkpoint(tmp_path / "saved", every_steps=2), Interrupts()]

@@ -108,6 +108,22 @@ def test_a_folder_of_pictures_by_class_is_read_at_one_size(folder_of_classes):
     assert divided.spec.examples == {"train": 10, "validation": 1, "test": 1}
 
 
+def test_files_are_told_apart_by_names_sizes_and_labels_wherever_their_folder_lies(folder_of_classes, tmp_path_factory):
+    def listing(folder):
+        return tfdist.data.load("image_folder", folder, size=(8, 8)).files["train"].listing()
+
+    found = listing(folder_of_classes)
+    copy = tmp_path_factory.mktemp("elsewhere") / "copy"
+    shutil.copytree(folder_of_classes, copy)
+    assert listing(copy) == found
+    picture = sorted((copy / "train").rglob("*.png"))[-1]
+    picture.write_bytes(picture.read_bytes() + b"0")
+    assert listing(copy) != found
+    shutil.copytree(folder_of_classes, copy, dirs_exist_ok=True)
+    picture.rename(picture.with_name("renamed.png"))
+    assert listing(copy) != found
+
+
 def test_a_flat_folder_is_divided_in_the_proportions_of_its_classes(tmp_path):
     for name, count in (("many", 60), ("some", 30), ("few", 10)):
         (tmp_path / name).mkdir()

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+_unfinished: set[Path] = set()
+
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Lets `write` fill a file beside `path`, makes it durable, then renames it to `path`.
@@ -21,6 +23,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
+    _unfinished.add(temporary)
     try:
         write(temporary)
         temporary.chmod(0o666 & ~_umask())
@@ -31,6 +34,15 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
+    finally:
+        _unfinished.discard(temporary)
+
+
+def remove_unfinished() -> None:
+    """Removes what other threads are writing; for a process that ends at once, since their writes then fail."""
+    for temporary in list(_unfinished):
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

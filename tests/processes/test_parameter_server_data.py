@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -47,6 +48,20 @@ def arrays(data_dir=None):
 def other(data_dir=None):
     '''The workers find other examples than the chief.'''
     return Source(SPEC, lambda split, count: (X[:count] + (ROLE == "worker"), Y[:count]))
+
+
+def other_end(data_dir=None):
+    '''The workers find other examples than the chief, but for those of the first batches of a pass in order.'''
+    shift = (np.arange(N) >= 600)[:, None] * (ROLE == "worker")
+    return IndexedSource(SPEC, lambda split, numbers: ((X + shift)[numbers], Y[numbers]))
+
+
+def changing(data_dir=None, held=False):
+    '''A process that starts once there is a file "changed" finds other examples.'''
+    x = X + os.path.exists("changed")
+    if held:
+        return Source(SPEC, lambda split, count: (x[:count], Y[:count]))
+    return IndexedSource(SPEC, lambda split, numbers: (x[numbers], Y[numbers]))
 
 
 def missing(data_dir=None):
@@ -117,7 +132,7 @@ def test_the_workers_read_the_batches_of_their_steps_and_no_others(tmp_path):
     equals_one_device(tmp_path, "indexed")
     times = Counter(number for numbers in read_by(tmp_path, "worker") for number in numbers)
     once_per_pass = 643 * (2 + 1)  # two epochs, and the prediction
-    looked_at = 2 * 2 * 8  # each worker's first batch of each feed, for comparison
+    looked_at = 2 * 2 * 3 * 8  # three batches of each feed by each worker, for comparison
     assert set(times) == set(range(643)) and min(times.values()) == 3
     assert once_per_pass <= times.total() <= once_per_pass + looked_at
 
@@ -141,9 +156,55 @@ def test_the_workers_decode_pictures(tmp_path):
     assert "The chief sends" not in err
 
 
-@pytest.mark.parametrize("name", ["other", "missing"])
-def test_where_a_worker_does_not_find_the_same_the_chief_sends_the_examples(tmp_path, name):
-    assert "The chief sends the examples of `datasets:" in equals_one_device(tmp_path, name)
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("other", "643 examples in 81 batches, arrays "), ("missing", "nothing, because of AssertionError:")],
+)
+def test_where_the_workers_do_not_find_the_same_the_chief_sends_the_examples(tmp_path, name, found):
+    error = equals_one_device(tmp_path, name)
+    assert f"The chief sends the examples of `datasets:{name}`. The processes of the job disagree on" in error
+    at = r"\(localhost:\d+\)"
+    assert re.search(rf"chief 0 {at} has `.*, worker 0 {at} and worker 1 {at} have `{found}", error), error
+
+
+def test_workers_whose_last_examples_differ_read_none(tmp_path):
+    assert "The chief sends the examples of `datasets:other_end`" in equals_one_device(tmp_path, "other_end")
+
+
+ENDLESS = """
+import sys
+import keras, tfdist, tfdist.data
+
+strategy = tfdist.strategy("parameter_server", seed=1, timeout_seconds=5)
+source = tfdist.data.load("datasets:changing", held=sys.argv[1] == "held")
+with strategy.scope():
+    model = keras.Sequential([keras.Input(source.spec.input_shape), keras.layers.Dense(source.spec.classes)])
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+
+class Told(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        open("epochs", "w").write(str(epoch + 1))
+
+
+strategy.fit(model, source.feed("train", 8, seed=1), epochs=100_000, callbacks=[Told()], verbose=0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["held", "read"])
+def test_a_worker_that_comes_back_with_other_data_ends_the_job(tmp_path, kind):
+    (tmp_path / "datasets.py").write_text(DATASETS)
+    (tmp_path / "script.py").write_text(ENDLESS)
+    with RunningJob("--workers", 2, "--ps", 1, "script.py", kind, cwd=tmp_path) as running:
+        running.wait_for((tmp_path / "epochs").exists)
+        (tmp_path / "changed").touch()
+        running.process("worker", 1).kill()
+        code, _, err = running.end()
+        assert running.left() == []
+    assert code == 2, err
+    assert "disagree on `data of datasets:changing`: chief 0 (localhost:" in err
+    assert "has `643 examples in 81 batches, " in err and ", worker 1 (localhost:" in err
+    assert "Traceback" not in err and err.count("disagree on") <= 2  # once, and in the launcher's summary
 
 
 def test_arrays_above_the_bound_are_sent_with_the_steps_that_use_them(tmp_path):

@@ -1,7 +1,8 @@
 """Writes checkpoints in a thread, one at a time, while the training goes on.
 
-The interpreter waits for the thread when the program ends, and so does a process that ends itself on SIGTERM or because
-another process is gone. A process that is killed meanwhile leaves the checkpoints before.
+The interpreter waits for the thread when the program ends, and so does a process that ends itself because another
+process is gone. On SIGTERM a process of the launcher waits as long as the launcher does before it sends SIGKILL, then
+gives the write up. The checkpoints before remain, also where a process is killed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tfdist import files, terminal
 from tfdist.cluster import process_exit
 from tfdist.errors import CheckpointError
 
@@ -77,4 +80,17 @@ def finished() -> Iterator[None]:
 
 @functools.cache
 def _wait_at_the_end() -> None:
-    process_exit.wait_before_ending(wait_for_all)
+    process_exit.wait_before_ending(_finish_or_give_up)
+
+
+def _finish_or_give_up(seconds: float | None) -> None:
+    """Waits for the writes of this process, which then ends; removes what is not written after some seconds."""
+    until = None if seconds is None else time.monotonic() + seconds
+    for thread in list(_under_way):
+        thread.join(None if until is None else max(0.0, until - time.monotonic()))
+    if _under_way:
+        files.remove_unfinished()
+        terminal.say(
+            f"The checkpoint that was being written is given up, since it would take more than {seconds:.1f} s; "
+            "the one before remains"
+        )

@@ -6,6 +6,7 @@ SHARE_CORES = "TFDIST_SHARE_CORES"  # use this process's part of the cores, by i
 RESTART = "TFDIST_RESTART"  # how many times the job was restarted
 ELASTIC = "TFDIST_ELASTIC"  # leave at a checkpoint when asked to
 START_SECONDS = "TFDIST_START_SECONDS"  # how long processes wait for each other at the start
+END_SECONDS = "TFDIST_END_SECONDS"  # after SIGTERM, when the launcher sends SIGKILL
 TYPED = "TFDIST_TYPED"  # the command that started the job, as it was typed
 CLUSTER = "TFDIST_CLUSTER"  # a file with the addresses of all processes, where TF_CONFIG would be too long
 TASK = "TFDIST_TASK"  # beside it: the role and the index of this process, as in TF_CONFIG

@@ -10,18 +10,22 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from tfdist import terminal
+from tfdist.cluster import job_environment
 from tfdist.errors import TfdistError
 
 _hooks: list[Callable[[int], None]] = []
 # Closes the run, with its status and the reason, if this process ends itself.
 _closers: list[Callable[[str, str], None]] = []
 # What must end before this process ends itself: the write of a checkpoint, for example.
-_waits: list[Callable[[], None]] = []
+_waits: list[Callable[[float | None], None]] = []
 SECONDS_TO_CLOSE = 3.0
+# Of the time between SIGTERM and SIGKILL; the rest is for what is to be done after the wait.
+FRACTION_TO_WAIT = 0.75
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -38,8 +42,11 @@ def at_failure(hook: Callable[[int], None]) -> None:
     _hooks.append(hook)
 
 
-def wait_before_ending(wait: Callable[[], None]) -> None:
-    """Has `wait` called before this process ends by `end_process`, SIGTERM or SIGHUP."""
+def wait_before_ending(wait: Callable[[float | None], None]) -> None:
+    """Has `wait(seconds)` called before this process ends by `end_process`, SIGTERM or SIGHUP.
+
+    `seconds` is how long it may wait; `None` is without limit.
+    """
     _waits.append(wait)
 
 
@@ -79,7 +86,7 @@ def closed_by(close: Callable[[str, str], None]) -> Iterator[None]:
 def _read_signals(reader: int, numbers: Sequence[int]) -> None:
     while received := os.read(reader, 1):
         if received[0] in numbers:
-            _close("interrupted", signal.Signals(received[0]).name)
+            _close("interrupted", signal.Signals(received[0]).name, _seconds_until_killed())
             os._exit(128 + received[0])
     os.close(reader)
 
@@ -91,14 +98,21 @@ def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
     run. At the end, `before` is called with the exit code.
     """
     terminal.say(f"error: {error}")
-    _close("failed", error.sentence)
+    _close("failed", error.sentence, None)
     before(error.exit_code)
     os._exit(error.exit_code)
 
 
-def _close(status: str, reason: str) -> None:
+def _seconds_until_killed() -> float | None:
+    """How long this process may wait after SIGTERM; `None` if the launcher has not started it."""
+    told = os.environ.get(job_environment.END_SECONDS)
+    return None if told is None else float(told) * FRACTION_TO_WAIT
+
+
+def _close(status: str, reason: str, seconds: float | None) -> None:
+    until = None if seconds is None else time.monotonic() + seconds
     closing = threading.Thread(target=lambda: [close(status, reason) for close in _closers], daemon=True)
     closing.start()
     closing.join(SECONDS_TO_CLOSE)
     for wait in _waits:
-        wait()
+        wait(None if until is None else max(0.0, until - time.monotonic()))

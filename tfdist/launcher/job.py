@@ -28,6 +28,7 @@ TAKEN_ALONG = (
     job_environment.SHARE_CORES,
     job_environment.RESTART,
     job_environment.START_SECONDS,
+    job_environment.END_SECONDS,
     "PYTHONUNBUFFERED",
 )
 # An ssh connection is given up when its host has not answered this many probes, each after this many seconds.

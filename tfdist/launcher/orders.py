@@ -13,6 +13,9 @@ from tfdist.launcher import agent
 from tfdist.launcher.job import Job
 from tfdist.launcher.process import Process
 
+# Open MPI's default of `odls_base_sigkill_timeout`.
+SECONDS_TO_END_OF_MPIRUN = 1.0
+
 
 def has_terminal(process: Process) -> bool:
     """Whether the process writes to a terminal: a progress bar moves on a terminal alone."""
@@ -59,6 +62,7 @@ def environment(job: Job, restart: int, elastic: bool) -> dict[str, str]:
         job_environment.TYPED: shlex.join(sys.orig_argv),
         job_environment.RESTART: str(restart),
         job_environment.START_SECONDS: f"{job.start_seconds:g}",
+        job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",
     }
     if job.mpi:  # which has its own way to tell its processes who they are
         known[job_environment.SHARE_CORES] = "1"

@@ -37,6 +37,8 @@ class FileFeed(Feed):
         examples: examples in a pass.
         batch_size: examples in a full global batch.
         world: this process' place.
+        listing: a hash that tells the files from others without reading them; `None` if the examples are not in files.
+            Also an attribute.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class FileFeed(Feed):
         examples: int,
         batch_size: int,
         world: World,
+        listing: Callable[[], str] | None = None,
     ):
         self._pipeline = pipeline
+        self.listing = listing
         self._problem = problem
         self._epoch = 0
         self.examples = examples

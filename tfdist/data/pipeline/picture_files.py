@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +41,11 @@ class Pictures:
     @property
     def paths(self) -> list[str]:
         """All files of the examples, except annotations from which masks are drawn."""
-        of_masks = [] if self.draw is not None or isinstance(self.targets, np.ndarray) else self.targets
-        return [*map(str, self.pictures), *map(str, of_masks)]
+        return [*map(str, self.pictures), *map(str, [] if self._targets_are_no_paths else self.targets)]
+
+    @property
+    def _targets_are_no_paths(self) -> bool:
+        return self.draw is not None or isinstance(self.targets, np.ndarray)
 
     @property
     def file_numbers(self) -> np.ndarray:
@@ -52,6 +56,17 @@ class Pictures:
     def examples_fingerprint(self) -> str:
         """Tells these examples from others of the same files."""
         return consensus.fingerprint(list(map(str, self.pictures)))
+
+    def listing(self) -> str:
+        """A hash of the files' names and sizes and of the targets, the same wherever the folder of the files lies.
+
+        Raises:
+            OSError: a file is missing.
+        """
+        folder = os.path.commonpath(self.paths)
+        listed = [(os.path.relpath(path, folder), os.path.getsize(path)) for path in self.paths]
+        targets = self.targets.tolist() if isinstance(self.targets, np.ndarray) else self.targets
+        return consensus.fingerprint([listed, targets if self._targets_are_no_paths else []])
 
     def name(self, index: int) -> str:
         """The path of an example's picture."""

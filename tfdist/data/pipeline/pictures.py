@@ -120,7 +120,8 @@ class PictureSource(Source):
             first, last = first_batch * global_batch_size, (first_batch + batches) * global_batch_size
             return self._problem_among(split, order_of(epoch)[first:last])
 
-        return FileFeed(dataset, problem, self.spec.examples[split], global_batch_size, world)
+        listing = self.files[split].listing
+        return FileFeed(dataset, problem, self.spec.examples[split], global_batch_size, world, listing)
 
     def _batches(self, part: Part) -> tf.data.Dataset:
         augmentation = self.augmentation(part.augment)

@@ -69,6 +69,10 @@ class Records:
         """Tells these examples from others of the same files."""
         return consensus.fingerprint_of_arrays([np.ascontiguousarray(self.ranges)])
 
+    def listing(self) -> str:
+        """A hash of the files' names and of each example's place and length, the same wherever their folder lies."""
+        return consensus.fingerprint([[path.name for path in self.paths], self.examples_fingerprint])
+
     def name(self, index: int) -> str:
         """The position of an example, for messages."""
         file, begin, _ = self.ranges[index]
@@ -84,7 +88,12 @@ class Records:
         return os.pread(self._descriptors[file], length, begin)
 
     def will_read(self, indices: np.ndarray) -> None:
-        """Has the operating system read these examples in advance, in the order in which they are stored."""
+        """Has the operating system read these examples in advance, in the order in which they are stored.
+
+        It is only advice, which systems such as macOS do not take.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
         file, begin, length = self.ranges[np.sort(indices)].T
         end = begin + length
         apart = np.flatnonzero((file[1:] != file[:-1]) | (begin[1:] - end[:-1] > _AFTER + _BEFORE))
