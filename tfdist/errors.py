@@ -25,6 +25,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+EXIT_DIFFERENT = 1  # a verification has found a difference
 EXIT_USAGE = 2
 EXIT_CLUSTER = 3
 EXIT_RESHAPED = 75  # the processes of an elastic job ask to be restarted; `EX_TEMPFAIL` of sysexits.h
@@ -74,6 +75,8 @@ class VerificationError(TfdistError):
         layer: the layer, metric, loss or model with the first difference.
         report: the `tfdist.core.verification_report.Report`.
     """
+
+    exit_code = EXIT_DIFFERENT
 
     def __init__(self, sentence: str, hint: str, layer: str, report: object):
         super().__init__(sentence, hint)

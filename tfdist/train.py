@@ -26,7 +26,7 @@ from tfdist import data, models, registry, startup, strategies, terminal
 from tfdist.cluster import job_environment, process_exit
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation
-from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError, VerificationError
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
 from tfdist.run import config as configs
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tfdist.run.session import Session
 
 EXIT_UNEXPECTED = 1
+VERIFY_STEPS = 3  # of `tfdist verify`
 
 
 def _names(found: list[str] | tuple[str, ...], own: str = "") -> str:
@@ -199,6 +200,9 @@ def _last_of_each(value: Any) -> Any:
 )
 @_of_run("--tensorboard", is_flag=True, help="write TensorBoard logs")
 @_of_run("--profile", metavar="FIRST:LAST", help="trace training steps FIRST to LAST - 1")
+@_of_run(
+    "--verify-steps", type=int, metavar="N", help="compare the first N steps with those of one device, and do not train"
+)
 @_of_run("--quiet", is_flag=True, help="show errors only")
 @_of_run("--verbose", is_flag=True, help="show TensorFlow's messages too")
 def command(
@@ -277,6 +281,8 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
             record = _run(session)
     except TfdistError as error:
         _close(session, stderr, "failed", error.sentence)
+        if isinstance(error, VerificationError):
+            show(f"{error.report}\n")
         click.echo(f"error: {error}", file=stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -287,14 +293,18 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
         traceback.print_exc(file=stderr)
         click.echo(f"error: unexpected {type(error).__name__}; the log is {folder.log}", file=stderr)
         return EXIT_UNEXPECTED
-    if not config.quiet:
+    if record is not None and not config.quiet:
         summary.print_table([*summary.rows(record, folder), *session.usage])
     return 0
 
 
-def _run(session: Session) -> RunRecord:
+def _run(session: Session) -> RunRecord | None:
+    """The record of the training; `None` after a verification."""
     try:
-        return session.run()
+        if session.config.verify_steps is None:
+            return session.run()
+        session.verify()
+        return None
     except Exception:
         # If processes are interrupted together and one ends first, the errors of the others are no failures.
         session.raise_if_interrupted()
@@ -314,7 +324,10 @@ def _close(session: Session | None, stderr: TextIO, status: Any, reason: str) ->
 
 
 def _arguments() -> list[str]:
-    return sys.argv[1 + (sys.argv[1:2] == ["train"]) :]
+    """The options as those of `train`."""
+    by_name = sys.argv[1:2] in (["train"], ["verify"])
+    verifies = sys.argv[1:2] == ["verify"] or Path(sys.argv[0]).name == "verify.py"
+    return [*(("--verify-steps", str(VERIFY_STEPS)) if verifies else ()), *sys.argv[1 + by_name :]]
 
 
 def _command() -> list[str]:

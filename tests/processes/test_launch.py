@@ -473,3 +473,11 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path, arguments, said):
         code, _, err = job.end()
     assert code == 2
     assert said in err and "hint:" in err and "Traceback" not in err
+
+
+def test_verify_compares_the_processes_of_a_job_with_one_device(tmp_path):
+    arguments = ["--strategy", "multiworker", "--workers", "2", "--model", "mlp", "--dataset", "digits"]
+    with RunningJob("verify", *arguments, "--run-dir", tmp_path / "run", module="tfdist", cwd=tmp_path) as job:
+        code, out, err = job.end()
+    assert code == 0, out + err
+    assert "The steps of `multiworker` on 2 replicas are those of one device." in out

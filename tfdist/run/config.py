@@ -95,6 +95,7 @@ class TrainConfig:
         target_accuracy: validation accuracy at which to stop, 0 to 1.
         tensorboard: write TensorBoard logs.
         profile: the first step to trace and the step to stop before.
+        verify_steps: compare that many steps with those of one device instead of training; `None` trains.
         quiet: show errors only.
         verbose: show TensorFlow's messages too.
 
@@ -138,6 +139,7 @@ class TrainConfig:
     target_accuracy: float | None = None
     tensorboard: bool = False
     profile: tuple[int, int] | None = None
+    verify_steps: int | None = None
     quiet: bool = False
     verbose: bool = False
 
@@ -153,7 +155,7 @@ class TrainConfig:
         _known("augmentation", self.augment, augmentations.NAMES)
         if self.on_bad_example is not None:
             _known("policy for bad examples", self.on_bad_example, bad_examples.POLICIES)
-        for name in ("epochs", "batch_size", "gradient_accumulation", "limit", "checkpoint_steps"):
+        for name in ("epochs", "batch_size", "gradient_accumulation", "limit", "checkpoint_steps", "verify_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"`{_option(name)}` is {value}", "use 1 or more")
@@ -166,6 +168,11 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 checked_seconds(_option(name), getattr(self, name))
         require_run_to_resume(self.resume, self.run_dir)
+        if self.resume and self.verify_steps is not None:
+            raise UsageError(
+                "`--verify-steps` and `--resume` are both set, and a verification begins with new weights",
+                "leave one of them out",
+            )
         if self.quiet and self.verbose:
             raise UsageError("`--quiet` and `--verbose` are both set", "use one of them")
         _check_optimizer(self)

@@ -77,23 +77,7 @@ class Session:
         if earlier is not None:
             resume.refuse_other_run(config, earlier)
             self._warn(resume.about(config, earlier))
-        strategy, source = self._strategy_and_source()
-        keras.utils.set_random_seed(config.seed)
-        keras.config.set_dtype_policy(config.dtype_policy)
-
-        def feed(split: str, **options: Any) -> Any:
-            if _keeps_streams(config):
-                options["stream_positions"] = True
-            return source.feed(split, config.batch_size, world=strategy.world, seed=config.seed, **options)
-
-        train = feed("train", augment=config.augment)
-        with strategy.scope():
-            model = models.build(config.model, source.spec, **self.model_options)
-            compiled = model.compiled
-            if not compiled:
-                tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
-        if _is_of_user(config):
-            self._advise(model, source, compiled)
+        strategy, source, model, train = self._built()
         self.record = begin_record(self, strategy, model, source, earlier)
         self.write_record()
         vocabularies.keep(self.folder, strategy, source)
@@ -102,13 +86,15 @@ class Session:
             model,
             train,
             epochs=config.epochs,
-            validation_data=feed("validation") if source.spec.examples["validation"] else None,
+            validation_data=self._feed(strategy, source, "validation") if source.spec.examples["validation"] else None,
             callbacks=self._callbacks(strategy),
             verbose=0 if config.quiet else "auto",
         )
         self.record.strategy.stages = [schema.StageRecord(**stage) for stage in strategy.stages_of(model)]
         if source.spec.examples["test"]:
-            self.record.test_metrics = strategy.evaluate(model, feed("test"), return_dict=True, verbose=0)
+            self.record.test_metrics = strategy.evaluate(
+                model, self._feed(strategy, source, "test"), return_dict=True, verbose=0
+            )
         with strategy.whole_state(model):
             if strategy.world.is_chief:
                 with writing(self.folder.path):
@@ -125,6 +111,39 @@ class Session:
         if self._profile is not None and self._profile.untraced is not None:
             raise UsageError(self._profile.untraced, "profile earlier steps with `--profile`, in a new run")
         return self.record
+
+    def verify(self) -> None:
+        """Compares the first steps with those of one device, and shows the differences.
+
+        Raises:
+            VerificationError: they are larger than rounding explains.
+        """
+        assert self.config.verify_steps is not None
+        strategy, _, model, train = self._built()
+        report = strategy.verify(model, train, steps=self.config.verify_steps)
+        replicas = terminal.counted(strategy.num_replicas, "replica")
+        self._show(f"{report}\n\nThe steps of `{self.config.strategy}` on {replicas} are those of one device.")
+
+    def _built(self) -> tuple[Any, data.Source, Any, Any]:
+        """The strategy, the dataset, the compiled model, and the training batches."""
+        config = self.config
+        strategy, source = self._strategy_and_source()
+        keras.utils.set_random_seed(config.seed)
+        keras.config.set_dtype_policy(config.dtype_policy)
+        train = self._feed(strategy, source, "train", augment=config.augment)
+        with strategy.scope():
+            model = models.build(config.model, source.spec, **self.model_options)
+            compiled = model.compiled
+            if not compiled:
+                tasks.compile(model, source.spec, optimizers.make(config, train.num_batches))
+        if _is_of_user(config):
+            self._advise(model, source, compiled)
+        return strategy, source, model, train
+
+    def _feed(self, strategy: Any, source: data.Source, split: str, **options: Any) -> Any:
+        if _keeps_streams(self.config):
+            options["stream_positions"] = True
+        return source.feed(split, self.config.batch_size, world=strategy.world, seed=self.config.seed, **options)
 
     def close(self, status: schema.Status, reason: str | None) -> None:
         """Ends an open trace and writes the record with the final status of the run."""
