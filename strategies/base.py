@@ -216,8 +216,13 @@ class Strategy(KerasMethods):
         """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""
         return values
 
-    def broadcast_variables(self, variables: Sequence[Any]) -> None:
+    def broadcast_variables(self, variables: Sequence[Any], unless_equal: bool = False) -> None:
         """Gives Keras `variables` the chief's values in every process, but those of which each has a part.
+
+        Args:
+            variables: of this process.
+            unless_equal: compare checksums first, and send nothing if they are equal: for variables that were just
+                made, which most often are the same everywhere and are sent before the first step in any case.
 
         Raises:
             DisagreementError: the processes have variables of different shapes or dtypes.
@@ -225,6 +230,10 @@ class Strategy(KerasMethods):
         if self.world.world_size > 1:
             consensus.require_equal_variables(self, shared_variables.described(variables))
             whole = [variable for variable in variables if parts.part_of(variable) is None]
+            if unless_equal:
+                mine = shared_variables.checksum(whole)
+                if len(set(consensus.all_gather_object(self, mine, "compares its variables"))) == 1:
+                    return
             shared_variables.broadcast_variables(whole, self.broadcast, self.world.is_chief)
 
     def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:

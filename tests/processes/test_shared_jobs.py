@@ -76,6 +76,54 @@ for dtype, variable in variables:
 print("ALL RIGHT")
 """
 
+# How often the state of a model travels, and whether all processes have the same at the end: at a start, at a resume at
+# the end of an epoch, at one within an epoch, and where the processes made different models.
+STATES = """
+import sys
+import tfdist
+
+strategy = tfdist.strategy(sys.argv[1], seed=1)
+import keras
+import numpy as np
+from tfdist.callbacks import Checkpoint
+
+sent, broadcast = [], strategy.broadcast
+strategy.broadcast = lambda values: sent.append(len(values)) or broadcast(values)
+x = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
+
+
+class Stops(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations.numpy()) == stop_after:
+            raise KeyboardInterrupt
+
+
+def times(seed, epochs, resume=True):
+    with strategy.scope():
+        hidden = keras.layers.Dense(2000, kernel_initializer=keras.initializers.GlorotUniform(seed))
+        model = keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    sent.clear()
+    try:
+        keep = Checkpoint("states", every_steps=2, resume=resume)
+        strategy.fit(model, x, x[:, :1], batch_size=12, epochs=epochs, verbose=0, callbacks=[Stops(), keep])
+    except KeyboardInterrupt:
+        pass
+    state = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+    assert len(set(strategy.exchange(b"".join(value.tobytes() for value in state)))) == 1
+    return round(sum(sent) / sum(value.nbytes for value in state))
+
+
+stop_after = None
+found = [times(3, epochs=1, resume=False), times(3, epochs=2)]
+stop_after = 11
+times(3, epochs=3)
+stop_after = None
+found.append(times(3, epochs=3))
+found.append(times(strategy.world.rank, epochs=4))
+print("TIMES", *found)
+"""
+
 ENGINES = {"multiworker": "sockets", "horovod": "Gloo"}
 
 
@@ -89,6 +137,7 @@ def job(request, tmp_path_factory):
         "single batches": (test_any_model.ON_BATCH, [strategy]),
         "verify": (VERIFIES, [strategy]),
         "variables": (VARIABLES, [strategy]),
+        "states": (STATES, [strategy]),
     }
     if strategy == "multiworker":
         scripts["alike"] = (test_data.FIT_ALIKE, [strategy])
@@ -107,6 +156,14 @@ def test_single_batches_are_those_of_one_device(job):
 
 def test_variables_of_every_dtype_get_the_chiefs_values_bit_by_bit(job):
     assert job.printed("variables") == ["ALL RIGHT\n"] * 2
+
+
+def test_the_state_of_a_model_travels_once_at_a_start_and_at_a_resume(job):
+    """Once more within an epoch, since callbacks begin it a second time; and where the models differ."""
+    printed = job.printed("states")
+    assert printed[0] == printed[1]
+    # TensorFlow makes variables alike under `MultiWorkerMirroredStrategy`.
+    assert printed[0] in ("TIMES 1 1 2 2\n", "TIMES 1 1 2 1\n")
 
 
 def test_so_they_do_over_tensorflows_own_collectives(tmp_path):

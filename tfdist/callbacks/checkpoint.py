@@ -228,7 +228,7 @@ class Checkpoint(ClockedCallback):
         header = self._stored.header
         assert header.path is not None
         resume.refuse_another_run(self.model, self._stored, self.params.get("steps"), self._seed)
-        resume.restore(self.model, self._others(), self._stored, self._peers)
+        resume.restore(self.model, self._others(), self._stored, self._peers, send=False)  # the loop does, in a moment
         self.resumed_from = self._writer.written = header.path
         self.best = header.best
         self.epoch_logs = list(header.epoch_logs)
@@ -250,7 +250,7 @@ class Checkpoint(ClockedCallback):
         if self._stored is not None and self.resume_batch:
             # The callbacks have begun this epoch before, in the run that was killed: what they did to the model in
             # `on_epoch_begin` (LearningRateScheduler lowers the rate) must not be done twice.
-            resume.restore(self.model, self._others(), self._stored, self._peers)
+            resume.restore(self.model, self._others(), self._stored, self._peers, send=True)
         self._stored, self.resume_batch = None, None
 
     def save_within_epoch(self, logs: dict[str, Any]) -> None:

@@ -65,13 +65,15 @@ def _build_optimizer(model: Any, stored: Stored) -> None:
         model.optimizer.build(model.trainable_variables)
 
 
-def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: ProcessGroup) -> None:
+def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: ProcessGroup, send: bool) -> None:
     """Restores the variables of `model`, the states of `callbacks` and the random states from a checkpoint.
 
-    All processes must call it.
+    All processes must call it. `send` gives the variables to the processes besides the chief too.
     """
     header, entries = stored.header, training_state.of_this(stored.entries, peers)
-    training_state.assign(model, stored, entries, _groups(header), peers)
+    in_chief = training_state.assign(model, stored, entries, _groups(header), peers)
+    if send:
+        peers.broadcast_variables(in_chief)
     training_state.restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
     training_state.restore_random_state(entries)
 

@@ -128,14 +128,14 @@ def _of_this(entry: Entry, world: World) -> Entry:
 
 
 def is_shared(entry: Entry) -> bool:
-    """Whether the value in the chief is that of all processes, which `broadcast_variables` gives to them."""
+    """Whether the value in the chief is that of all processes, to which it is sent."""
     return entry.group in ("model", "optimizer") and not entry.by_replica
 
 
-def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: ProcessGroup) -> None:
+def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: ProcessGroup) -> list:
     """Assigns `entries` of `stored` to the variables of `groups`; `first_difference` has compared them before.
 
-    The chief has the values that are the same in all processes; all processes must call it.
+    All must call it. Returns the variables that are the same in all processes: the chief alone has their values.
     """
     known = variables(model)
     by_group = {group: [entry for entry in entries if entry.group == group] for group in groups}
@@ -150,7 +150,7 @@ def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequenc
         if read_bytes >= tensorflow_variables.PIECE_BYTES:
             stored.unload()
             read_bytes = 0
-    peers.broadcast_variables([variable for variable, entry in pairs if is_shared(entry)])
+    return [variable for variable, entry in pairs if is_shared(entry)]
 
 
 def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> tuple[str, str] | None:

@@ -11,6 +11,7 @@ Synopsis:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -52,6 +53,14 @@ def _broadcast_pack(pack: Sequence[Sequence[Any]], broadcast: Broadcast, is_chie
         values = part.view(held[0].dtype.as_numpy_dtype).reshape(held[0].shape)
         for variable in held[is_chief:]:
             variable.assign(values)
+
+
+def checksum(variables: Iterable[Any]) -> int:
+    """The CRC-32 of the values."""
+    found = 0
+    for variable in variables:
+        found = zlib.crc32(memory(read(tensorflow_variables.copies(variable)[0])).data, found)
+    return found
 
 
 def divide(variable: Any, whole: np.ndarray | None, broadcast: Broadcast) -> None:

@@ -108,7 +108,7 @@ def broadcast(strategy: Strategy, model: Any) -> None:
 def _broadcast_new(strategy: Strategy, model: Any, before: int) -> None:
     variables = _variables(model)
     if len(variables) > before:
-        strategy.broadcast_variables(variables)
+        strategy.broadcast_variables(variables, unless_equal=True)
 
 
 def _variables(model: Any) -> list[Any]:
