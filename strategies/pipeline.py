@@ -10,6 +10,7 @@ before it computes the next one.
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tensorflow as tf
 from pydantic import BeforeValidator
 
+from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras_stages
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -25,7 +27,9 @@ from tfdist.stages import ordering, placement, plan
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
 from tfdist.strategies import base
+from tfdist.strategies._stages_of_processes import StagesOfProcesses
 from tfdist.strategies._towers import Tower
+from tfdist.strategies._traits import Traits
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
@@ -52,6 +56,12 @@ class PipelineStrategy(base.Strategy):
 
     name = "pipeline"
     default_cpus = 2
+
+    def __new__(cls, **options: Any) -> Any:
+        """In a job of several processes, the strategy with a stage in each of them."""
+        if World.detect(os.environ).world_size > 1:
+            return StagesOfProcesses(**options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -146,3 +156,4 @@ class PipelineStrategy(base.Strategy):
 
 
 STRATEGY = PipelineStrategy
+TRAITS = Traits(processes=True)
