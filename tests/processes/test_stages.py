@@ -1,11 +1,13 @@
 """`pipeline` in several processes: one stage of the model in each, and the weights of one device at the end."""
 
 import json
+import re
+import signal
 import time
 
 import pytest
 
-from tests.processes.jobs import Several, record, train
+from tests.processes.jobs import Several, by_hand, record, wait_for_epochs
 from tests.processes.test_contract import equality_cases, run_together
 
 BEGINS = """
@@ -176,7 +178,7 @@ refused(of(layers.Dense(5), layers.Dense(7), run_eagerly=True))
 refused(shared())
 refused(of(layers.Flatten(), layers.Rescaling(1.0), layers.Dense(7)))
 refused(of(layers.Dense(5), layers.BatchNormalization(synchronized=True), layers.Dense(7)))
-refused(of(layers.Dense(40), Counts(), layers.Dense(7)))
+refused(of(Counts(), layers.Dense(40), layers.Dense(7)))
 best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
 refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[best])
 refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[keras.callbacks.ModelCheckpoint("a.keras", save_freq=2)])
@@ -273,15 +275,40 @@ def test_the_contract_of_equality(tmp_path, workers):
     assert "passed" in run_together("pipeline", workers, "tests/contract/test_equality.py", cwd=tmp_path)
 
 
+MEMORY = ("--strategy-option", "balance=memory")
+
+
 def test_a_killed_stage_ends_all_and_the_error_names_its_rank_stage_and_layers(tmp_path):
+    """Without a launcher, as on several machines."""
     run_dir = tmp_path / "run"
-    options = ("--epochs", "2000", "--strategy-option", "balance=memory")
-    with train(*options, run_dir=run_dir, strategy="pipeline") as job:
-        job.wait_for(lambda: len(record(run_dir)["epochs"]) >= 2 if (run_dir / "run.json").exists() else False)
-        job.process("worker", 1).kill()
+    options = ("--epochs", "2000", *MEMORY, "--strategy-option", "timeout_seconds=10")
+    with by_hand(run_dir, *options, strategy="pipeline") as (chief, worker):
+        wait_for_epochs(run_dir, 2, [chief, worker])
+        worker.kill()
+        worker.wait(timeout=5)
         began = time.monotonic()
-        code, _, err = job.end()
+        _, err = chief.communicate(timeout=60)
         assert time.monotonic() - began < 30
-        assert job.left() == []
-    assert code == 128 + 9
-    assert "worker 1 was ended by SIGKILL" in err
+    assert chief.returncode == 3
+    assert re.search(r"worker 1 \(localhost:\d+\).*: stage 1 \(.*logits\) of the pipeline", err), err
+    assert record(run_dir)["status"] == "failed"
+
+
+def test_a_stopped_stage_is_named_after_the_timeout(tmp_path):
+    run_dir = tmp_path / "run"
+    options = ("--epochs", "2000", *MEMORY, "--strategy-option", "timeout_seconds=5")
+    with by_hand(run_dir, *options, strategy="pipeline") as (chief, worker):
+        wait_for_epochs(run_dir, 2, [chief, worker])
+        chief.send_signal(signal.SIGSTOP)
+        _, err = worker.communicate(timeout=30)
+    assert worker.returncode == 3
+    assert re.search(r"silent for 5 s: worker 0 \(localhost:\d+\).*: stage 0 \(flatten", err), err
+
+
+def test_stages_with_other_options_are_refused_with_both_values(tmp_path):
+    own = [(*MEMORY, "--strategy-option", f"micro_batches={count}") for count in (2, 5)]
+    with by_hand(tmp_path / "run", own=own, strategy="pipeline") as processes:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    for err in errors:
+        assert "disagree on" in err and "micro_batches" in err and "`2`" in err and "`5`" in err, err
