@@ -19,6 +19,7 @@ from tfdist.cluster.heartbeat import Heartbeat, Limits
 from tfdist.cluster.world import World
 from tfdist.communicators import parts
 from tfdist.communicators.sockets import SocketCommunicator
+from tfdist.core import gradient_reduction
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
@@ -54,6 +55,10 @@ class StageTower(Tower):
     def __init__(self, index: int, count: int, home: str, strategy: StagesOfProcesses):
         super().__init__(index, count, home)
         self._strategy = strategy
+
+    def add(self, parts: Sequence[Any]) -> Any:
+        # Two at a time, so that a gradient can be freed before that of the next micro-batch is computed.
+        return functools.reduce(lambda total, part: gradient_reduction.add([total, part]), parts)
 
     def apply(
         self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
