@@ -11,6 +11,7 @@ Example: `python -m benchmarks.pipeline_processes --torch /tmp/torch/bin/python`
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ from typing import Any
 from benchmarks.checkpoints import ROOT, peak, reset_peak
 
 WIDE = [784, 2048, 2048, 512, 10]
-BALANCED = [2048] * 9  # eight layers of the same size
+BALANCED = [64, *[2048] * 9, 64]  # layers that divide evenly; the data are small beside them
 CUT = 1  # the first layer of the second stage in `WIDE`
 
 
@@ -91,7 +92,8 @@ def start(arguments: argparse.Namespace, kind: str, what: str) -> list[dict[str,
         started = [
             subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands
         ]
-        if any([process.wait() for process in started]):
+        ended = [process.wait() for process in started]
+        if any(ended):
             sys.exit(f"`{kind}` failed: {' '.join(commands[0])}")
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
 
@@ -110,7 +112,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         options = {"micro_batches": arguments.micro_batches, "schedule": arguments.schedule} | stages
     strategy = tfdist.strategy(arguments.kind, seed=1, threads=1, **options)
     before = reset_peak()
-    widths, batch_size, steps = (BALANCED, 4096, 4) if memory else (WIDE, 128, arguments.steps)
+    widths, batch_size, steps = (BALANCED, 4096, 1) if memory else (WIDE, 128, arguments.steps)
     with strategy.scope():
         layers = [
             keras.layers.Dense(width, "relu" if index + 2 < len(widths) else None, name=f"layer_{index}")
@@ -150,7 +152,7 @@ def torch_stage(arguments: argparse.Namespace) -> dict[str, Any]:
     rank = arguments.rank
     dist.init_process_group("gloo", init_method=f"tcp://{arguments.address}", rank=rank, world_size=2)
     layers: list[nn.Module] = []
-    for index, (before, after) in enumerate(zip(WIDE, WIDE[1:], strict=False)):
+    for index, (before, after) in enumerate(itertools.pairwise(WIDE)):
         layers.append(nn.Sequential(nn.Linear(before, after), nn.ReLU() if index + 2 < len(WIDE) else nn.Identity()))
     model = nn.Sequential(*(layers[:CUT] if rank == 0 else layers[CUT:]))
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))

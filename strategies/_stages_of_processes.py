@@ -25,7 +25,7 @@ from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.stages import crossing, ordering, plan, stage_optimizer
+from tfdist.stages import crossing, ordering, own_variables, plan, separate
 from tfdist.stages.exchange import Exchange
 from tfdist.stages.one_stage import Stage
 from tfdist.stages.plan import Balance, Plan
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 UNKNOWN_BATCH = 32
 SECONDS_TO_CONNECT = 10.0
 _OPTIMIZER = "_tfdist_stage"
-ONE_PROCESS = "train it in one process, whose stages are on devices"
 NEED_WHOLE_STATE = (keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights)
 
 
@@ -187,14 +186,14 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
             raise UsageError(
                 f"The model `{model.name}` is compiled with `run_eagerly=True`, and a pipeline of several processes "
                 "runs graphs",
-                f"leave it out, or {ONE_PROCESS}",
+                f"leave it out, or {separate.ONE_PROCESS}",
             )
         for kind in ("train", "test", "predict"):
             if keras_internals.has_own_step(model, kind):
                 raise UsageError(
                     f"The model `{model.name}` has a `{kind}_step` of its own, and a pipeline of several processes "
                     "runs Keras' own",
-                    f"leave it out, or {ONE_PROCESS}",
+                    f"leave it out, or {separate.ONE_PROCESS}",
                 )
 
     def program(self, steps: Steps) -> Program:
@@ -244,11 +243,11 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
             self.check(model)
             found = self._plan(model)
             stage = Stage(found, self.world.rank, crossing.crossings(found))
-            self._require_separate(model, found)
+            separate.require_separate(model, found)
             built = [variable for one in optimizers if one.built for variable in one.variables]
             super().broadcast_variables([*model.variables, *built])
-            stage.adds_losses = self._adds_losses(model, found)
-            self._free(found)
+            stage.adds_losses = separate.adds_losses(model, found)
+            own_variables.free_others(found, self.world)
             self._stages[id(functional)] = stage
         for optimizer in optimizers:
             if self.of_stage(optimizer) is None:
@@ -274,59 +273,6 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
         begins = consensus.broadcast_from_chief(self, begins)
         return Plan(keras_stages.functional_of(model), keras_stages.calls(model), begins)
 
-    def _layers(self, found: Plan, stage: int) -> list[Any]:
-        return [call.operation for call in found.calls_of(stage) if isinstance(call.operation, keras.Layer)]
-
-    def _require_separate(self, model: Any, found: Plan) -> None:
-        """Raises `UsageError` for a model of which two stages need the same thing."""
-        count = len(found.begins)
-        seen: dict[int, int] = {}
-        for number in range(count):
-            for layer in self._layers(found, number):
-                for variable in layer.variables:
-                    if seen.setdefault(id(variable), number) != number:
-                        raise UsageError(
-                            f"The layer `{layer.name}` is in stage {seen[id(variable)]} and in stage {number}, and "
-                            "they are in different processes",
-                            f"name other cuts with `stages`, so that one stage has all its calls, or {ONE_PROCESS}",
-                        )
-                if number < count - 1 and layer.metrics:
-                    raise UsageError(
-                        f"The layer `{layer.name}` of stage {number} has metrics of its own, and only the last stage "
-                        "of a pipeline of several processes may have them",
-                        f"name other cuts with `stages`, or {ONE_PROCESS}",
-                    )
-            trained = [one for layer in self._layers(found, number) for one in layer.trainable_variables]
-            if not trained and model.trainable_variables:
-                raise UsageError(
-                    f"Stage {number} ({', '.join(found.layers_of(number))}) has nothing to train",
-                    "name other cuts with `stages`, or start fewer processes",
-                )
-
-    def _adds_losses(self, model: Any, found: Plan) -> tuple[bool, ...]:
-        """For each stage, whether its layers may add to the loss."""
-        adds = tuple(
-            any(map(keras_stages.adds_losses, self._layers(found, number))) for number in range(len(found.begins))
-        )
-        if any(adds[:-1]) and keras_stages.has_own_loss(model):
-            raise UsageError(
-                f"The model `{model.name}` has a `compute_loss` of its own, and layers of stage {adds.index(True)} may "
-                "add losses, of which nobody knows whether it uses them",
-                f"leave out regularizers, `add_loss` and layers of your own, or {ONE_PROCESS}",
-            )
-        return adds
-
-    def _free(self, found: Plan) -> None:
-        """Marks whose the variables are, and frees those of other stages."""
-        rank, size = self.world.rank, self.world.world_size
-        for stage in range(size):
-            place = f"in stage {stage} of the pipeline, which is in {self.world.named(stage)}"
-            for variable in found.variables_of(stage):
-                parts.mark(variable, stage_optimizer.whole_part(variable.shape, stage, rank, size))
-                if stage != rank:
-                    keras_stages.leave_losses(variable)
-                    keras_stages.leave(variable, place)
-
     @contextlib.contextmanager
     def whole_state(self, model: Any) -> Iterator[None]:
         """The context in which the chief has all variables; all processes enter it."""
@@ -338,24 +284,12 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
                     stack.enter_context(of_stage.whole())
             if id(keras_stages.functional_of(model)) in self._stages:
                 consensus.all_gather_object(self, None, "gathers the variables of all stages")
-                away = self._gather(model)
+                away = own_variables.gather(model, self.exchange, self.world.is_chief)
             try:
                 yield
             finally:
                 for variable, place in away:
                     keras_stages.leave(variable, place)
-
-    def _gather(self, model: Any) -> list[Any]:
-        """Gives the chief the variables of the other stages; returns these in the chief, with their places."""
-        found = []
-        for variable in model.variables:
-            part = parts.part_of(variable)
-            if part is None:
-                continue
-            value = parts.gathered(variable, self.exchange)
-            if self.world.is_chief and not part.size:
-                found.append((variable, keras_stages.come_back(variable, value)))
-        return found
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         for callback in callbacks:

@@ -7,7 +7,6 @@ finite) is exchanged, so that it is that of one device.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -146,9 +145,3 @@ def _part(variable: Any) -> Part:
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def whole_part(shape: Sequence[int], owner: int, rank: int, ranks: int) -> Part:
-    """The part of process `rank` in a variable of which process `owner` has all elements."""
-    size = math.prod(shape)
-    return Part(tuple(shape), (0,) * owner + (size,) * (ranks - owner), rank)
