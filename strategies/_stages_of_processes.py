@@ -25,7 +25,7 @@ from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.stages import crossing, ordering, own_variables, plan, separate
+from tfdist.stages import ordering, own_variables, plan, separate
 from tfdist.stages.exchange import Exchange
 from tfdist.stages.one_stage import Stage
 from tfdist.stages.plan import Balance, Plan
@@ -203,7 +203,7 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
                 "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
             )
         self._place(steps.model)
-        of_stage = stage_programs.StageSteps(self, steps.model, self._stage(steps.model))
+        of_stage = stage_programs.StageSteps(self, steps.model, self._stage(steps.model).renewed())
         kind = stage_programs.StagePredictProgram if steps.kind == "predict" else stage_programs.StageProgram
         return kind(self, steps, of_stage)
 
@@ -242,12 +242,12 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
         if id(functional) not in self._stages:
             self.check(model)
             found = self._plan(model)
-            stage = Stage(found, self.world.rank, crossing.crossings(found))
+            stage = Stage(found, self.world.rank)
             separate.require_separate(model, found)
             built = [variable for one in optimizers if one.built for variable in one.variables]
             super().broadcast_variables([*model.variables, *built])
             stage.adds_losses = separate.adds_losses(model, found)
-            own_variables.free_others(found, self.world)
+            own_variables.free_others(found, self.world, model.metrics_variables)
             self._stages[id(functional)] = stage
         for optimizer in optimizers:
             if self.of_stage(optimizer) is None:

@@ -18,6 +18,7 @@ strategy = tfdist.strategy("pipeline", seed=1, balance="memory", micro_batches=3
 import keras
 import numpy as np
 from keras import layers
+import shutil
 from tfdist.callbacks import Checkpoint
 from tfdist.errors import UsageError
 from tfdist.internals import tensorflow_variables
@@ -112,8 +113,11 @@ strategy.fit(model, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/kept"), sav
 with strategy.whole_state(model):
     if strategy.world.is_chief:
         model.save(f"{folder}/by_hand.keras")
+strategy.communicator.barrier()
+if strategy.world.is_chief:
+    shutil.copytree(f"{folder}/kept", f"{folder}/again")
 again = frozen()
-strategy.fit(again, x, y, epochs=4, callbacks=[Checkpoint(f"{folder}/kept", resume=True)], **data)
+strategy.fit(again, x, y, epochs=4, callbacks=[Checkpoint(f"{folder}/again", resume=True)], **data)
 with strategy.whole_state(again):
     if strategy.world.is_chief:
         same(again.get_weights(), expected.get_weights())
@@ -124,6 +128,22 @@ if strategy.world.is_chief:
         loaded = keras.saving.load_model(f"{folder}/{name}.keras")
         same(loaded.get_weights(), two.get_weights())
         same([v.numpy() for v in loaded.optimizer.variables], [v.numpy() for v in two.optimizer.variables])
+single = tfdist.strategy("single", seed=1)
+for begins, goes_on, name in ((strategy, single, "kept"), (single, strategy, "of_one")):
+    alone = goes_on is single
+    model = frozen()
+    if begins is single and rank == 0:
+        single.fit(model, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/{name}")], **data)
+    strategy.communicator.barrier()
+    model = frozen()
+    if not alone or rank == 0:
+        goes_on.fit(model, x, y, epochs=4, callbacks=[Checkpoint(f"{folder}/{name}", resume=True)], **data)
+    if not alone:
+        with strategy.whole_state(model):
+            if rank == 0:
+                same(model.get_weights(), expected.get_weights())
+    elif rank == 0:
+        same(model.get_weights(), expected.get_weights())
 say(done=True)
 """
 )

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
-from tfdist.stages import placement
+from tfdist.stages import crossing, placement
 from tfdist.stages.crossing import Crossing
 from tfdist.stages.exchange import Exchange
 from tfdist.stages.plan import Plan
@@ -38,12 +38,19 @@ class Stage:
         next_number: the first number of a message that no crossing has.
     """
 
-    def __init__(self, plan: Plan, number: int, crossings: list[Crossing]):
+    def __init__(self, plan: Plan, number: int):
         self.plan, self.number, self.count = plan, number, len(plan.begins)
+        crossings = crossing.crossings(plan)
         self.incoming = [one for one in crossings if one.target == number]
         self.outgoing = [one for one in crossings if one.source == number]
         self.adds_losses: tuple[bool, ...] = (False,) * self.count
         self.next_number = 2 * len(crossings)
+
+    def renewed(self) -> Stage:
+        """The same stage, with the gradients that are sent now: layers may be trained that were not before."""
+        stage = Stage(self.plan, self.number)
+        stage.adds_losses = self.adds_losses
+        return stage
 
     @property
     def is_last(self) -> bool:

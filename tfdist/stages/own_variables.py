@@ -19,11 +19,17 @@ def whole_part(shape: Sequence[int], owner: int, rank: int, ranks: int) -> Part:
     return Part(tuple(shape), (0,) * owner + (size,) * (ranks - owner), rank)
 
 
-def free_others(plan: Plan, world: World) -> None:
-    """Marks whose the variables are, and frees those of other stages; stage number `rank` is in process `rank`."""
+def free_others(plan: Plan, world: World, shared: Sequence[Any]) -> None:
+    """Marks whose the variables are, and frees those of other stages; stage number `rank` is in process `rank`.
+
+    The `shared` ones, of metrics, stay in all processes.
+    """
+    kept = {id(variable) for variable in shared}
     for stage in range(world.world_size):
         place = f"in stage {stage} of the pipeline, which is in {world.named(stage)}"
         for variable in plan.variables_of(stage):
+            if id(variable) in kept:
+                continue
             parts.mark(variable, whole_part(variable.shape, stage, world.rank, world.world_size))
             if stage != world.rank:
                 keras_stages.leave_losses(variable)
