@@ -5,7 +5,7 @@ The threads and contexts of a `MirroredStrategy` trace the towers side by side; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,9 +28,13 @@ class Tower(base.Replica):
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         def add(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
             with tf.device(self._home):
-                return [gradient_reduction.add(strategy.experimental_local_results(part)) for part in parts]
+                return [self.add(strategy.experimental_local_results(part)) for part in parts]
 
         return meet(add, tensors) if tensors else []
+
+    def add(self, parts: Sequence[Any]) -> Any:
+        """The sum of the tensors of all towers."""
+        return gradient_reduction.add(parts)
 
     def all_gather(self, structure: Any) -> Any:
         def join(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:

@@ -8,17 +8,21 @@ uneven parts, masks, metrics and clipping exact for replicas on several devices 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tensorflow as tf
 from pydantic import BeforeValidator
 
+from tfdist.cluster.world import World
 from tfdist.options import Count
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
 from tfdist.strategies import base
 from tfdist.strategies._stages import MicroBatch, Stages
+from tfdist.strategies._stages_of_processes import StagesOfProcesses
+from tfdist.strategies._traits import Traits
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
@@ -42,6 +46,12 @@ class PipelineStrategy(base.Strategy):
 
     name = "pipeline"
     default_cpus = 2
+
+    def __new__(cls, **options: Any) -> Any:
+        """In a job of several processes, the strategy with a stage in each of them."""
+        if World.detect(os.environ).world_size > 1:
+            return StagesOfProcesses(**options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -97,3 +107,4 @@ class PipelineStrategy(base.Strategy):
 
 
 STRATEGY = PipelineStrategy
+TRAITS = Traits(processes=True)

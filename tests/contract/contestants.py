@@ -1,8 +1,11 @@
 """Who is held to the contract: each strategy at each number of replicas. A strategy joins by adding its name."""
 
 import contextlib
+import functools
 import os
+import pickle
 
+import keras
 import tensorflow as tf
 
 import tfdist
@@ -43,6 +46,8 @@ FEW = OF_THE_JOB | {
     "pipeline": (3,),
     "stock_mirrored": (2,),
 }
+# Each process of these has the whole optimizer, or a part of all of its slots.
+WITH_ALL_SLOTS = FEW if WORLD.world_size == 1 else FEW | {"pipeline": ()}
 # What arrives at a step does not depend on where the variables are: whole batches, and parts of batches.
 WHOLE_AND_PARTS = OF_THE_JOB | {"single": (1,), "custom": (2,)}
 # Whole batches, halves and thirds.
@@ -95,11 +100,22 @@ def start(name, replicas, **options):
         options["staleness"] = 0  # with more than that a result depends on the moment
         options["shard_bytes"] = 0  # where there are several servers, each has a part of every variable
     elif name in PIPELINES:  # to measure times would take longer than the tests
-        options = {"devices": STAGES[name], "micro_batches": replicas, "balance": "memory"} | options
+        where = {"devices": STAGES[name]} if WORLD.world_size == 1 else {}  # or a stage in each process of the job
+        options = where | {"micro_batches": replicas, "balance": "memory"} | options
         name = "pipeline"
     elif name not in OF_THE_JOB:
         options["devices"] = replicas
-    return tfdist.strategy(name, **{"seed": 7} | options)
+    strategy = tfdist.strategy(name, **{"seed": 7} | options)
+    if name == "pipeline" and WORLD.world_size > 1:
+        keras.Model.get_weights = functools.partialmethod(_weights_of_all_stages, strategy)
+    return strategy
+
+
+def _weights_of_all_stages(model, strategy, original=keras.Model.get_weights):
+    """`model.get_weights()` in every process, each of which calls it."""
+    with strategy.whole_state(model):
+        mine = original(model) if strategy.world.is_chief else None
+    return pickle.loads(strategy.exchange(pickle.dumps(mine))[0])
 
 
 class StockMirrored:

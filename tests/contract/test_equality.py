@@ -69,7 +69,7 @@ class SeesGradients(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-@contestants.among(contestants.FEW)
+@contestants.among(contestants.WITH_ALL_SLOTS)
 def test_the_gradient_of_an_embedding_is_never_made_dense(contestant):
     strategy = contestants.start(*contestant)
     words, width, classes = 100_000, 16, 3

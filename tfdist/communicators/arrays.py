@@ -6,14 +6,16 @@ They match exchanges by their order, so the exchanges of a graph run in the orde
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.communicators import Communicator
+from tfdist.communicators import Communicator, opaque
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.transport import messages
 
 
@@ -82,6 +84,60 @@ class ArrayCommunicator(Communicator):
             note(result.op)
         result.set_shape(shape)
         return result
+
+    def send_in_graph(self, tensor: tf.Tensor, to: int, tag: Callable[[], int]) -> tf.Tensor:
+        """Sends `tensor` to process `to` when the graph runs, with the tag that `tag()` then returns.
+
+        Unlike collective operations it waits for no earlier exchange: the caller orders it, see `order_messages`.
+
+        Returns:
+            An int32 scalar, once the tensor may change.
+        """
+
+        def post(values: np.ndarray, after: np.ndarray) -> np.ndarray:
+            self.send(values, to, tag())
+            return after
+
+        return self._message(post, [opaque(tensor)], [tf.TensorSpec([], tf.int32)])[-1]
+
+    def receive_in_graph(self, spec: tf.TensorSpec, from_: int, tag: Callable[[], int]) -> tuple[tf.Tensor, tf.Tensor]:
+        """What process `from_` sends by `send_in_graph` with the same tag, and an int32 scalar to order it by."""
+
+        def take(after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return self.receive(from_, tag()), after
+
+        received, done = self._message(take, [], [spec, tf.TensorSpec([], tf.int32)])
+        return received, done
+
+    def _message(
+        self, function: Callable[..., Any], inputs: list[Any], specs: Sequence[tf.TensorSpec]
+    ) -> list[tf.Tensor]:
+        # TensorFlow runs stateful operations in the order in which they were traced, so it is none. And it may drop a
+        # control dependency on one that is not, so that the order is one of data.
+        with tf.device("CPU:0"):
+            found = tf.numpy_function(
+                function, [*inputs, opaque(tf.constant(0))], [spec.dtype for spec in specs], stateful=False
+            )
+        for tensor, spec in zip(found, specs, strict=True):
+            tensor.set_shape(spec.shape)
+        return list(found)
+
+    def begin_messages(self) -> tf.Tensor:
+        """An int32 scalar after which the messages come that are traced next, see `order_messages`."""
+        # A stateful operation, so that a loop runs it each time, and not once.
+        return self._call(lambda values: values, tf.constant(0), [])
+
+    def order_messages(self, begin: tf.Tensor, done: Sequence[tf.Tensor]) -> None:
+        """Has the present graph run messages one after the other, and later exchanges after them.
+
+        Args:
+            begin: of `begin_messages`, traced before them.
+            done: the scalars that `send_in_graph` and `receive_in_graph` have returned.
+        """
+        for before, after in itertools.pairwise([begin, *done]):
+            tensorflow_internals.replace_input(after.op, -1, before)
+        if done:
+            self._call(lambda values: values, done[-1], [])
 
     def around_branches(self) -> contextlib.AbstractContextManager[None]:
         last = self._last.get(tf.compat.v1.get_default_graph()) if not tf.executing_eagerly() else None

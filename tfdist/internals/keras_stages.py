@@ -5,8 +5,9 @@ Written for Keras 3.15.1; `tests/test_pipeline.py` fails when Keras changes a pa
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,10 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 from keras.src.ops.function import Function
+from keras.src.trainers.data_adapters import data_adapter_utils
 
-from tfdist.internals.keras import optimizers, set_tf_variable, tf_variable
+from tfdist.errors import UsageError
+from tfdist.internals.keras import is_of_keras, optimizers, set_tf_variable, tf_variable
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,15 @@ def functional_of(operation: Any) -> Any:
 
 def calls(model: Any) -> list[Call]:
     """The calls of a functional or sequential model in the order in which it makes them; nested models are opened."""
+    return _visited(model)[0]
+
+
+def outputs(model: Any) -> list[Any]:
+    """The symbolic outputs of a functional or sequential model, as its `calls` return them."""
+    return _visited(model)[1]
+
+
+def _visited(model: Any) -> tuple[list[Call], list[Any]]:
     found: list[Call] = []
 
     def visit(functional: Any, path: tuple[str, ...], known: dict[int, Any]) -> list[Any]:
@@ -75,8 +87,13 @@ def calls(model: Any) -> list[Call]:
         return [known[id(one)] for one in functional.outputs]
 
     functional = functional_of(model)
-    visit(functional, (), {id(one): one for one in functional.inputs})
-    return found
+    made = visit(functional, (), {id(one): one for one in functional.inputs})
+    return found, made
+
+
+def flat(outputs: Any) -> list[Any]:
+    """The tensors in what an operation returns, in the order of the `outputs` of its `Call`."""
+    return list(keras.tree.flatten(outputs))
 
 
 def _nodes(functional: Any) -> Iterator[Any]:
@@ -126,6 +143,107 @@ def move(variable: Any, device: str) -> bool:
         set_tf_variable(variable, tf.Variable(value, trainable=old.trainable, name=variable.name))
         tf.raw_ops.AssignVariableOp(resource=old.handle, value=tf.zeros([0], old.dtype))
     return True
+
+
+def leave(variable: Any, place: str) -> None:
+    """Frees the memory of a Keras variable whose value is at another `place`.
+
+    Whoever reads or assigns it afterwards gets a `UsageError` that names the place; `tf_variable` remains, without
+    elements. A graph that was traced before fails.
+    """
+    empty(variable)
+    object.__setattr__(variable, "_tfdist_place", place)
+    kind: Any = type(variable)
+    variable.__class__ = _elsewhere(kind)
+
+
+def come_back(variable: Any, value: Any) -> str:
+    """Gives a variable that was left its `value`, and lets it be read and assigned again; returns the place."""
+    variable.__class__ = type(variable).__mro__[1]
+    tf.raw_ops.AssignVariableOp(resource=tf_variable(variable).handle, value=tf.constant(value))
+    place: str = variable._tfdist_place
+    return place
+
+
+@contextlib.contextmanager
+def known(variables: Iterable[Any]) -> Iterator[None]:
+    """In this context those of `variables` that were left can be referred to; their values must not be used."""
+    left = [(variable, type(variable)) for variable in variables if isinstance(type(variable), _Left)]
+    try:
+        for variable, kind in left:
+            variable.__class__ = kind.__mro__[1]
+        yield
+    finally:
+        for variable, kind in left:
+            variable.__class__ = kind
+
+
+def empty(variable: Any) -> None:
+    """Frees the memory of the value of a Keras variable."""
+    old = tf_variable(variable)
+    with tf.init_scope():
+        tf.raw_ops.AssignVariableOp(resource=old.handle, value=tf.zeros([0], old.dtype))
+
+
+@functools.cache
+def _elsewhere(kind: Any) -> type:
+    def error(variable: Any) -> UsageError:
+        return UsageError(
+            f"The variable `{variable.path}` is {variable._tfdist_place}",
+            "read it in the chief, within `with strategy.whole_state(model):`, which all processes enter; load weights "
+            "before the first training, or resume by `tfdist.callbacks.Checkpoint`",
+        )
+
+    def value(variable: Any) -> Any:
+        if tf.inside_function():  # as in a rehearsal; where such a graph runs, it fails
+            return kind.value.fget(variable)
+        raise error(variable)
+
+    def assign(variable: Any, value: Any) -> None:
+        raise error(variable)
+
+    return _Left(kind.__name__, (kind,), {"value": property(value), "assign": assign})
+
+
+class _Left(type):
+    """The kind of the classes of variables that were left."""
+
+
+def has_own_loss(model: Any) -> bool:
+    """Whether `model` overrides `compute_loss`."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def adds_losses(layer: Any) -> bool:
+    """Whether a layer may add losses of its own."""
+    regularizes = any(variable.regularizer is not None for variable in layer.trainable_variables)
+    return regularizes or layer.activity_regularizer is not None or not is_of_keras(type(layer))
+
+
+def leave_losses(variable: Any) -> None:
+    """The regularizer of `variable` is applied in another process."""
+    variable.regularizer = None
+
+
+def unpacked(data: Any) -> tuple[Any, Any, Any]:
+    """The inputs, targets and sample weights in what a step is given."""
+    return data_adapter_utils.unpack_x_y_sample_weight(data)
+
+
+def called(model: Any, x: Any, training: bool) -> Any:
+    """The outputs of `model`, called as Keras' own steps do."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def loss_of(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> Any:
+    """The loss of Keras' own steps."""
+    return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training)
+
+
+def note_loss(model: Any, loss: Any, x: Any) -> None:
+    """Notes the `loss` of a batch with inputs `x` for the reported mean, as Keras' own steps do."""
+    first = next(one for one in keras.tree.flatten(x) if one is not None)
+    model._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
 
 
 def move_slots(model: Any) -> None:

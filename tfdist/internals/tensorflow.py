@@ -381,6 +381,11 @@ def replicas_in_time(device: str, count: int) -> tf.distribute.MirroredStrategy:
     return strategy
 
 
+def replace_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Has an operation of a graph take `tensor`, which may have been made after it, as its input number `index`."""
+    operation._update_input(index % len(operation.inputs), tensor)
+
+
 def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
     """Makes an operation of a graph wait for another one, which may have been made after it."""
     operation._add_control_input(before)

@@ -78,6 +78,12 @@ def _device_of(name_scope: str) -> str | None:
     return _thread.devices[found[0]] if found and _thread.devices else None
 
 
+def scope_of(stage: int, task: Task) -> str:
+    """The name scope for operations that belong to a task of a stage beside those of the model and the tape."""
+    scope = stage_names.scope(stage, task.micro_batch)
+    return _BACKWARD + scope if task.direction == "backward" else scope
+
+
 def task_of(name: str) -> tuple[int, Task] | None:
     """The stage and the task to which an operation of a graph belongs, by its name."""
     found = stage_names.found_in(name)

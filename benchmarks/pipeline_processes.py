@@ -1,0 +1,181 @@
+"""A pipeline of two processes: the memory of each beside that of the whole model, and its speed beside PyTorch's.
+
+    memory    what training adds to the process of each stage, over what it adds to one process with the whole model
+    speed     GPipe by hand in PyTorch (`torch.distributed.pipelining`, gloo) over `pipeline`: the same dense model of
+              6.6 million parameters, cut at the same layer, micro-batches, Adam, and one thread in each process
+
+Each measurement is a fresh job on this machine; the kinds take turns, and the last figure is the median of the ratios.
+Example: `python -m benchmarks.pipeline_processes --torch /tmp/torch/bin/python`
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import ROOT, peak, reset_peak
+
+WIDE = [784, 2048, 2048, 512, 10]
+BALANCED = [64, *[2048] * 9, 64]  # layers that divide evenly; the data are small beside them
+CUT = 1  # the first layer of the second stage in `WIDE`
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.kind is not None:
+        numbers = torch_stage(arguments) if arguments.kind == "torch" else train(arguments)
+        Path(arguments.folder, f"{numbers.pop('rank')}.json").write_text(json.dumps(numbers))
+        return
+    if "memory" in arguments.what:
+        _compare(arguments, "memory", ["pipeline", "single"], "bytes")
+    if "speed" in arguments.what:
+        kinds = ["torch", "pipeline"] if arguments.torch else ["single", "pipeline"]
+        _compare(arguments, "speed", kinds, "ms")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--what", nargs="+", choices=["memory", "speed"], default=["memory", "speed"])
+    parser.add_argument("--torch", help="a Python with PyTorch; without it, one process is what speed is compared with")
+    parser.add_argument("--schedule", default="gpipe")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40, help="that are timed, after as many that are not")
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--of", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser
+
+
+def _compare(arguments: argparse.Namespace, what: str, kinds: list[str], number: str) -> None:
+    """Prints the numbers of two kinds, and the ratio of the first to the second."""
+    ratios, found = [], []
+    for _ in range(arguments.repeats):
+        runs = [start(arguments, kind, what) for kind in kinds]
+        largest = [max(process[number] for process in run) for run in runs]
+        ratios.append(largest[0] / largest[1])
+        found.append([[round(process[number] / (1e6 if number == "bytes" else 1), 1) for process in r] for r in runs])
+    unit = "MB" if number == "bytes" else "ms a step"
+    for index, kind in enumerate(kinds):
+        print(f"{what}, {kind:<9} {unit}, of each process: {[run[index] for run in found]}", flush=True)
+    each = [round(ratio, 3) for ratio in ratios]
+    print(f"{what}: {kinds[0]} over {kinds[1]} {statistics.median(ratios):.3f}, of {each}", flush=True)
+
+
+def start(arguments: argparse.Namespace, kind: str, what: str) -> list[dict[str, float]]:
+    """The numbers of each process of one job."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = ["-m", "benchmarks.pipeline_processes", *sys.argv[1:], "--kind", kind, "--of", what]
+        script += ["--folder", folder]
+        commands = [[sys.executable, *script]]
+        if kind == "pipeline":
+            job = ["-m", "tfdist.launch", "--workers", "2", "--log-dir", f"{folder}/logs"]
+            commands = [[sys.executable, *job, *script]]
+        elif kind == "torch":
+            with socket.create_server(("localhost", 0)) as held:
+                address = f"localhost:{held.getsockname()[1]}"
+            own = ["--address", address, "--rank"]
+            commands = [[arguments.torch, *script, *own, str(rank)] for rank in range(2)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+        started = [
+            subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL) for command in commands
+        ]
+        ended = [process.wait() for process in started]
+        if any(ended):
+            sys.exit(f"`{kind}` failed: {' '.join(commands[0])}")
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+
+
+def train(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One process of tfdist: its numbers."""
+    import keras
+    import numpy as np
+
+    import tfdist
+
+    memory = arguments.of == "memory"
+    options: dict[str, Any] = {}
+    if arguments.kind == "pipeline":
+        stages = {"balance": "memory"} if memory else {"stages": f"layer_{CUT}"}
+        options = {"micro_batches": arguments.micro_batches, "schedule": arguments.schedule} | stages
+    strategy = tfdist.strategy(arguments.kind, seed=1, threads=1, **options)
+    before = reset_peak()
+    widths, batch_size, steps = (BALANCED, 4096, 1) if memory else (WIDE, 128, arguments.steps)
+    with strategy.scope():
+        layers = [
+            keras.layers.Dense(width, "relu" if index + 2 < len(widths) else None, name=f"layer_{index}")
+            for index, width in enumerate(widths[1:])
+        ]
+        model = keras.Sequential([keras.Input((widths[0],)), *layers])
+        loss = "mse" if memory else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
+    rng = np.random.default_rng(0)
+    x = rng.random((batch_size * steps, widths[0]), "float32")
+    y = x if memory else rng.integers(0, widths[-1], len(x))
+
+    class Timer(keras.callbacks.Callback):
+        """The seconds of the last epoch."""
+
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            self.began = time.perf_counter()
+
+        def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+            self.seconds = time.perf_counter() - self.began
+
+    timer = Timer()
+    strategy.fit(model, x, y, batch_size=batch_size, epochs=2, verbose=0, callbacks=[timer])
+    added = peak() - before - x.nbytes
+    return {"rank": strategy.world.rank, "ms": 1e3 * timer.seconds / steps, "bytes": added}
+
+
+def torch_stage(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One process of PyTorch: its numbers."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    rank = arguments.rank
+    dist.init_process_group("gloo", init_method=f"tcp://{arguments.address}", rank=rank, world_size=2)
+    layers: list[nn.Module] = []
+    for index, (before, after) in enumerate(itertools.pairwise(WIDE)):
+        layers.append(nn.Sequential(nn.Linear(before, after), nn.ReLU() if index + 2 < len(WIDE) else nn.Identity()))
+    model = nn.Sequential(*(layers[:CUT] if rank == 0 else layers[CUT:]))
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = (ScheduleGPipe if arguments.schedule == "gpipe" else Schedule1F1B)(
+        stage, arguments.micro_batches, loss_fn=nn.CrossEntropyLoss()
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-7, fused=True)
+    steps, batch_size = arguments.steps, 128
+    x, y = torch.rand(steps * batch_size, WIDE[0]), torch.randint(0, WIDE[-1], (steps * batch_size,))
+    seconds = 0.0
+    for _ in range(2):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+        dist.barrier()
+        began = time.perf_counter()
+        for batch in order.split(batch_size):
+            optimizer.zero_grad(set_to_none=True)
+            schedule.step(x[batch]) if rank == 0 else schedule.step(target=y[batch], losses=[])
+            optimizer.step()
+        dist.barrier()
+        seconds = time.perf_counter() - began
+    dist.destroy_process_group()
+    return {"rank": rank, "ms": 1e3 * seconds / steps}
+
+
+if __name__ == "__main__":
+    main()

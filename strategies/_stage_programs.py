@@ -1,0 +1,154 @@
+"""The steps of a pipeline whose stages are in several processes.
+
+    train_step of a micro-batch      in the last stage                    in another stage
+    forward                          receive, run, compute the loss       receive, run, send
+    backward                         tape, send gradients                 receive gradients, tape, send gradients
+    update                           own variables                        own variables
+
+Each process runs the inner loop of `tfdist.core.inner_loop`, with these steps in place of Keras' own. A micro-batch is
+a replica in time, as in `tfdist.strategies.pipeline`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfdist.core import exact_step, metrics, randomness, share
+from tfdist.core.inner_loop import Outcome, PredictProgram, StepProgram, Steps, joined
+from tfdist.core.metrics import Logs
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_stages
+from tfdist.stages.one_stage import Pass, Stage, passing
+
+if TYPE_CHECKING:
+    from tfdist.strategies._stages_of_processes import StagesOfProcesses
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSteps:
+    """Keras' steps of one micro-batch, as far as they are of this process' stage.
+
+    Attributes:
+        strategy: has the exchange.
+        model: the whole model.
+        stage: of this process.
+    """
+
+    strategy: StagesOfProcesses
+    model: Any
+    stage: Stage
+
+    def train(self, replica: Any, data: Any) -> Logs:
+        """Keras' `train_step`."""
+        x, y, sample_weight = keras_stages.unpacked(data)
+        model, weights = self.model, self.strategy.own_weights(self.model)
+        with tf.GradientTape() as tape:
+            one = Pass(self.stage, self.strategy.exchange_of_stages, replica.index, tape.watch)
+            outputs = self._forward(replica, one, x, training=True)
+            loss = self._loss(replica, one, x, y, outputs, sample_weight, training=True)
+            scaled = [] if loss is None else [model.optimizer.scale_loss(loss)]
+        begun = [*map(tf.ones_like, scaled), *one.gradients_of_sent()]
+        sent, received = [tensor for _, tensor in one.sent], [tensor for _, tensor in one.received]
+        gradients = tape.gradient([*scaled, *sent], [*weights, *received], output_gradients=begun)
+        one.send_gradients(gradients[len(weights) :])
+        if weights:
+            model.optimizer.apply_gradients(zip(gradients[: len(weights)], weights, strict=True))
+        return self._logs(x, y, outputs, sample_weight)
+
+    def test(self, replica: Any, data: Any) -> Logs:
+        """Keras' `test_step`."""
+        x, y, sample_weight = keras_stages.unpacked(data)
+        one = Pass(self.stage, self.strategy.exchange_of_stages, replica.index)
+        outputs = self._forward(replica, one, x, training=False)
+        self._loss(replica, one, x, y, outputs, sample_weight, training=False)
+        return self._logs(x, y, outputs, sample_weight)
+
+    def predict(self, replica: Any, data: Any) -> Any:
+        """Keras' `predict_step`; the result counts in the last stage alone."""
+        x, _, _ = keras_stages.unpacked(data)
+        one = Pass(self.stage, self.strategy.exchange_of_stages, replica.index)
+        return self._forward(replica, one, x, training=False)
+
+    def _forward(self, replica: Any, one: Pass, x: Any, training: bool) -> Any:
+        with passing(self.stage.plan.functional, one):
+            outputs = keras_stages.called(self.model, x, training)
+        # They depend on the examples, as the replica's part of the batch does.
+        replica.data = [*replica.data, *one.all_received]
+        one.send()
+        return outputs
+
+    def _loss(self, replica: Any, one: Pass, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> Any:
+        """What this stage adds to the loss, `None` if nothing; the last stage notes the sum of all."""
+        model = self.model
+        if not self.stage.is_last:
+            losses = model.losses if self.stage.adds_losses[self.stage.number] else []
+            total = tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
+            if self.stage.adds_losses[self.stage.number]:
+                part = tf.zeros([]) if total is None else share.weigh_scalar(replica, total)
+                one.send_to_last(part)
+            return total
+        loss = keras_stages.loss_of(model, x, y, outputs, sample_weight, training)
+        total = loss
+        for source in range(self.stage.number):
+            if self.stage.adds_losses[source]:
+                of_stage = share.undone(replica, one.receive_in_last(source))
+                replica.means.append(of_stage)
+                total = total + tf.cast(of_stage, total.dtype)
+        keras_stages.note_loss(model, total, x)
+        return loss
+
+    def _logs(self, x: Any, y: Any, outputs: Any, sample_weight: Any) -> Logs:
+        if self.stage.is_last:
+            return self.model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+        return dict.fromkeys(metrics.names(self.model), 0.0)
+
+
+class StageProgram(StepProgram):
+    """Trains or tests one stage."""
+
+    def __init__(self, strategy: StagesOfProcesses, steps: Steps, of_stage: StageSteps):
+        self._of_stage, self._stages = of_stage, strategy
+        self._kind = steps.kind
+        super().__init__(strategy, steps)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        self._stages.exchange_of_stages.begin_call()
+        return super().run(state, first, count)
+
+    def _step_function(self, replica: Any) -> Callable[[Any], Logs]:
+        step = functools.partial(getattr(self._of_stage, self._kind), replica)
+        return functools.partial(self._checked_logs, step, replica)
+
+
+class StagePredictProgram(PredictProgram):
+    """Predicts; the last stage gives its outputs to all processes."""
+
+    def __init__(self, strategy: StagesOfProcesses, steps: Steps, of_stage: StageSteps):
+        self._of_stage, self._stages = of_stage, strategy
+        super().__init__(strategy, steps)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        self._stages.exchange_of_stages.begin_call()
+        outcome = super().run(state, first, count)
+        if not outcome.steps:
+            return outcome
+        outputs = keras_internals.tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
+        message = pickle.dumps(outputs, protocol=5) if self._of_stage.stage.is_last else b""
+        found = self._stages.exchange(message)[-1]
+        return dataclasses.replace(outcome, logs={"outputs": pickle.loads(found)})
+
+    def _predict(self, state: Any, batch: Any) -> Any:
+        def on_replica(replica: Any) -> Any:
+            part = self._batches.part(state, batch, replica.index, replica.count)
+            replica.begin(*part, randomness.unseeded_of(self._strategy))
+            step = functools.partial(self._of_stage.predict, replica)
+            outputs, _ = exact_step.exactly(replica, self._model, step)
+            return keras_internals.tree.map_structure(replica.real_rows, outputs)
+
+        return joined(self._strategy.run(on_replica))

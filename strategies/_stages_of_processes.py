@@ -1,0 +1,381 @@
+"""`pipeline` in a job of several processes: one stage of the model in each of them.
+
+A process has the variables of its own stage, their gradients and their slots. What crosses the cuts is sent by the
+communicator of the job, in the order of the schedule; `tfdist.strategies._stage_programs` has the steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.cluster import consensus, rendezvous
+from tfdist.cluster.heartbeat import Heartbeat, Limits
+from tfdist.cluster.world import World
+from tfdist.communicators import parts
+from tfdist.communicators.sockets import SocketCommunicator
+from tfdist.core import gradient_reduction
+from tfdist.data.pipeline.feed import Feed
+from tfdist.errors import ClusterError, UsageError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_optimizers, keras_stages
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.stages import ordering, own_variables, plan, separate
+from tfdist.stages.exchange import Exchange
+from tfdist.stages.one_stage import Stage
+from tfdist.stages.plan import Balance, Plan
+from tfdist.stages.schedule import Schedule
+from tfdist.stages.stage_optimizer import StageOptimizer
+from tfdist.strategies import _collective as collective
+from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import _stage_programs as stage_programs
+from tfdist.strategies import base
+from tfdist.strategies._towers import Tower
+from tfdist.transport import star
+
+if TYPE_CHECKING:
+    from tfdist.core.inner_loop import Program, Steps
+
+# The examples of a micro-batch that times are measured with where the size of a batch is not known.
+UNKNOWN_BATCH = 32
+SECONDS_TO_CONNECT = 10.0
+_OPTIMIZER = "_tfdist_stage"
+NEED_WHOLE_STATE = (keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights)
+
+
+class StageTower(Tower):
+    """A micro-batch in the stage of this process."""
+
+    def __init__(self, index: int, count: int, home: str, strategy: StagesOfProcesses):
+        super().__init__(index, count, home)
+        self._strategy = strategy
+
+    def add(self, parts: Sequence[Any]) -> Any:
+        # Two at a time, so that a gradient can be freed before that of the next micro-batch is computed.
+        return functools.reduce(lambda total, part: gradient_reduction.add([total, part]), parts)
+
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        of_stage = self._strategy.of_stage(optimizer)
+        assert of_stage is not None and variables is not None
+        kept = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        updated = [variables[index] for index in kept]
+
+        def update(values: list[Any]) -> None:
+            # What the update exchanges comes after all messages of the step.
+            self._strategy.exchange_of_stages.put_in_order()
+            of_stage.apply(apply, values, updated)
+
+        self.update_each_copy(update, self.of_global_batch([gradients[index] for index in kept]))
+
+
+class StagesOfProcesses(collective.MultiProcessStrategy):
+    """Trains one stage of a model in each process of the job; see `tfdist.strategies.pipeline`.
+
+    Args:
+        micro_batches: the parts of a global batch that go through the stages one after the other.
+        schedule: "gpipe" or "1f1b", see `tfdist.stages.schedule`.
+        balance: what is made even between the stages: "time", measured by the chief, or "memory".
+        stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
+        options: see `tfdist.strategies._collective.MultiProcessStrategy`.
+    """
+
+    name = "pipeline"
+    metrics_by_process = False
+    communicator: SocketCommunicator
+
+    def __init__(
+        self,
+        *,
+        micro_batches: int = 4,
+        schedule: Schedule = "gpipe",
+        balance: Balance = "time",
+        stages: Sequence[str] | None = None,
+        job_settings: Mapping[str, str] | None = None,
+        **options: Any,
+    ):
+        self._micro_batches, self._schedule, self._balance, self._named = micro_batches, schedule, balance, stages
+        alike = {
+            "micro_batches": str(micro_batches),
+            "schedule": schedule,
+            "balance": balance,
+            "stages": ",".join(stages or ()) or "chosen",
+        }
+        self._examples: int | None = None
+        self._stages: dict[int, Stage] = {}  # by the `id` of the graph of the model
+        self._told: list[str] = []  # the layers of each stage of the model that runs
+        super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
+
+    def connect(self) -> SocketCommunicator:
+        if self.world.tasks_of("ps"):
+            raise UsageError(
+                "`TF_CONFIG` has parameter servers, and `pipeline` has no use for them",
+                "use a cluster of workers alone",
+            )
+        distribute.require_addresses(self.world, self.name)
+        return _connected(self.world, self.timeout_seconds, self._start_timeout_seconds)
+
+    def set_up(self) -> None:
+        super().set_up()
+        limits = Limits(self.timeout_seconds, self.callback_timeout_seconds)
+        self._heartbeat = _heartbeat(self.communicator, self.world, limits, self._with_stage)
+        count = self.world.world_size
+        if self._named is not None and len(self._named) != count - 1:
+            raise UsageError(
+                f"`stages` names the first layer of {len(self._named)} stages after the first, and there are "
+                f"{count} processes",
+                f"name {count - 1} layers, or start {len(self._named) + 1} processes",
+            )
+        self._towers = tensorflow_internals.replicas_in_time(self.devices[0], self._micro_batches)
+        self.exchange_of_stages = Exchange(self.communicator, self._schedule, self._micro_batches)
+
+    @property
+    def num_replicas(self) -> int:
+        return self._micro_batches
+
+    @property
+    def replica_devices(self) -> list[str]:
+        return [self.devices[0]] * self._micro_batches
+
+    def run(self, step: base.Step) -> list[Any]:
+        def on_tower() -> Any:
+            return step(StageTower(base.current_index(), self._micro_batches, self.devices[0], self))
+
+        self.exchange_of_stages.begin_step()
+        results = base.local_results(self._towers, self._towers.run(on_tower))
+        if not tf.executing_eagerly():
+            self._order(tf.compat.v1.get_default_graph())
+        return results
+
+    def _order(self, graph: Any) -> None:
+        self.exchange_of_stages.put_in_order()
+        devices = [self.devices[0]] * self.world.world_size
+        possible = ordering.order(graph, self._schedule, devices, self._micro_batches)
+        if not all(consensus.all_gather_object(self, possible, "orders its micro-batches")):
+            raise UsageError(
+                f"Micro-batches meet in the middle of a step, and `{self._schedule}` computes them one after the other "
+                "in each process",
+                "train with `schedule=gpipe` if the loss makes them meet, else in one process; synchronized batch "
+                "normalization and losses of the whole batch make them meet",
+            )
+
+    def placed(self, feed: Feed) -> Feed:
+        self._examples = feed.batch_size or self._examples
+        return super().placed(feed)
+
+    def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
+        """The state of metrics, which the last stage alone updates; the other processes get a copy."""
+        held = [keras_internals.tf_variable(variable) for variable in variables]
+        is_last = self.world.rank == self.world.world_size - 1
+        mine = [tf.convert_to_tensor(one) if is_last else tf.zeros(one.shape, one.dtype) for one in held]
+        values = collective.summed(self.communicator, mine, name)
+        for one, value in zip(held, values, strict=True):
+            if not is_last:
+                tf.raw_ops.AssignVariableOp(resource=one.handle, value=value)
+        return values
+
+    def check(self, model: Any) -> None:
+        plan.require_cuttable(model, self.world.world_size)
+        if model.run_eagerly:
+            raise UsageError(
+                f"The model `{model.name}` is compiled with `run_eagerly=True`, and a pipeline of several processes "
+                "runs graphs",
+                f"leave it out, or {separate.ONE_PROCESS}",
+            )
+        for kind in ("train", "test", "predict"):
+            if keras_internals.has_own_step(model, kind):
+                raise UsageError(
+                    f"The model `{model.name}` has a `{kind}_step` of its own, and a pipeline of several processes "
+                    "runs Keras' own",
+                    f"leave it out, or {separate.ONE_PROCESS}",
+                )
+
+    def program(self, steps: Steps) -> Program:
+        if steps.batches.own:
+            raise UsageError(
+                "Each process has its own part of the data, and the stages of a pipeline work on the same batches",
+                "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
+            )
+        self._place(steps.model)
+        of_stage = stage_programs.StageSteps(self, steps.model, self._stage(steps.model).renewed())
+        kind = stage_programs.StagePredictProgram if steps.kind == "predict" else stage_programs.StageProgram
+        return kind(self, steps, of_stage)
+
+    # The model in stages.
+
+    def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Nothing: its slots are made once the model is cut, by `divide_optimizers`."""
+
+    def divide_optimizers(self, model: Any) -> None:
+        self._place(model)
+
+    def is_divided(self, optimizer: Any) -> bool:
+        return self.of_stage(optimizer) is not None
+
+    def of_stage(self, optimizer: Any) -> StageOptimizer | None:
+        """The part of `optimizer` that this process has; `None` before the model is cut."""
+        found: StageOptimizer | None = vars(optimizer).get(_OPTIMIZER)
+        return found
+
+    def own_weights(self, model: Any) -> list[Any]:
+        """The trained variables of this process' stage."""
+        return [one for one in model.trainable_weights if (part := parts.part_of(one)) is not None and part.size]
+
+    def finalize_variables(self, model: Any) -> None:
+        of_stage = self.of_stage(model.optimizer)
+        if of_stage is not None and keras_optimizers.inner(model.optimizer).use_ema:
+            of_stage.finalize()
+
+    def _stage(self, model: Any) -> Stage:
+        return self._stages[id(keras_stages.functional_of(model))]
+
+    def _place(self, model: Any) -> None:
+        """Cuts `model`, and frees what is not of this process' stage, unless that was done before."""
+        functional = keras_stages.functional_of(model)
+        optimizers = keras_internals.optimizers(model)
+        if id(functional) not in self._stages:
+            self.check(model)
+            found = self._plan(model)
+            stage = Stage(found, self.world.rank)
+            separate.require_separate(model, found)
+            built = [variable for one in optimizers if one.built for variable in one.variables]
+            super().broadcast_variables([*model.variables, *built])
+            stage.adds_losses = separate.adds_losses(model, found)
+            own_variables.free_others(found, self.world, model.metrics_variables)
+            self._stages[id(functional)] = stage
+        for optimizer in optimizers:
+            if self.of_stage(optimizer) is None:
+                variables = keras_internals.trainable_variables(optimizer) if optimizer.built else None
+                variables = model.trainable_variables if variables is None else variables
+
+                def meet(doing: str) -> None:
+                    consensus.all_gather_object(self, None, doing)
+
+                divided = StageOptimizer(optimizer, variables, self.communicator, meet)
+                # Past Keras' attribute tracking, so that it is not saved with the model.
+                object.__setattr__(optimizer, _OPTIMIZER, divided)
+        stage = self._stages[id(functional)]
+        self._told = [", ".join(stage.plan.layers_of(number)) for number in range(stage.count)]
+
+    def _plan(self, model: Any) -> Plan:
+        """The plan of the chief, which measures times."""
+        count, begins = self.world.world_size, None
+        part = UNKNOWN_BATCH if self._examples is None else max(1, self._examples // self._micro_batches)
+        if self.world.is_chief or self._balance != "time" or self._named is not None:
+            found = plan.make(model, count, self._named, self._balance, part, self._micro_batches)
+            begins = list(found.begins)
+        begins = consensus.broadcast_from_chief(self, begins)
+        return Plan(keras_stages.functional_of(model), keras_stages.calls(model), begins)
+
+    @contextlib.contextmanager
+    def whole_state(self, model: Any) -> Iterator[None]:
+        """The context in which the chief has all variables; all processes enter it."""
+        away: list[Any] = []
+        with contextlib.ExitStack() as stack:
+            for optimizer in keras_internals.optimizers(model):
+                of_stage = self.of_stage(optimizer)
+                if of_stage is not None:
+                    stack.enter_context(of_stage.whole())
+            if id(keras_stages.functional_of(model)) in self._stages:
+                consensus.all_gather_object(self, None, "gathers the variables of all stages")
+                away = own_variables.gather(model, self.exchange, self.world.is_chief)
+            try:
+                yield
+            finally:
+                for variable, place in away:
+                    keras_stages.leave(variable, place)
+
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:
+        for callback in callbacks:
+            at_steps = isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch"
+            restores = getattr(callback, "restore_best_weights", False)
+            if at_steps or restores or isinstance(callback, NEED_WHOLE_STATE):
+                how = "` within epochs" if at_steps else "` with `restore_best_weights`" if restores else "`"
+                raise UsageError(
+                    f"`{type(callback).__name__}{how} needs all weights in one process, and the stages of the pipeline "
+                    "are in several",
+                    "use `tfdist.callbacks.Checkpoint` in its place",
+                )
+
+    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        raise self._no_verification()
+
+    def prepare(self, model: Any, *, verify: bool = False) -> Any:
+        if verify:
+            raise self._no_verification()
+        return super().prepare(model)
+
+    def _no_verification(self) -> UsageError:
+        return UsageError(
+            "A verification compares the whole model with one device, and no process has the whole model",
+            "verify it with `pipeline` in one process",
+        )
+
+    def stages_of(self, model: Any) -> list[dict[str, Any]]:
+        stage = self._stages.get(id(keras_stages.functional_of(model)))
+        if stage is None:
+            return []
+        return [
+            {
+                "device": f"{self.world.named(number)}, {self.devices[0]}",
+                "layers": stage.plan.layers_of(number),
+                "parameters": stage.plan.parameters_of(number),
+            }
+            for number in range(stage.count)
+        ]
+
+    def options(self) -> dict[str, Any]:
+        own = {"micro_batches": self._micro_batches, "schedule": self._schedule, "balance": self._balance}
+        return super().options() | own | {"stages": self._named and list(self._named)}
+
+    # Errors.
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
+                yield
+        except (tf.errors.OpError, ClusterError) as error:
+            failure = self.communicator.sockets.failure
+            if failure is None:
+                raise
+            raise self._with_stage(failure) from error
+
+    def _with_stage(self, error: ClusterError) -> ClusterError:
+        """`error` with the stages and the layers of the processes that it names."""
+        stages = [
+            f"stage {rank} ({layers})"
+            for rank, layers in enumerate(self._told)
+            if self.world.named(rank) in error.sentence and f"stage {rank} (" not in error.sentence
+        ]
+        if not stages:
+            return error
+        return type(error)(f"{error.sentence}: {', '.join(stages)} of the pipeline", error.hint)
+
+
+@functools.cache
+def _connected(world: World, timeout_seconds: float, start_timeout_seconds: float) -> SocketCommunicator:
+    """Sockets that live as long as this process, which can join a job once."""
+    rendezvous.meet(world, {"strategy": StagesOfProcesses.name}, start_timeout_seconds)
+    with star.joined(world, start_timeout_seconds) as exchange:
+        return SocketCommunicator(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
+
+
+@functools.cache
+def _heartbeat(
+    communicator: SocketCommunicator, world: World, limits: Limits, told: Callable[[ClusterError], ClusterError]
+) -> Heartbeat:
+    """The heartbeat of this process, whose threads live as long as the process."""
+
+    def give_up(error: ClusterError) -> None:
+        communicator.sockets.give_up(told(error))
+
+    heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)
+    communicator.sockets.excuse(heartbeat.others_are_busy)
+    return heartbeat

@@ -1,0 +1,334 @@
+"""`pipeline` in several processes: one stage of the model in each, and the weights of one device at the end."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+from tests.processes.jobs import Several, by_hand, record, wait_for_epochs
+from tests.processes.test_contract import equality_cases, run_together
+
+BEGINS = """
+import sys
+import tfdist
+
+strategy = tfdist.strategy("pipeline", seed=1, balance="memory", micro_batches=3)
+import keras
+import numpy as np
+from keras import layers
+import shutil
+from tfdist.callbacks import Checkpoint
+from tfdist.errors import UsageError
+from tfdist.internals import tensorflow_variables
+
+rank, size = strategy.world.rank, strategy.world.world_size
+x = np.random.default_rng(0).random((35, 30), "float32")
+y = x[:, :7] ** 2
+data = {"batch_size": 8, "shuffle": False, "verbose": 0}
+
+
+def residual(optimizer=None, **compiled):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((30,))
+    first = layers.Dense(40, "relu", kernel_regularizer="l2", name="first")(inputs)
+    second = layers.Dense(40, "tanh", name="second")(first)
+    both = layers.Add(name="both")([first, layers.Dense(40, name="third")(second)])
+    middle = layers.BatchNormalization(name="middle")(both)
+    model = keras.Model(inputs, layers.Dense(7, name="last")(layers.Concatenate(name="all")([middle, first])))
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **compiled)
+    return model
+
+
+def held(variables):
+    return sum(tensorflow_variables.copies(v)[0].read_value().numpy().nbytes for v in variables)
+
+
+def say(**what):
+    import json
+
+    sys.stdout.write("FOUND " + json.dumps(what) + "\\n")
+"""
+
+# The first layer is used in each later stage. Unsynchronized batch statistics differ, so its rate is 0 in the tests
+# of equality: `training=False` is what an evaluation computes.
+TRAINS = (
+    BEGINS
+    + """
+for schedule in ("gpipe", "1f1b"):
+    own = tfdist.strategy("pipeline", seed=1, balance="memory", micro_batches=4, schedule=schedule)
+    for make in (
+        lambda: keras.optimizers.SGD(0.1),
+        lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05, use_ema=True, ema_momentum=0.9),
+    ):
+        model, stock = residual(make()), residual(make())
+        for one in (model, stock):
+            one.get_layer("middle").trainable = False
+        history = own.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]), **data).history
+        expected = stock.fit(x, y, epochs=2, validation_data=(x[:9], y[:9]), **data).history
+        assert list(history) == list(expected)
+        for name in expected:
+            np.testing.assert_allclose(history[name], expected[name], rtol=5e-5, atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(
+            own.predict(model, x, batch_size=8, verbose=0), stock.predict(x, verbose=0), atol=5e-5
+        )
+        np.testing.assert_allclose(
+            own.evaluate(model, x, y, batch_size=8, verbose=0), stock.evaluate(x, y, batch_size=8, verbose=0), atol=5e-5
+        )
+        parts = held(model.variables), held(model.optimizer.variables)
+        wholes = held(stock.variables), held(stock.optimizer.variables)
+        with own.whole_state(model):
+            if own.world.is_chief:
+                for found, wanted in zip(model.get_weights(), stock.get_weights(), strict=True):
+                    np.testing.assert_allclose(found, wanted, atol=5e-5)
+        assert (held(model.variables), held(model.optimizer.variables)) == parts
+        say(rank=rank, parts=parts, wholes=wholes, stages=own.stages_of(model))
+"""
+)
+
+CHECKPOINTS = (
+    BEGINS
+    + """
+folder = sys.argv[1]
+
+
+def frozen():
+    model = residual()
+    model.get_layer("middle").trainable = False
+    return model
+
+
+def same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-5)
+
+
+expected = frozen()
+expected.fit(x, y, epochs=4, **data)
+
+model = frozen()
+saves = keras.callbacks.ModelCheckpoint(f"{folder}/saved.keras")
+strategy.fit(model, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/kept"), saves], **data)
+with strategy.whole_state(model):
+    if strategy.world.is_chief:
+        model.save(f"{folder}/by_hand.keras")
+strategy.communicator.barrier()
+if strategy.world.is_chief:
+    shutil.copytree(f"{folder}/kept", f"{folder}/again")
+again = frozen()
+strategy.fit(again, x, y, epochs=4, callbacks=[Checkpoint(f"{folder}/again", resume=True)], **data)
+with strategy.whole_state(again):
+    if strategy.world.is_chief:
+        same(again.get_weights(), expected.get_weights())
+two = frozen()
+two.fit(x, y, epochs=2, **data)
+if strategy.world.is_chief:
+    for name in ("saved", "by_hand"):
+        loaded = keras.saving.load_model(f"{folder}/{name}.keras")
+        same(loaded.get_weights(), two.get_weights())
+        same([v.numpy() for v in loaded.optimizer.variables], [v.numpy() for v in two.optimizer.variables])
+single = tfdist.strategy("single", seed=1)
+for begins, goes_on, name in ((strategy, single, "kept"), (single, strategy, "of_one")):
+    alone = goes_on is single
+    model = frozen()
+    if begins is single and rank == 0:
+        single.fit(model, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/{name}")], **data)
+    strategy.communicator.barrier()
+    model = frozen()
+    if not alone or rank == 0:
+        goes_on.fit(model, x, y, epochs=4, callbacks=[Checkpoint(f"{folder}/{name}", resume=True)], **data)
+    if not alone:
+        with strategy.whole_state(model):
+            if rank == 0:
+                same(model.get_weights(), expected.get_weights())
+    elif rank == 0:
+        same(model.get_weights(), expected.get_weights())
+say(done=True)
+"""
+)
+
+REFUSED = (
+    BEGINS
+    + """
+import tensorflow as tf
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class Counts(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, inputs):
+        self.seen.update_state(keras.ops.mean(inputs))
+        return inputs
+
+
+def of(*found, **compiled):
+    model = keras.Sequential([keras.Input((30,)), *found])
+    model.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
+    return model
+
+
+def shared():
+    inputs = keras.Input((30,))
+    twice = layers.Dense(30, name="twice")
+    model = keras.Model(inputs, layers.Dense(7)(twice(layers.Dense(30)(twice(inputs)))))
+    model.compile("sgd", "mse")
+    return model
+
+
+def refused(model, **fit):
+    try:
+        strategy.fit(model, x, y, **data | fit)
+    except UsageError as error:
+        say(refused=error.sentence, hint=error.hint)
+
+
+inputs = keras.Input((30,))
+own = OwnStep(inputs, layers.Dense(7)(layers.Dense(5)(inputs)))
+own.compile("sgd", "mse")
+refused(own)
+refused(of(layers.Dense(5), layers.Dense(7), run_eagerly=True))
+refused(shared())
+refused(of(layers.Flatten(), layers.Rescaling(1.0), layers.Dense(7)))
+refused(of(layers.Dense(5), layers.BatchNormalization(synchronized=True), layers.Dense(7)))
+refused(of(Counts(), layers.Dense(40), layers.Dense(7)))
+best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[best])
+refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[keras.callbacks.ModelCheckpoint("a.keras", save_freq=2)])
+model = residual()
+strategy.fit(model, x, y, epochs=1, **data)
+for use in (model.get_weights, lambda: model.save("a.keras"), lambda: strategy.verify(model, x, y)):
+    try:
+        use()
+    except UsageError as error:
+        say(refused=error.sentence, hint=error.hint)
+"""
+)
+
+REASONS = [
+    "has a `train_step` of its own",
+    "is compiled with `run_eagerly=True`",
+    "The layer `twice` is in stage 0 and in stage 1",
+    "has nothing to train",
+    "Micro-batches meet in the middle of a step",
+    "has metrics of its own",
+    "`EarlyStopping` with `restore_best_weights` needs all weights in one process",
+    "`ModelCheckpoint` within epochs needs all weights in one process",
+    "is in stage",
+    "is in stage",
+    "A verification compares the whole model",
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stages")
+    scripts = {"trains": (TRAINS, []), "checkpoints": (CHECKPOINTS, [str(folder)]), "refused": (REFUSED, [])}
+    return Several(folder, scripts, workers=2)
+
+
+def found(printed):
+    return [json.loads(line.removeprefix("FOUND ")) for line in printed.splitlines() if line.startswith("FOUND ")]
+
+
+def require_parts(of_ranks):
+    """Each rank reports the same trainings, and what it holds of each."""
+    for of_training in zip(*map(found, of_ranks), strict=True):
+        wholes = of_training[0]["wholes"]
+        for kind in (0, 1):
+            sizes = [one["parts"][kind] for one in of_training]
+            assert sum(sizes) == pytest.approx(wholes[kind], abs=64)  # counters are in each
+            assert max(sizes) < 0.8 * wholes[kind] or wholes[kind] < 64
+        assert of_training[0]["stages"] == of_training[1]["stages"]
+
+
+def test_two_stages_train_evaluate_and_predict_as_one_device_and_each_has_its_own_variables_alone(results):
+    require_parts(results.printed("trains"))
+
+
+def test_checkpoints_and_saved_models_are_whole(results):
+    assert all(found(printed) == [{"done": True}] for printed in results.printed("checkpoints"))
+
+
+def test_what_cannot_be_exact_is_refused_by_a_sentence_in_every_process(results):
+    for printed in results.printed("refused"):
+        said = found(printed)
+        assert [reason in one["refused"] for reason, one in zip(REASONS, said, strict=True)] == [True] * len(REASONS)
+        assert all(one["hint"] for one in said)
+
+
+@pytest.mark.thorough
+def test_skip_connections_reach_the_third_stage(tmp_path):
+    require_parts(Several(tmp_path, {"trains": (TRAINS, [])}, workers=3).printed("trains"))
+
+
+QUICK = [
+    "remainder 1",
+    "single batch of one example",
+    "global clipnorm",
+    "accumulation and clipping",
+    "ema overwriting",
+    "mixed float16, inf on one replica",
+    "mask, mean_with_sample_weight",
+    "activity regularizer",
+    "sparse gradients, clipnorm",
+    "several inputs and outputs",
+    "auc",
+]
+
+
+def test_cases_of_the_contract_that_need_most_of_it(tmp_path):
+    last = run_together("pipeline", 2, *equality_cases("pipeline", 3, QUICK), cwd=tmp_path)
+    assert f"{len(QUICK)} passed" in last
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_contract_of_equality(tmp_path, workers):
+    assert "passed" in run_together("pipeline", workers, "tests/contract/test_equality.py", cwd=tmp_path)
+
+
+MEMORY = ("--strategy-option", "balance=memory")
+
+
+def test_a_killed_stage_ends_all_and_the_error_names_its_rank_stage_and_layers(tmp_path):
+    """Without a launcher, as on several machines."""
+    run_dir = tmp_path / "run"
+    options = ("--epochs", "2000", *MEMORY, "--strategy-option", "timeout_seconds=10")
+    with by_hand(run_dir, *options, strategy="pipeline") as (chief, worker):
+        wait_for_epochs(run_dir, 2, [chief, worker])
+        worker.kill()
+        worker.wait(timeout=5)
+        began = time.monotonic()
+        _, err = chief.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+    assert chief.returncode == 3
+    assert re.search(r"worker 1 \(localhost:\d+\).*: stage 1 \(.*logits\) of the pipeline", err), err
+    assert record(run_dir)["status"] == "failed"
+
+
+def test_a_stopped_stage_is_named_after_the_timeout(tmp_path):
+    run_dir = tmp_path / "run"
+    options = ("--epochs", "2000", *MEMORY, "--strategy-option", "timeout_seconds=5")
+    with by_hand(run_dir, *options, strategy="pipeline") as (chief, worker):
+        wait_for_epochs(run_dir, 2, [chief, worker])
+        chief.send_signal(signal.SIGSTOP)
+        _, err = worker.communicate(timeout=30)
+    assert worker.returncode == 3
+    assert re.search(r"silent for 5 s: worker 0 \(localhost:\d+\).*: stage 0 \(flatten", err), err
+
+
+def test_stages_with_other_options_are_refused_with_both_values(tmp_path):
+    own = [(*MEMORY, "--strategy-option", f"micro_batches={count}") for count in (2, 5)]
+    with by_hand(tmp_path / "run", own=own, strategy="pipeline") as processes:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    for err in errors:
+        assert "disagree on" in err and "micro_batches" in err and "`2`" in err and "`5`" in err, err
