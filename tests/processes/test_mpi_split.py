@@ -111,6 +111,46 @@ def test_averaging_less_often_lets_ranks_disagree_and_says_how_much(split, sync_
     assert len(set(said(out, "WEIGHTS"))) == len(set(said(out, "MOMENTUM"))) == 1  # averaged, all are alike again
 
 
+# The same training with pieces of the usual size, in which all fits into one, and of 100 bytes.
+PIECES = """
+import sys
+import keras, numpy as np, tfdist
+from tfdist.internals import tensorflow_variables
+from tfdist.strategies import _local_sgd as local_sgd
+
+strategy = tfdist.strategy("mpi_split", seed=1, sync_every=2)
+x = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
+y = (x.sum(1) > 0).astype("int32")
+
+
+def trained():
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Dense(40, "relu"), keras.layers.Dense(30, dtype="bfloat16"), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(keras.optimizers.Adam(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = strategy.fit(model, x, y, batch_size=12, epochs=2, shuffle=False, verbose=0).history
+    return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)], history["disagreement"]
+
+
+whole, disagreements = trained()
+tensorflow_variables.PIECE_BYTES = local_sgd.PIECE_BYTES = 100
+pieces, same = trained()
+sys.stdout.write(
+    f"EQUAL {all((a == b).all() for a, b in zip(whole, pieces, strict=True))}\\n"
+    f"DISAGREEMENTS {np.allclose(disagreements, same, rtol=1e-5) and min(same) > 0}\\n"
+    f"SUM {sum(float(abs(w.astype('float64')).sum()) for w in pieces)}\\n"
+)
+"""
+
+
+def test_averaging_in_pieces_gives_what_averaging_at_once_does(tmp_path):
+    (tmp_path / "script.py").write_text(PIECES)
+    done = run(sys.executable, "-m", "tfdist.launch", "--mpi", "--workers", "2", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert said(done.stdout, "EQUAL ") == said(done.stdout, "DISAGREEMENTS ") == ["True"] * 2
+    assert len(set(said(done.stdout, "SUM "))) == 1  # the processes have the same
+
+
 def test_the_command_trains_on_two_processes_and_leaves_one_record(tmp_path):
     run_dir = tmp_path / "run"
     with train("--epochs", "2", "--sync-every", "5", run_dir=run_dir, strategy="mpi_split") as job:
