@@ -189,8 +189,9 @@ class _Uses:
         self.order = {operation.name: index for index, operation in enumerate(operations)}
         self.forward: dict[Key, list[tf.Operation]] = {}
         self.backward: dict[Key, list[Place]] = {}
+        early = _early(operations, self.order)
         for operation in operations:
-            backward = _is_backward(operation)
+            backward = _is_backward(operation) and operation.name not in early
             if backward and operation.type in _OF_SHAPE:
                 continue  # runs in the forward pass, and holds no memory
             for index, tensor in enumerate(operation.inputs):
@@ -199,6 +200,23 @@ class _Uses:
                 else:
                     self.forward.setdefault(key(tensor), []).append(operation)
         self.effective = _effective(operations)
+
+
+def _early(operations: Sequence[tf.Operation], order: Mapping[str, int]) -> set[str]:
+    """The names of the operations that an operation uses which was traced before them.
+
+    To differentiate a loop, TensorFlow gives the loop of the forward pass lists to keep its values in.
+    """
+    found: set[str] = set()
+    for operation in operations:
+        waiting = [operation]
+        while waiting:
+            for tensor in waiting.pop().inputs:
+                one = tensor.op
+                if order.get(one.name, -1) > order[operation.name] and one.name not in found:
+                    found.add(one.name)
+                    waiting.append(one)
+    return found
 
 
 def _effective(operations: Sequence[tf.Operation]) -> set[str]:

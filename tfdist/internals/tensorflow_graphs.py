@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -56,8 +55,9 @@ def barrier(tensor: tf.Tensor, name: str, after: Sequence[tf.Operation]) -> tf.T
     TensorFlow's graph optimizer would merge two operations on the same inputs, whatever they wait for, and it removes
     `tf.identity`. It leaves this operation, which has the same kernel.
     """
-    with tensor.graph.as_default(), tf.control_dependencies(None), tf.control_dependencies(list(after)):
-        with tf.name_scope(f"{name}/"), tf.device(tensor.device):
+    waiting = tf.control_dependencies(list(after))
+    with tensor.graph.as_default(), tf.control_dependencies(None), waiting, tf.device(tensor.device):
+        with tf.name_scope(f"{name}/"):
             return tf.raw_ops.PreventGradient(input=tensor, message="held for a recomputation")
 
 
