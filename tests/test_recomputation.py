@@ -193,7 +193,7 @@ def test_the_backward_pass_uses_nothing_of_the_forward_pass_between_the_layers_t
     used = {
         tensor.op.name
         for operation in graph_of_step(["first", "both"])
-        if recomputation._is_backward(operation) and operation.type not in recomputation._OF_SHAPE
+        if recomputation._is_backward(operation) and operation.type not in graphs.OF_SHAPE
         for tensor in operation.inputs
         if not recomputation._is_backward(tensor.op) and graphs.bytes_of(tensor, 4) > 4 * 4 * 64
     }

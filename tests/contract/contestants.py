@@ -18,9 +18,13 @@ SHARDED = {
     for shard in ("optimizer", "gradients")
 }
 
+# Strategies that compute activations again; `make test` holds `single` to some cases in `tests/test_recomputation.py`.
+RECOMPUTING = {f"{name}_recompute": name for name in ("single", "mirrored", "custom", "horovod", "multiworker")}
+
 # However many this job has.
 OF_THE_JOB = {
     **dict.fromkeys(("horovod", "multiworker", *SHARDED), (WORLD.world_size,)),
+    **dict.fromkeys(("horovod_recompute", "multiworker_recompute"), (WORLD.world_size,)),
     "parameter_server": (len(WORLD.tasks_of("worker")),),
 }
 
@@ -30,6 +34,9 @@ REPLICAS = OF_THE_JOB | {
     "custom": (1, 2, 3),
     "pipeline": (3,),
     "stock_mirrored": (2,),
+    "single_recompute": (1,),
+    "mirrored_recompute": (2,),
+    "custom_recompute": (2,),
 }
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
 FEW = OF_THE_JOB | {
@@ -85,6 +92,8 @@ def start(name, replicas, **options):
     """A strategy to train with."""
     if name == "stock_mirrored":
         return StockMirrored(replicas)
+    if name in RECOMPUTING:
+        name, options["recompute"] = RECOMPUTING[name], "blocks"
     if name in SHARDED:
         name, options["shard"] = SHARDED[name]
     if name == "parameter_server":

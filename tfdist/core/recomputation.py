@@ -25,6 +25,7 @@ from tfdist.core.forward_pass import ForwardPass, Key, Place, Segment, key
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches, tensorflow_patches
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 
 BLOCKS = "blocks"
@@ -36,8 +37,6 @@ _REPLICA = re.compile(r"tfdist_recomputing_(\d+)")
 _BACKWARD = "tfdist_backward"
 # Operations whose results exist before a step.
 _OUT_OF_STEP = frozenset(("Const", "ReadVariableOp", "Placeholder"))
-# Operations that take only the shape of their arguments.
-_OF_SHAPE = frozenset(("Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"))
 _OF_A_TAPE = "gradient_tape/"  # TensorFlow's, in front of the names of what a tape computes
 
 
@@ -48,7 +47,7 @@ def parsed(given: Any) -> str | tuple[str, ...] | None:
         UsageError: it is something else.
     """
     if given is None or given == BLOCKS:
-        return given  # type: ignore[no-any-return]
+        return given
     names = given.split(",") if isinstance(given, str) else given
     if isinstance(names, Sequence) and names and all(isinstance(name, str) and name.strip() for name in names):
         return tuple(name.strip() for name in names)
@@ -192,7 +191,7 @@ class _Uses:
         early = _early(operations, self.order)
         for operation in operations:
             backward = _is_backward(operation) and operation.name not in early
-            if backward and operation.type in _OF_SHAPE:
+            if backward and operation.type in graphs.OF_SHAPE:
                 continue  # runs in the forward pass, and holds no memory
             for index, tensor in enumerate(operation.inputs):
                 if backward:
@@ -236,7 +235,8 @@ def _recompute(forward: ForwardPass, cuts: Sequence[int], uses: _Uses) -> int:
     """Lets the backward pass use copies; returns the number of operations that are copied."""
     segments = forward.choose(cuts).segments
     copied = {key(tensor) for segment in segments for tensor in segment.used}
-    finished = _names(use for tensor in forward.used if key(tensor) not in copied for use in uses.backward[key(tensor)])
+    rest = [tensor for tensor in forward.used if key(tensor) not in copied and not forward.is_held(tensor)]
+    finished = _names(use for tensor in rest for use in uses.backward[key(tensor)])
     count = 0
     for segment in reversed(segments):
         if not segment.used:
@@ -294,3 +294,16 @@ def _copy(
     for tensor in segment.used:
         for operation, index in uses.backward[key(tensor)]:
             graphs.set_input(operation, index, copies[tensor.op.name].outputs[tensor.value_index])
+    for operation in using:
+        _before_its_sibling(operation, after)
+
+
+def _before_its_sibling(operation: tf.Operation, after: Sequence[tf.Operation]) -> None:
+    """Lets the gradient of a filter, after which the convolution's argument is free, come before the argument's own."""
+    if not operation.type.endswith("BackpropFilter"):
+        return
+    wanted = operation.type.removesuffix("Filter") + "Input"
+    for sibling in operation.inputs[2].consumers():
+        together = sibling.type == wanted and sibling.name.rpartition("/")[0] == operation.name.rpartition("/")[0]
+        if together and not any(one.name == sibling.name for one in after):
+            tensorflow_internals.add_control_input(sibling, operation)

@@ -15,6 +15,8 @@ import tensorflow as tf
 _ALIASING = frozenset(
     ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient", "IdentityN", "EnsureShape")
 )
+# Operations that take only the shape of their arguments: they run, or are folded, before the memory is needed.
+OF_SHAPE = frozenset(("Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"))
 # Pure by their registration, but a part of the graph's frame.
 _FRAME = frozenset(("Const", "Placeholder", "PlaceholderWithDefault", "NoOp"))
 
@@ -55,10 +57,14 @@ def barrier(tensor: tf.Tensor, name: str, after: Sequence[tf.Operation]) -> tf.T
     TensorFlow's graph optimizer would merge two operations on the same inputs, whatever they wait for, and it removes
     `tf.identity`. It leaves this operation, which has the same kernel.
     """
-    waiting = tf.control_dependencies(list(after))
-    with tensor.graph.as_default(), tf.control_dependencies(None), waiting, tf.device(tensor.device):
-        with tf.name_scope(f"{name}/"):
-            return tf.raw_ops.PreventGradient(input=tensor, message="held for a recomputation")
+    with (
+        tensor.graph.as_default(),
+        tf.control_dependencies(None),
+        tf.control_dependencies(list(after)),
+        tf.name_scope(f"{name}/"),
+        tf.device(tensor.device),
+    ):
+        return tf.raw_ops.PreventGradient(input=tensor, message="held for a recomputation")
 
 
 def copy(operation: tf.Operation, inputs: Sequence[tf.Tensor], name: str) -> tf.Operation:
