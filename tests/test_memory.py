@@ -30,7 +30,8 @@ def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
 
 
 def test_the_command_prints_a_table():
-    result = CliRunner().invoke(main, "memory --model mlp --dataset digits --strategy mirrored --replicas 2".split())
+    typed = "memory --model mlp --dataset digits --strategy mirrored --replicas 2"
+    result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 0, result.output
     for word in ("weights", "gradients", "slots", "activations", "total"):
         assert word in result.output
@@ -40,7 +41,7 @@ def test_the_command_prints_a_table():
     ("options", "sentence", "hint"),
     [
         ("--strategy pipeline", "The memory of `pipeline` is not estimated", "--balance memory"),
-        ("--strategy mirorred", "There is no strategy `mirorred`", "mirrored"),
+        ("--strategy mirorred", "Unknown strategy `mirorred`", "mirrored"),
         ("--replicas 64", "`--batch-size` is 32, and `--replicas` is 64", "at most one per example"),
         ("--recompute middle", "middle", "dense"),
     ],
