@@ -157,7 +157,8 @@ class ClosureProgram(StepProgram):
                 self._metrics_updated |= replica.updates.metrics_updated
                 return replica.updates.values, staleness(), tf.nest.map_structure(_as_float, logs)
 
-        with fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=True), self._own_metrics():
+        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=True)
+        with update, self._own_metrics(), self._recomputation.traced():
             ((values, staleness, logs),) = self._strategy.run(on_replica)
         return values, staleness, logs
 

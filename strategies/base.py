@@ -36,7 +36,7 @@ from tfdist.cluster import consensus
 from tfdist.cluster.world import World
 from tfdist.communicators import parts
 from tfdist.communicators import variables as shared_variables
-from tfdist.core import randomness
+from tfdist.core import randomness, recomputation
 from tfdist.core.replica import Replica
 from tfdist.data.pipeline import device_feed, together
 from tfdist.data.pipeline.feed import Feed
@@ -69,6 +69,8 @@ class Strategy(KerasMethods):
         device_data_bytes: arrays of examples up to this size are copied to each device once, and a replica gathers its
             examples there; of larger ones the host gathers the parts, and copies each to its device ahead of its use.
             `None` is 256 MiB on GPUs; on CPUs, which share the memory of the host, arrays are read where they are.
+        recompute: "blocks", or the names of the layers whose outputs are held: what is computed between them is
+            computed again in the backward pass, which takes less memory and more time. See docs/memory.md.
         job_settings: settings that must be the same in all processes of the job, if there are several.
     """
 
@@ -88,12 +90,14 @@ class Strategy(KerasMethods):
         fused: bool = True,
         steps_per_call: int | None = None,
         device_data_bytes: int | None = None,
+        recompute: str | Sequence[str] | None = None,
         job_settings: Mapping[str, str] | None = None,
     ):
         if device_data_bytes is not None and device_data_bytes < 0:
             raise UsageError(f"`device_data_bytes` is {device_data_bytes}", "use 0 or more, or leave it out")
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
+        self.recompute = recomputation.parsed(recompute)
         self.world = World()
         self.seed = randomness.seed_of_random() if seed is None else seed
         self.seed_is_given = self.seed_is_settled = seed is not None
@@ -275,7 +279,9 @@ class Strategy(KerasMethods):
 
     def options(self) -> dict[str, Any]:
         """The options in effect, for the run's record."""
-        return {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
+        recompute = list(self.recompute) if isinstance(self.recompute, tuple) else self.recompute
+        own = {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
+        return own | {"recompute": recompute}
 
 
 class OnThisProcess(Strategy):
@@ -286,6 +292,7 @@ class OnThisProcess(Strategy):
         self.world, self.devices = World(), strategy.devices[:1]
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
         self.device_data_bytes = strategy.device_data_bytes
+        self.recompute = strategy.recompute
         self.seed, self.seed_is_given, self.seed_is_settled = strategy.seed, strategy.seed_is_given, True
         # Variables that are made while it runs must be the same in all processes.
         self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, launch, train, verify, world
+from tfdist import __version__, launch, memory, train, verify, world
 from tfdist.data import __main__ as data
 from tfdist.stages import __main__ as stages
 
@@ -19,6 +19,7 @@ main.add_command(train.command, "train")
 main.add_command(launch.command, "launch")
 main.add_command(data.command, "data")
 main.add_command(stages.command, "pipeline")
+main.add_command(memory.command, "memory")
 main.add_command(verify.command, "verify")
 main.add_command(world.command, "env")
 

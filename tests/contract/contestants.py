@@ -21,6 +21,9 @@ SHARDED = {
     for shard in ("optimizer", "gradients")
 }
 
+# Strategies that compute activations again; `make test` holds `single` to some cases in `tests/test_recomputation.py`.
+RECOMPUTING = {f"{name}_recompute": name for name in ("single", "mirrored", "custom", "horovod", "multiworker")}
+
 # The number of stages of a pipeline, whose replicas are its micro-batches, or of that of each process of a job.
 PIPELINES = ("pipeline", "pipeline_of_3")
 STAGES = {"pipeline": 2, "pipeline_of_3": 3, "horovod_stages": 2}
@@ -28,6 +31,7 @@ STAGES = {"pipeline": 2, "pipeline_of_3": 3, "horovod_stages": 2}
 # However many this job has.
 OF_THE_JOB = {
     **dict.fromkeys(("horovod", "horovod_stages", "multiworker", *SHARDED), (WORLD.world_size,)),
+    **dict.fromkeys(("horovod_recompute", "multiworker_recompute"), (WORLD.world_size,)),
     "parameter_server": (len(WORLD.tasks_of("worker")),),
 }
 
@@ -37,6 +41,9 @@ REPLICAS = OF_THE_JOB | {
     "custom": (1, 2, 3),
     **dict.fromkeys(PIPELINES, (1, 3, 4)),
     "stock_mirrored": (2,),
+    "single_recompute": (1,),
+    "mirrored_recompute": (2,),
+    "custom_recompute": (2,),
 }
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
 FEW = OF_THE_JOB | {
@@ -91,6 +98,8 @@ def start(name, replicas, **options):
     """A strategy to train with."""
     if name == "stock_mirrored":
         return StockMirrored(replicas)
+    if name in RECOMPUTING:
+        name, options["recompute"] = RECOMPUTING[name], "blocks"
     if name in SHARDED:
         name, options["shard"] = SHARDED[name]
     if name == "horovod_stages":

@@ -54,6 +54,8 @@ def largest_difference(left, right):
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_stock_keras_on_one_device(name, contestant):
+    if name == "run eagerly" and contestant[0] in contestants.RECOMPUTING:
+        pytest.skip("recomputation needs a graph, and says so")
     case, expected = CASES[name], reference(name)
     found = train(case, contestants.start(*contestant))
     assert found["iterations"] == expected["iterations"]

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.cluster import consensus
-from tfdist.core import building, exact_step, fused_optimizers, metrics, randomness, share
+from tfdist.core import building, exact_step, fused_optimizers, metrics, randomness, recomputation, share
 from tfdist.core.metrics import Logs
 from tfdist.core.replica import Replica
 from tfdist.core.steps_per_call import AtNan
@@ -109,6 +109,7 @@ class StepProgram(Program):
         self._at_nan = steps.at_nan if watched else AtNan.NOTHING
         with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(strategy.devices[0]):
             self._finite_steps = tf.Variable(0, trainable=False, dtype=tf.int64)  # of a call that finds the first other
+        self._recomputation = _recomputation(strategy, steps)
         self._own_logs = steps.own_logs
         self._build = _builder(strategy, steps)
         self._metrics_updated: set[int] = set()
@@ -198,7 +199,7 @@ class StepProgram(Program):
             return _mean(logs, replica) if self._returns_own(logs) else logs
 
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, xla=self._with_xla)
-        with update, self._own_metrics():
+        with update, self._own_metrics(), self._recomputation.traced():
             results = self._strategy.run(on_replica)
         logs: Logs = {}
         if self._returns_own(results[0]):
@@ -229,8 +230,9 @@ class StepProgram(Program):
 
     @property
     def _with_xla(self) -> bool:
-        # Replicas exchange tensors within a step, which XLA cannot compile.
-        return self._strategy.alone and keras_internals.wants_xla(self._model)
+        # Replicas exchange tensors within a step, which XLA cannot compile. And it would merge what is computed again.
+        recomputes = self._recomputation.wanted is not None
+        return self._strategy.alone and not recomputes and keras_internals.wants_xla(self._model)
 
     def _returns_own(self, logs: Logs) -> bool:
         """Whether a step that returned `logs` returns something else than the results of the metrics."""
@@ -245,6 +247,7 @@ class StepProgram(Program):
         step = getattr(self._model, self._step_name)
         if self._with_xla:
             step = tf.function(step, jit_compile=True)
+        step = self._recomputation.marked(step, replica.index)
         return functools.partial(self._checked_logs, step, replica)
 
     def _checked_logs(self, step: Callable[[Any], Any], replica: Replica, data: Any) -> Logs:
@@ -306,6 +309,13 @@ class PredictProgram(Program):
         if self._batches.own or self._strategy.world.world_size == 1:
             return joined(self._strategy.run(on_replica))
         return self._strategy.run(lambda replica: replica.all_gather(on_replica(replica)))[0]
+
+
+def _recomputation(strategy: Strategy, steps: Steps) -> recomputation.Recomputation:
+    wanted = strategy.recompute if steps.kind == "train" else None
+    batch_size = getattr(steps.batches, "batch_size", None)
+    examples = None if batch_size is None else max(1, batch_size // strategy.num_replicas)
+    return recomputation.Recomputation(wanted, steps.model, examples, eager=strategy.runs_eagerly(steps.model))
 
 
 def _builder(strategy: Strategy, steps: Steps) -> Callable[[Any, Any], None]:

@@ -233,6 +233,21 @@ def watching(model: Any, see: See) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def noting_outputs(names: Iterable[str], note: Callable[[str, Any], None]) -> Iterator[None]:
+    """In this context `note(name, outputs)` receives the result of each call of a layer with one of these `names`."""
+    wanted = set(names)
+
+    def call(original: Callable[..., Any], layer: Any, *args: Any, **named: Any) -> Any:
+        outputs = original(layer, *args, **named)
+        if layer.name in wanted:
+            note(layer.name, outputs)
+        return outputs
+
+    with _surrounded(keras.Layer, "__call__", call) if wanted else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def _surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     """In this context the method `name` of `owner` returns `call(original, ...)`."""
     original, is_own = getattr(owner, name), name in vars(owner)

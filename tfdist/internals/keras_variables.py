@@ -15,6 +15,7 @@ from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import numpy as tensorflow_numpy
 from keras.src.initializers.random_initializers import RandomInitializer
+from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import containers_of, optimizers
@@ -41,6 +42,8 @@ def look_up_rows() -> None:
 
 # From this size on, the saved memory is worth tracing a graph.
 _LARGE_BYTES = 1 << 26
+# Up to this size variables such as counters and seeds are made as ever.
+_SMALL_BYTES = 1 << 12
 
 
 @functools.cache
@@ -64,6 +67,27 @@ def fill_large_variables_in_place() -> None:
         _unshare_copies(self._value)
 
     backend.Variable._initialize_with_initializer = initialize
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """In this context Keras makes large variables that have a shape and a dtype, and no memory; they cannot be read."""
+    original = backend.Variable._initialize_with_initializer
+
+    def initialize(self: Any, initializer: Any) -> None:
+        if np.prod(self._shape) * tf.as_dtype(self._dtype).size < _SMALL_BYTES:
+            original(self, initializer)
+            return
+        with tf.init_scope():
+            self._value = resource_variable_ops.UninitializedVariable(
+                trainable=self.trainable, name=self.name, shape=self._shape, dtype=self._dtype
+            )
+
+    backend.Variable._initialize_with_initializer = initialize
+    try:
+        yield
+    finally:
+        backend.Variable._initialize_with_initializer = original
 
 
 def _in_place(initializer: Any) -> Any:

@@ -96,6 +96,18 @@ def around_gradients(around: Callable[[Callable[[Any, Any], Any], Any, Any, Any]
         setattr(tf.GradientTape, name, _while_differentiating(getattr(tf.GradientTape, name)))
 
 
+def around_tapes(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """From now on each `tf.GradientTape.gradient` computes in the context `context()`."""
+    original = tf.GradientTape.gradient
+
+    @functools.wraps(original)
+    def gradient(*arguments: Any, **named: Any) -> Any:
+        with context():
+            return original(*arguments, **named)
+
+    tf.GradientTape.gradient = gradient
+
+
 def _while_differentiating(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:

@@ -1,0 +1,84 @@
+"""Operations of a graph that is still being traced: copies of them, other inputs, and how large their results are.
+
+Written for TensorFlow 2.21.0; `tests/test_recomputation.py` fails when TensorFlow changes a part that this uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+# Operations whose result is the memory of their first argument.
+_ALIASING = frozenset(
+    ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient", "IdentityN", "EnsureShape")
+)
+# Operations that take only the shape of their arguments: they run, or are folded, before the memory is needed.
+OF_SHAPE = frozenset(("Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"))
+# Pure by their registration, but a part of the graph's frame.
+_FRAME = frozenset(("Const", "Placeholder", "PlaceholderWithDefault", "NoOp"))
+
+
+@functools.cache
+def _is_of_tensorflow(kind: str) -> bool:
+    return hasattr(tf.raw_ops, kind)
+
+
+def is_pure(operation: tf.Operation) -> bool:
+    """Whether the operation computes the same result whenever it runs on the same inputs, and does nothing else.
+
+    Operations of other packages, such as Horovod's exchanges, may have effects that TensorFlow is not told of.
+    """
+    if operation.type in _FRAME or operation.op_def.is_stateful or not _is_of_tensorflow(operation.type):
+        return False
+    return not any(tensor.dtype in (tf.resource,) for tensor in (*operation.inputs, *operation.outputs))
+
+
+def root(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory `tensor` shares, itself if it has its own."""
+    while tensor.op.type in _ALIASING:
+        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+    return tensor
+
+
+def bytes_of(tensor: tf.Tensor, unknown_length: int) -> int:
+    """The size of a tensor in bytes; each axis of unknown length counts as `unknown_length`, a variant as nothing."""
+    if tensor.shape.rank is None:
+        return unknown_length * max(1, tensor.dtype.size)
+    lengths = (unknown_length if length is None else length for length in tensor.shape)
+    return math.prod(lengths) * tensor.dtype.size
+
+
+def barrier(tensor: tf.Tensor, name: str, after: Sequence[tf.Operation]) -> tf.Tensor:
+    """`tensor` itself, once the operations `after` have run.
+
+    TensorFlow's graph optimizer would merge two operations on the same inputs, whatever they wait for, and it removes
+    `tf.identity`. It leaves this operation, which has the same kernel.
+    """
+    with (
+        tensor.graph.as_default(),
+        tf.control_dependencies(None),
+        tf.control_dependencies(list(after)),
+        tf.name_scope(f"{name}/"),
+        tf.device(tensor.device),
+    ):
+        return tf.raw_ops.PreventGradient(input=tensor, message="held for a recomputation")
+
+
+def copy(operation: tf.Operation, inputs: Sequence[tf.Tensor], name: str) -> tf.Operation:
+    """A copy of the operation on other inputs, on the same device."""
+    attributes = {key: value for key, value in operation.node_def.attr.items() if key != "_class"}
+    dtypes = [tensor.dtype for tensor in operation.outputs]
+    with operation.graph.as_default(), tf.control_dependencies(None):
+        made = operation.graph._create_op_internal(
+            operation.type, list(inputs), dtypes, name=f"{name}/", attrs=attributes, op_def=operation.op_def
+        )
+    made._set_device(operation.device)
+    return made
+
+
+def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Replaces an input of an operation of a graph by a tensor of the same shape and dtype."""
+    operation._update_input(index, tensor)

@@ -1,0 +1,110 @@
+"""`python -m tfdist.memory`, or `tfdist memory`: the memory that a training needs, before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tfdist import data, models, registry, strategies, terminal
+from tfdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from tfdist.core.peak_memory import Estimate
+
+# Strategies each of whose replicas has a whole model, on a device of its own.
+WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_split")
+
+
+@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--model", required=True, metavar="NAME", help=", ".join(models.names()) + ", or your own module:function"
+)
+@click.option(
+    "--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function"
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="per global batch")
+@click.option("--strategy", default="single", show_default=True, metavar="NAME", help=", ".join(WHOLE_COPIES))
+@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="parts of a global batch")
+@click.option("--recompute", metavar="blocks|LAYERS", help="as the option of strategies")
+@click.option("--optimizer", metavar="NAME", help="by default the one usual for the model")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of the dataset's files")
+@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="option of the dataset; may be repeated")
+@click.option("--model-option", multiple=True, metavar="NAME=VALUE", help="option of the model; may be repeated")
+def command(
+    strategy: str, replicas: int, data_option: tuple[str, ...], model_option: tuple[str, ...], **options: Any
+) -> None:
+    """Estimate the memory of one replica: weights, gradients, slots and activations. Nothing is trained."""
+    registry.require_known(strategy, "strategy", strategies.names())
+    if strategy not in WHOLE_COPIES:
+        raise UsageError(
+            f"The memory of `{strategy}` is not estimated: its devices do not each have a whole model",
+            "use `tfdist pipeline --balance memory` for stages, or `--strategy single` for the model on one device",
+        )
+    if options["batch_size"] < replicas:
+        raise UsageError(
+            f"`--batch-size` is {options['batch_size']}, and `--replicas` is {replicas}", "use at most one per example"
+        )
+    show(
+        of(
+            options.pop("model"),
+            options.pop("dataset"),
+            -(-options.pop("batch_size") // replicas),
+            data_options=registry.parse_options(data_option, "--data-option"),
+            model_options=registry.parse_options(model_option, "--model-option"),
+            **options,
+        )
+    )
+
+
+def of(
+    model: str,
+    dataset: str,
+    batch_size: int,
+    *,
+    recompute: Any = None,
+    optimizer: str | None = None,
+    data_dir: Path | None = None,
+    data_options: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
+) -> Estimate:
+    """The memory of a replica that trains on `batch_size` examples per step."""
+    import tfdist
+    from tfdist import tasks
+    from tfdist.core import peak_memory
+    from tfdist.internals import keras_variables
+    from tfdist.run import optimizers
+    from tfdist.run.config import TrainConfig
+
+    source = data.load(dataset, data_dir, **data_options or {})
+    if models.tasks(model) == ("autoencoding",):
+        source = source.for_autoencoding()
+    strategy = tfdist.strategy("single", seed=0, recompute=recompute)
+    config = TrainConfig("single", model, dataset, batch_size=batch_size, optimizer=optimizer)
+    feed = source.feed("train", batch_size, world=strategy.world, seed=0)
+    with keras_variables.without_memory(), strategy.scope():
+        built = models.build(model, source.spec, **model_options or {})
+        if not built.compiled:
+            tasks.compile(built, source.spec, optimizers.make(config, feed.num_batches))
+        return peak_memory.of_training(strategy, built, batch_size, feed.spec)
+
+
+def show(estimate: Estimate) -> None:
+    """Prints an estimate."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("of a replica")
+    table.add_column("MiB", justify="right")
+    for name in ("weights", "gradients", "slots", "activations", "total"):
+        table.add_row(name, f"{getattr(estimate, name) / 2**20:,.1f}")
+    with terminal.any_stdout(needed=True):
+        Console(soft_wrap=True).print(table)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    command(prog_name="python -m tfdist.memory")
