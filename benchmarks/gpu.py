@@ -8,6 +8,8 @@ Example: `python -m benchmarks.gpu --models resnet50 --dtypes float32 mixed_bflo
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import socket
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -22,8 +24,14 @@ CONTESTANTS = {
     "mirrored": "benchmarks.gpu:mirrored",
     "custom": "benchmarks.gpu:custom",
     "torch_compile": "benchmarks.gpu:torch_compile",
+    "torch_ddp": "benchmarks.gpu:torch_ddp",
 }
-GOALS = [Goal("fit", "single", 1.0), Goal("mirrored_fit", "mirrored", 1.0), Goal("torch_compile", "single")]
+GOALS = [
+    Goal("fit", "single", 1.0),
+    Goal("mirrored_fit", "mirrored", 1.0),
+    Goal("torch_compile", "single"),
+    Goal("torch_ddp", "mirrored"),
+]
 BATCHES = {"resnet50": 128, "transformer": 128, "mlp": 1024}
 STEPS = 50
 
@@ -96,14 +104,49 @@ def _source(job: Job) -> Any:
 
 def torch_compile(job: Job, turns: Turns) -> None:
     """A loop in PyTorch over `torch.compile`d steps, on the first GPU."""
+    _train_by_torch(job, turns, 0, 1)
+
+
+def torch_ddp(job: Job, turns: Turns) -> None:
+    """The same under PyTorch's `DistributedDataParallel`: a process per GPU with NCCL, or two on the CPU with gloo."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = torch.cuda.device_count() or 2
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"tcp://localhost:{free.getsockname()[1]}"
+    turns.note = f"{size} replicas"
+    context = multiprocessing.get_context("spawn")
+    for rank in range(1, size):
+        context.Process(target=_replica_of_ddp, args=(job, None, rank, size, address), daemon=True).start()
+    _replica_of_ddp(job, turns, 0, size, address)
+
+
+def _replica_of_ddp(job: Job, turns: Turns | None, rank: int, size: int, address: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    has_gpus = torch.cuda.is_available()
+    dist.init_process_group("nccl" if has_gpus else "gloo", init_method=address, rank=rank, world_size=size)
+    if not has_gpus:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    _train_by_torch(job, turns, rank, size)
+    dist.destroy_process_group()
+
+
+def _train_by_torch(job: Job, turns: Turns | None, rank: int, size: int) -> None:
+    """Trains on this rank's part of each batch; rank 0 has the `turns`."""
+    import torch
+
+    device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(job.seed)
     x, y = (torch.from_numpy(array).to(device) for array in _source(job).arrays("train"))
     model = _torch_model(job.model).to(device)
+    if size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     x = x.permute(0, 3, 1, 2) if job.model == "resnet50" else x
     optimizer, criterion = torch.optim.SGD(model.parameters(), 0.01), torch.nn.CrossEntropyLoss()
-    half = torch.autocast(device, torch.bfloat16, enabled=job.data == "mixed_bfloat16")
+    half = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=job.data == "mixed_bfloat16")
+    order = torch.Generator(device).manual_seed(job.seed)  # of all ranks
 
     @torch.compile
     def loss_of(inputs: Any, labels: Any) -> Any:
@@ -111,15 +154,18 @@ def torch_compile(job: Job, turns: Turns) -> None:
             return criterion(model(inputs), labels)
 
     for number in range(job.epochs):
-        turns.begin(number * job.steps)
+        if turns is not None:
+            turns.begin(number * job.steps)
         total = torch.zeros((), device=device)
-        for indices in torch.randperm(len(x), device=device).split(job.batch_size):
+        for indices in torch.randperm(len(x), device=device, generator=order).split(job.batch_size):
+            mine = indices[rank::size]
             optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(x[indices], y[indices].long())
+            loss = loss_of(x[mine], y[mine].long())
             loss.backward()
             optimizer.step()
             total += loss.detach()
-        turns.end(float(total) / job.steps, (number + 1) * job.steps)
+        if turns is not None:
+            turns.end(float(total) / job.steps, (number + 1) * job.steps)
 
 
 def _torch_model(name: str) -> Any:

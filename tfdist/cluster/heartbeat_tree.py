@@ -23,7 +23,7 @@ import functools
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -109,8 +109,7 @@ class Tree:
         self._own = of_process(self._rank, State(False, 0.0))
         if self._rank == 0:
             return
-        with ThreadPoolExecutor() as pool:  # a host name may take its time
-            self._ancestors = list(pool.map(self._candidate, ancestors_of(self._rank)))
+        self._ancestors = _candidates({rank: self._member(rank) for rank in ancestors_of(self._rank)})
         self._begin_search(self._ancestors, SECONDS_TO_JOIN)
         while self._parent is None and not self._is_root:
             self._turn(self.look_seconds)
@@ -145,10 +144,6 @@ class Tree:
 
     def _member(self, rank: int) -> Member:
         return Member.parse(self._said[rank])
-
-    def _candidate(self, rank: int) -> Candidate:
-        member = self._member(rank)
-        return Candidate(rank, member.name, addresses(member))
 
     def _turn(self, seconds: float) -> None:
         """Waits for messages, at most so long, handles them, and does what is due."""
@@ -335,3 +330,12 @@ class Tree:
         parts = [self._own, *(child.summary for child in self._children.values())]
         adopted = {rank: self._rank for rank in self._children if next(ancestors_of(rank)) != self._rank}
         return merged([*parts, Summary(lost=self._losses.lost)], self._children, adopted)
+
+
+def _candidates(members: Mapping[int, Member]) -> list[Candidate]:
+    """The members, by rank, with their addresses."""
+    known = [addresses(member, socket.AI_NUMERICHOST) for member in members.values()]
+    if any(address.place is None for found in known for address in found):
+        with ThreadPoolExecutor() as pool:  # a host name may take its time
+            known = list(pool.map(addresses, members.values()))
+    return [Candidate(rank, member.name, found) for (rank, member), found in zip(members.items(), known, strict=True)]
