@@ -169,6 +169,23 @@ def test_equals_stock_keras_on_one_device(name, copied):
         assert equality.largest_difference(found[what], expected[what]) < case.tolerance, what
 
 
+@pytest.mark.parametrize("name", ["unet", "segnet", "resnet20"])
+def test_models_of_the_zoo_train_as_without_recomputation(name, copied):
+    task, shape = ("classification", (8, 8, 3)) if name == "resnet20" else ("segmentation", (32, 32, 3))
+    source = tfdist.data.load("synthetic", task=task, shape=shape, classes=3, train=4)
+    ((x, y),) = source.pipeline("train", 4, shuffle=False).as_numpy_iterator()
+
+    def losses(recompute):
+        keras.utils.set_random_seed(3)
+        model = tfdist.models.build(name, source.spec, width=0.125)
+        model.compile(keras.optimizers.SGD(0.01), cross_entropy())
+        strategy = tfdist.strategy("single", seed=7, recompute=recompute)
+        return strategy.fit(model, x, y, batch_size=4, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses("blocks"), losses(None), rtol=1e-4)
+    assert copied
+
+
 def graph_of_step(recompute):
     """The operations of a training step."""
     seen = []

@@ -25,7 +25,6 @@ from tfdist.core.forward_pass import ForwardPass, Key, Place, Segment, key
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches, tensorflow_patches
-from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 
 BLOCKS = "blocks"
@@ -294,16 +293,3 @@ def _copy(
     for tensor in segment.used:
         for operation, index in uses.backward[key(tensor)]:
             graphs.set_input(operation, index, copies[tensor.op.name].outputs[tensor.value_index])
-    for operation in using:
-        _before_its_sibling(operation, after)
-
-
-def _before_its_sibling(operation: tf.Operation, after: Sequence[tf.Operation]) -> None:
-    """Lets the gradient of a filter, after which the convolution's argument is free, come before the argument's own."""
-    if not operation.type.endswith("BackpropFilter"):
-        return
-    wanted = operation.type.removesuffix("Filter") + "Input"
-    for sibling in operation.inputs[2].consumers():
-        together = sibling.type == wanted and sibling.name.rpartition("/")[0] == operation.name.rpartition("/")[0]
-        if together and not any(one.name == sibling.name for one in after):
-            tensorflow_internals.add_control_input(sibling, operation)
