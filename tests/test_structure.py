@@ -13,6 +13,7 @@ AT_THE_TOP = {
     "errors",
     "files",
     "launch",
+    "memory",
     "options",
     "registry",
     "startup",
