@@ -141,7 +141,8 @@ class StagePredictProgram(PredictProgram):
         outputs = keras_internals.tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
         message = pickle.dumps(outputs, protocol=5) if self._of_stage.stage.is_last else b""
         found = self._stages.exchange(message)[-1]
-        return dataclasses.replace(outcome, logs={"outputs": pickle.loads(found)})
+        predicted = keras_internals.tree.map_structure(tf.constant, pickle.loads(found))
+        return dataclasses.replace(outcome, logs={"outputs": predicted})
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Any) -> Any:

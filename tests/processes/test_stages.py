@@ -76,6 +76,8 @@ for schedule in ("gpipe", "1f1b"):
         np.testing.assert_allclose(
             own.evaluate(model, x, y, batch_size=8, verbose=0), stock.evaluate(x, y, batch_size=8, verbose=0), atol=5e-5
         )
+        np.testing.assert_allclose(own.predict_on_batch(model, x[:5]), stock.predict_on_batch(x[:5]), atol=5e-5)
+        np.testing.assert_allclose(own.train_on_batch(model, x, y), stock.train_on_batch(x, y), atol=5e-5)
         parts = held(model.variables), held(model.optimizer.variables)
         wholes = held(stock.variables), held(stock.optimizer.variables)
         with own.whole_state(model):
