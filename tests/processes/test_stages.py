@@ -150,6 +150,39 @@ say(done=True)
 """
 )
 
+# The number of batches is not known, so that a step is in a branch of the graph; what the update exchanges, in another.
+STREAMS = (
+    BEGINS
+    + """
+import tensorflow as tf
+
+
+def stream():
+    spec = tf.TensorSpec((30,)), tf.TensorSpec((7,))
+    return tf.data.Dataset.from_generator(lambda: zip(x, y), output_signature=spec).batch(8)
+
+
+def made():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((30,)), layers.Dense(20, "tanh"), layers.Dense(7)])
+    inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.05)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", metrics=["mae"])
+    return model
+
+
+model, stock = made(), made()
+history = strategy.fit(model, stream(), epochs=2, verbose=0).history
+expected = stock.fit(stream(), epochs=2, verbose=0).history
+for name in expected:
+    np.testing.assert_allclose(history[name], expected[name], rtol=5e-5, atol=5e-6)
+with strategy.whole_state(model):
+    if strategy.world.is_chief:
+        for found, wanted in zip(model.get_weights(), stock.get_weights(), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=5e-5)
+say(done=True)
+"""
+)
+
 REFUSED = (
     BEGINS
     + """
@@ -232,7 +265,8 @@ REASONS = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
-    scripts = {"trains": (TRAINS, []), "checkpoints": (CHECKPOINTS, [str(folder)]), "refused": (REFUSED, [])}
+    scripts = {"trains": (TRAINS, []), "checkpoints": (CHECKPOINTS, [str(folder)]), "streams": (STREAMS, [])}
+    scripts["refused"] = (REFUSED, [])
     return Several(folder, scripts, workers=2)
 
 
@@ -257,6 +291,10 @@ def test_two_stages_train_evaluate_and_predict_as_one_device_and_each_has_its_ow
 
 def test_checkpoints_and_saved_models_are_whole(results):
     assert all(found(printed) == [{"done": True}] for printed in results.printed("checkpoints"))
+
+
+def test_a_stream_of_unknown_length_with_an_update_in_a_branch_trains_as_one_device(results):
+    assert all(found(printed) == [{"done": True}] for printed in results.printed("streams"))
 
 
 def test_what_cannot_be_exact_is_refused_by_a_sentence_in_every_process(results):
