@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -139,10 +138,9 @@ class StagePredictProgram(PredictProgram):
         if not outcome.steps:
             return outcome
         outputs = keras_internals.tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
-        message = pickle.dumps(outputs, protocol=5) if self._of_stage.stage.is_last else b""
+        message = _packed(outputs) if self._of_stage.stage.is_last else b""
         found = self._stages.exchange(message)[-1]
-        predicted = keras_internals.tree.map_structure(tf.constant, pickle.loads(found))
-        return dataclasses.replace(outcome, logs={"outputs": predicted})
+        return dataclasses.replace(outcome, logs={"outputs": _unpacked(found, outputs)})
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Any) -> Any:
@@ -153,3 +151,17 @@ class StagePredictProgram(PredictProgram):
             return keras_internals.tree.map_structure(replica.real_rows, outputs)
 
         return joined(self._strategy.run(on_replica))
+
+
+def _packed(outputs: Any) -> bytes:
+    """A structure of arrays as a message."""
+    leaves = [tf.io.serialize_tensor(leaf) for leaf in keras_internals.tree.flatten(outputs)]
+    return bytes(tf.io.serialize_tensor(tf.stack(leaves)).numpy())
+
+
+def _unpacked(message: bytes, like: Any) -> Any:
+    """The tensors of a message of `_packed`, in the structure and the dtypes of `like`."""
+    leaves = tf.unstack(tf.io.parse_tensor(message, tf.string))
+    dtypes = [tf.as_dtype(leaf.dtype) for leaf in keras_internals.tree.flatten(like)]
+    tensors = [tf.io.parse_tensor(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    return keras_internals.tree.pack_sequence_as(like, tensors)

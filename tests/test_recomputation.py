@@ -225,7 +225,7 @@ import numpy as np, keras, tfdist
 from keras import layers
 from benchmarks.checkpoints import peak, reset_peak
 
-x, y = np.zeros((32, 48, 48, 3), "f"), np.zeros(32)
+x, y = np.zeros((32, 48, 48, 3), "f"), np.zeros((32, 2))
 strategy = tfdist.strategy("single", seed=1, threads=1, recompute={recompute!r})
 before = reset_peak()
 blocks = [layer for _ in range(12) for layer in (layers.Conv2D(24, 3, padding="same"), layers.BatchNormalization(),
@@ -276,7 +276,8 @@ def own_gradients():
 @pytest.mark.parametrize(
     ("recompute", "build", "options", "sentence", "hint"),
     [
-        (3, convolutional, {}, "`recompute` is `3`", 'use "blocks"'),
+        ("", convolutional, {}, "`recompute` is ``", 'use "blocks"'),
+        (3, convolutional, {}, "Unknown layer of the model `.*` `3`", "use one of"),
         ([], convolutional, {}, r"`recompute` is `\[\]`", "names of the layers"),
         ("blocks", convolutional, {"run_eagerly": True}, "runs eagerly, without a graph", "run_eagerly=True"),
         ("blocks", own_gradients, {}, "computes no gradients in its own graph", "tf.function"),

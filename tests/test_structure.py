@@ -19,6 +19,7 @@ AT_THE_TOP = {
     "startup",
     "terminal",
     "train",
+    "verify",
     "world",
 }
 
