@@ -56,10 +56,9 @@ def made(name: str, batch_size: int) -> tuple[Any, Any, Any]:
     import keras
 
     import tfdist
+    from tfdist.data.tools import for_model
 
-    source = tfdist.data.load("synthetic", train=batch_size, **OPTIONS.get(name, {}))
-    if ":" not in name and tfdist.models.tasks(name) == ("autoencoding",):
-        source = source.for_autoencoding()
+    source = for_model.load(name, "synthetic", train=batch_size, **OPTIONS.get(name, {}))
     model = tfdist.models.build(name, source.spec)
     loss = "mse" if source.spec.task == "autoencoding" else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(1e-3), loss, jit_compile=False)

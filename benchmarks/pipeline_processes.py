@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import ROOT, peak, reset_peak
+from benchmarks.sharding import epoch_timer
 
 WIDE = [784, 2048, 2048, 512, 10]
 BALANCED = [64, *[2048] * 9, 64]  # layers that divide evenly; the data are small beside them
@@ -125,16 +126,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     x = rng.random((batch_size * steps, widths[0]), "float32")
     y = x if memory else rng.integers(0, widths[-1], len(x))
 
-    class Timer(keras.callbacks.Callback):
-        """The seconds of the last epoch."""
-
-        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-            self.began = time.perf_counter()
-
-        def on_epoch_end(self, epoch: int, logs: object = None) -> None:
-            self.seconds = time.perf_counter() - self.began
-
-    timer = Timer()
+    timer = epoch_timer()
     strategy.fit(model, x, y, batch_size=batch_size, epochs=2, verbose=0, callbacks=[timer])
     added = peak() - before - x.nbytes
     return {"rank": strategy.world.rank, "ms": 1e3 * timer.seconds / steps, "bytes": added}

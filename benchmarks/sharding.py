@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.checkpoints import ROOT, peak, reset_peak
 
@@ -91,20 +92,25 @@ def train(arguments: argparse.Namespace) -> None:
     x = rng.random((arguments.batch_size * steps, first), "float32")
     y = rng.random((arguments.batch_size * steps, widths[-1]), "float32")
 
-    class Timer(keras.callbacks.Callback):
-        """The seconds of the last epoch."""
+    timer = epoch_timer()
+    strategy.fit(model, x, y, batch_size=arguments.batch_size, epochs=2, verbose=0, callbacks=[timer])
+    added = (peak() - before - x.nbytes - y.nbytes) / model.count_params()
+    numbers = {"ms": 1e3 * timer.seconds / steps, "bytes": added}
+    Path(arguments.folder, f"{strategy.world.rank}.json").write_text(json.dumps(numbers))
 
+
+def epoch_timer() -> Any:
+    """A callback with the `seconds` of the last epoch."""
+    import keras
+
+    class Timer(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
             self.began = time.perf_counter()
 
         def on_epoch_end(self, epoch: int, logs: object = None) -> None:
             self.seconds = time.perf_counter() - self.began
 
-    timer = Timer()
-    strategy.fit(model, x, y, batch_size=arguments.batch_size, epochs=2, verbose=0, callbacks=[timer])
-    added = (peak() - before - x.nbytes - y.nbytes) / model.count_params()
-    numbers = {"ms": 1e3 * timer.seconds / steps, "bytes": added}
-    Path(arguments.folder, f"{strategy.world.rank}.json").write_text(json.dumps(numbers))
+    return Timer()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -26,6 +27,15 @@ from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus, base
+
+
+def needs_whole_state(callback: Any) -> str | None:
+    """What a callback of Keras' is that reads or writes all variables in one process, or within epochs; else `None`."""
+    name = type(callback).__name__
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+        return f"`{name}` within epochs"
+    whole = isinstance(callback, keras.callbacks.BackupAndRestore | keras.callbacks.SwapEMAWeights)
+    return f"`{name}`" if whole else None
 
 
 class CollectiveReplica(base.Replica):
@@ -146,8 +156,11 @@ class MultiProcessStrategy(base.Strategy):
         consensus.require_equal(self, versions | self._job_settings)
         self._heartbeat = None
         if self.world.world_size > 1:
-            limits = Limits(self.timeout_seconds, self.callback_timeout_seconds)
-            self._heartbeat = _heartbeat(self.communicator, self.world, limits)
+            self._heartbeat = self.heartbeat(Limits(self.timeout_seconds, self.callback_timeout_seconds))
+
+    def heartbeat(self, limits: Limits) -> Heartbeat:
+        """The heartbeat of this process, which says which others are silent."""
+        return _heartbeat(self.communicator, self.world, limits)
 
     @property
     def alone(self) -> bool:

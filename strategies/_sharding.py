@@ -24,8 +24,6 @@ from tfdist.strategies import _collective as collective
 from tfdist.strategies import base
 
 KINDS = ("optimizer", "gradients")
-# They read or write the variables of the optimizer, in one process or while a step is not at its end.
-NEED_WHOLE_STATE = (keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights)
 _SHARDED = "_tfdist_sharded"
 
 
@@ -132,10 +130,9 @@ class ShardingStrategy(base.Strategy):
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         for callback in callbacks if self.shard is not None else ():
-            at_steps = isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch"
-            if at_steps or isinstance(callback, NEED_WHOLE_STATE):
-                what = type(callback).__name__ + "` within epochs" if at_steps else type(callback).__name__ + "`"
+            what = collective.needs_whole_state(callback)
+            if what is not None:
                 raise UsageError(
-                    f"`shard` is `{self.shard}`, and `{what} needs the whole state of the optimizer",
+                    f"`shard` is `{self.shard}`, and {what} needs the whole state of the optimizer",
                     f"use `tfdist.callbacks.Checkpoint` in its place, or {LEAVE_OUT}",
                 )

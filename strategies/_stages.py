@@ -35,6 +35,10 @@ UNKNOWN_BATCH = 32
 class MicroBatch(Tower):
     """A tower whose gradients stay on the devices where they are."""
 
+    def add(self, parts: Sequence[Any]) -> Any:
+        with _device_of(parts[0]):
+            return super().add(parts)
+
     def only_real(self, tensor: Any) -> Any:
         with _device_of(tensor):
             return super().only_real(tensor)
@@ -48,7 +52,7 @@ class MicroBatch(Tower):
 
     def _summed(self, tensors: list[Any], packing: gradient_reduction.Packing | None) -> list[Any]:
         def add(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
-            sums = [_added(strategy.experimental_local_results(part)) for part in parts]
+            sums = [self.add(strategy.experimental_local_results(part)) for part in parts]
             return self.of_all_processes(sums, packing)
 
         return meet(add, tensors) if tensors else []
@@ -59,14 +63,26 @@ class MicroBatch(Tower):
         return sums
 
 
-def _added(parts: Sequence[Any]) -> Any:
-    with _device_of(parts[0]):
-        return gradient_reduction.add(parts)
-
-
 def _device_of(tensor: Any) -> Any:
     values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
     return tf.device(getattr(values, "device", None) or None)
+
+
+def examples_of_part(examples: int | None, replicas: int) -> int:
+    """The examples of each of the `replicas` parts of a batch, which has `examples`, if that is known."""
+    return UNKNOWN_BATCH if examples is None else max(1, examples // replicas)
+
+
+def require_examples(steps: Steps, replicas: int, micro_batches: int) -> None:
+    """Raises `UsageError` for training on batches of fewer examples than their `replicas` parts."""
+    examples = getattr(steps.batches, "batch_size", None)
+    if steps.kind == "train" and examples is not None and examples < replicas:
+        pipelines = replicas // micro_batches
+        raise UsageError(
+            f"`micro_batches` is {micro_batches}, and a batch has {examples} examples"
+            + (f" for {pipelines} processes" if pipelines > 1 else ""),
+            f"use at most {max(1, examples // pipelines)}, or a larger batch",
+        )
 
 
 class Stages:
@@ -114,6 +130,7 @@ class Stages:
     def place(self, steps: Steps, replicas: int) -> None:
         """Puts the variables of the model of `steps` on the devices of their stages; a batch has `replicas` parts."""
         self.check(steps.model)
+        require_examples(steps, replicas, self.micro_batches)
         if len(self.devices) > 1:
             placement.place(self._plan(steps, replicas), self.devices, steps.model)
 
@@ -123,16 +140,8 @@ class Stages:
 
     def _plan(self, steps: Steps, replicas: int) -> Plan:
         found = self.plan_of(steps.model)
-        examples = getattr(steps.batches, "batch_size", None)
-        if steps.kind == "train" and examples is not None and examples < replicas:
-            per_process = replicas // self.micro_batches
-            raise UsageError(
-                f"`micro_batches` is {self.micro_batches}, and a batch has {examples} examples"
-                + (f" for {per_process} processes" if per_process > 1 else ""),
-                f"use at most {max(1, examples // per_process)}, or a larger batch",
-            )
         if found is None:
-            part = UNKNOWN_BATCH if examples is None else max(1, examples // replicas)
+            part = examples_of_part(getattr(steps.batches, "batch_size", None), replicas)
             found = plan.make(steps.model, len(self.devices), self._named, self._balance, part, self.micro_batches)
             self._plans[id(found.functional)] = found
         return found

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.cluster import consensus, rendezvous
@@ -35,17 +34,15 @@ from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _stage_programs as stage_programs
 from tfdist.strategies import base
+from tfdist.strategies._stages import examples_of_part, require_examples
 from tfdist.strategies._towers import Tower
 from tfdist.transport import star
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
 
-# The examples of a micro-batch that times are measured with where the size of a batch is not known.
-UNKNOWN_BATCH = 32
 SECONDS_TO_CONNECT = 10.0
 _OPTIMIZER = "_tfdist_stage"
-NEED_WHOLE_STATE = (keras.callbacks.BackupAndRestore, keras.callbacks.SwapEMAWeights)
 
 
 class StageTower(Tower):
@@ -123,8 +120,6 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
 
     def set_up(self) -> None:
         super().set_up()
-        limits = Limits(self.timeout_seconds, self.callback_timeout_seconds)
-        self._heartbeat = _heartbeat(self.communicator, self.world, limits, self._with_stage)
         count = self.world.world_size
         if self._named is not None and len(self._named) != count - 1:
             raise UsageError(
@@ -134,6 +129,9 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
             )
         self._towers = tensorflow_internals.replicas_in_time(self.devices[0], self._micro_batches)
         self.exchange_of_stages = Exchange(self.communicator, self._schedule, self._micro_batches)
+
+    def heartbeat(self, limits: Limits) -> Heartbeat:
+        return _heartbeat(self.communicator, self.world, limits)
 
     @property
     def num_replicas(self) -> int:
@@ -182,6 +180,11 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
 
     def check(self, model: Any) -> None:
         plan.require_cuttable(model, self.world.world_size)
+        if self.recompute is not None:  # messages between stages must not be sent again
+            raise UsageError(
+                "`recompute` is set, and the stages of the pipeline are in several processes",
+                f"leave it out, or {separate.ONE_PROCESS}",
+            )
         if model.run_eagerly:
             raise UsageError(
                 f"The model `{model.name}` is compiled with `run_eagerly=True`, and a pipeline of several processes "
@@ -202,6 +205,7 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
                 "Each process has its own part of the data, and the stages of a pipeline work on the same batches",
                 "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
             )
+        require_examples(steps, self._micro_batches, self._micro_batches)
         self._place(steps.model)
         of_stage = stage_programs.StageSteps(self, steps.model, self._stage(steps.model).renewed())
         kind = stage_programs.StagePredictProgram if steps.kind == "predict" else stage_programs.StageProgram
@@ -266,7 +270,7 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
     def _plan(self, model: Any) -> Plan:
         """The plan of the chief, which measures times."""
         count, begins = self.world.world_size, None
-        part = UNKNOWN_BATCH if self._examples is None else max(1, self._examples // self._micro_batches)
+        part = examples_of_part(self._examples, self._micro_batches)
         if self.world.is_chief or self._balance != "time" or self._named is not None:
             found = plan.make(model, count, self._named, self._balance, part, self._micro_batches)
             begins = list(found.begins)
@@ -293,13 +297,12 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         for callback in callbacks:
-            at_steps = isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch"
-            restores = getattr(callback, "restore_best_weights", False)
-            if at_steps or restores or isinstance(callback, NEED_WHOLE_STATE):
-                how = "` within epochs" if at_steps else "` with `restore_best_weights`" if restores else "`"
+            what = collective.needs_whole_state(callback)
+            if getattr(callback, "restore_best_weights", False):
+                what = f"`{type(callback).__name__}` with `restore_best_weights`"
+            if what is not None:
                 raise UsageError(
-                    f"`{type(callback).__name__}{how} needs all weights in one process, and the stages of the pipeline "
-                    "are in several",
+                    f"{what} needs all weights in one process, and the stages of the pipeline are in several",
                     "use `tfdist.callbacks.Checkpoint` in its place",
                 )
 
@@ -368,14 +371,9 @@ def _connected(world: World, timeout_seconds: float, start_timeout_seconds: floa
 
 
 @functools.cache
-def _heartbeat(
-    communicator: SocketCommunicator, world: World, limits: Limits, told: Callable[[ClusterError], ClusterError]
-) -> Heartbeat:
+def _heartbeat(communicator: SocketCommunicator, world: World, limits: Limits) -> Heartbeat:
     """The heartbeat of this process, whose threads live as long as the process."""
-
-    def give_up(error: ClusterError) -> None:
-        communicator.sockets.give_up(told(error))
-
+    give_up = communicator.sockets.give_up
     heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)
     communicator.sockets.excuse(heartbeat.others_are_busy)
     return heartbeat

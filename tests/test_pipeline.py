@@ -19,7 +19,7 @@ import tfdist
 from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
-from tfdist.profiling.stages import busy
+from tfdist.profiling.stages import Busy, busy, of_all
 from tfdist.stages import costs, partition, placement, plan, schedule
 from tfdist.strategies._stages import Stages
 
@@ -407,6 +407,16 @@ def test_overlapping_operations_of_a_stage_count_once_and_waits_for_transfers_ne
     assert (found.seconds, found.pass_seconds, found.micro_batches) == ((3.0, 1.0), 4.0, 2)
     assert found.bubble == 0.5
     assert busy(events, [(0.0, 5.0)]) is None
+
+
+def test_the_stages_of_several_processes_are_told_together():
+    """A process has its own stage alone, or, with data parallelism, all of them."""
+    first, second = Busy((3.0,), 4.0, 2), Busy((0.0, 1.0), 5.0, 2)
+    together = of_all([first, second])
+    assert (together.seconds, together.pass_seconds, together.even_bubble) == ((3.0, 1.0), 5.0, 1 / 3)
+    assert of_all([Busy((1.0, 2.0), 4.0, 2), Busy((3.0, 2.0), 4.0, 2)]).seconds == (2.0, 2.0)
+    waits = [("cnn/tfdist_stage_0_micro_batch_0/PyFuncStateless:PyFuncStateless", 0.0, 9.0)]
+    assert busy(waits, [(0.0, 10.0)]) is None
 
 
 def test_the_record_has_the_stages(working_folder):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfdist import data, models, registry, strategies, terminal
+from tfdist import models, registry, strategies, terminal
+from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,20 +20,12 @@ WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_s
 
 
 @click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--model", required=True, metavar="NAME", help=", ".join(models.names()) + ", or your own module:function"
-)
-@click.option(
-    "--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function"
-)
+@for_model.options
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="per global batch")
 @click.option("--strategy", default="single", show_default=True, metavar="NAME", help=", ".join(WHOLE_COPIES))
 @click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="parts of a global batch")
 @click.option("--recompute", metavar="blocks|LAYERS", help="as the option of strategies")
 @click.option("--optimizer", metavar="NAME", help="by default the one usual for the model")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of the dataset's files")
-@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="option of the dataset; may be repeated")
-@click.option("--model-option", multiple=True, metavar="NAME=VALUE", help="option of the model; may be repeated")
 def command(
     strategy: str, replicas: int, data_option: tuple[str, ...], model_option: tuple[str, ...], **options: Any
 ) -> None:
@@ -78,9 +71,7 @@ def of(
     from tfdist.run import optimizers
     from tfdist.run.config import TrainConfig
 
-    source = data.load(dataset, data_dir, **data_options or {})
-    if models.tasks(model) == ("autoencoding",):
-        source = source.for_autoencoding()
+    source = for_model.load(model, dataset, data_dir, **data_options or {})
     strategy = tfdist.strategy("single", seed=0, recompute=recompute)
     config = TrainConfig("single", model, dataset, batch_size=batch_size, optimizer=optimizer)
     feed = source.feed("train", batch_size, world=strategy.world, seed=0)

@@ -237,6 +237,10 @@ refused(of(Counts(), layers.Dense(40), layers.Dense(7)))
 best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
 refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[best])
 refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[keras.callbacks.ModelCheckpoint("a.keras", save_freq=2)])
+refused(of(layers.Dense(5), layers.Dense(7)), batch_size=1)
+strategy.recompute = "blocks"
+refused(of(layers.Dense(5), layers.Dense(7)))
+strategy.recompute = None
 model = residual()
 strategy.fit(model, x, y, epochs=1, **data)
 for use in (model.get_weights, lambda: model.save("a.keras"), lambda: strategy.verify(model, x, y)):
@@ -256,6 +260,8 @@ REASONS = [
     "has metrics of its own",
     "`EarlyStopping` with `restore_best_weights` needs all weights in one process",
     "`ModelCheckpoint` within epochs needs all weights in one process",
+    "and a batch has 1 examples",
+    "`recompute` is set, and the stages of the pipeline are in several processes",
     "is in stage",
     "is in stage",
     "A verification compares the whole model",

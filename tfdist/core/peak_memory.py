@@ -112,7 +112,7 @@ def peak_bytes(operations: Sequence[tf.Operation]) -> int:
     Args:
         operations: all of a graph.
     """
-    needed = _needed(operations)
+    needed = graphs.effective(operations)
     left: dict[Key, int] = {}  # the uses of a result that are still to come
     for operation in operations:
         for root in _used(operation) if operation.name in needed else ():
@@ -147,22 +147,6 @@ def _used(operation: tf.Operation) -> list[Key]:
     return [] if operation.type in graphs.OF_SHAPE else [key(graphs.root(tensor)) for tensor in operation.inputs]
 
 
-def _needed(operations: Sequence[tf.Operation]) -> set[str]:
-    waiting = [operation for operation in operations if operation.op_def.is_stateful]
-    found = {operation.name for operation in waiting}
-    while waiting:
-        operation = waiting.pop()
-        for one in _sources(operation):
-            if one.name not in found:
-                found.add(one.name)
-                waiting.append(one)
-    return found
-
-
-def _sources(operation: tf.Operation) -> list[tf.Operation]:
-    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-
-
 def _in_order(operations: Sequence[tf.Operation], needed: set[str]) -> list[tf.Operation]:
     """The operations as they were traced, but each before those that use it, and copies when they are used."""
     found: list[tf.Operation] = []
@@ -173,7 +157,7 @@ def _in_order(operations: Sequence[tf.Operation], needed: set[str]) -> list[tf.O
         waiting = [last]
         while waiting:
             operation = waiting[-1]
-            missing = [one for one in _sources(operation) if one.name not in seen]
+            missing = [one for one in graphs.sources(operation) if one.name not in seen]
             if operation.name in seen or not missing:
                 waiting.pop()
                 if operation.name not in seen:

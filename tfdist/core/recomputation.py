@@ -197,7 +197,7 @@ class _Uses:
                     self.backward.setdefault(key(tensor), []).append((operation, index))
                 else:
                     self.forward.setdefault(key(tensor), []).append(operation)
-        self.effective = _effective(operations)
+        self.effective = graphs.effective(operations)
 
 
 def _early(operations: Sequence[tf.Operation], order: Mapping[str, int]) -> set[str]:
@@ -214,19 +214,6 @@ def _early(operations: Sequence[tf.Operation], order: Mapping[str, int]) -> set[
                 if order.get(one.name, -1) > order[operation.name] and one.name not in found:
                     found.add(one.name)
                     waiting.append(one)
-    return found
-
-
-def _effective(operations: Sequence[tf.Operation]) -> set[str]:
-    """The names of the operations whose results reach an effect, such as the update of a variable."""
-    waiting = [operation for operation in operations if operation.op_def.is_stateful]
-    found = {operation.name for operation in waiting}
-    while waiting:
-        operation = waiting.pop()
-        for one in (*(tensor.op for tensor in operation.inputs), *operation.control_inputs):
-            if one.name not in found:
-                found.add(one.name)
-                waiting.append(one)
     return found
 
 

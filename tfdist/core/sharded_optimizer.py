@@ -21,9 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfdist.communicators import Communicator, parts
+from tfdist.communicators import Communicator
 from tfdist.communicators.parts import Part
 from tfdist.core import gradient_reduction, optimizer_layout, updated_parts
+from tfdist.core.divided_optimizer import DividedOptimizer
 from tfdist.core.optimizer_layout import Sharing
 from tfdist.core.segments import Segments
 from tfdist.errors import UsageError
@@ -51,7 +52,7 @@ class Exchanges(Protocol):
         ...
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(DividedOptimizer):
     """The parts of one optimizer that this process has.
 
     Args:
@@ -72,10 +73,8 @@ class ShardedOptimizer:
         meet: Callable[[str], None],
         bounded: bool = False,
     ):
-        self.optimizer = optimizer
+        super().__init__(optimizer, communicator, meet)
         self.variables = list(variables)
-        self._communicator = communicator
-        self._meet = meet
         self._bounded = bounded
         self._index = {id(variable): index for index, variable in enumerate(self.variables)}
         replicated = {id(variable) for variable in sparse}
@@ -83,11 +82,9 @@ class ShardedOptimizer:
         shapes = [tuple(variable.shape) for variable in self.variables]
         self.parts = optimizer_layout.parts(shapes, sharings, communicator.rank, communicator.size)
         self._sharings = sharings
-        self._gathered: list[np.ndarray] | None = None  # the whole values of the variables, see `whole`
         self._require_work()
         self._values = [updated_parts.place(*pair) for pair in zip(self.variables, self.parts, strict=True)]
         self._make_slots()
-        keras_optimizers.saving_with(optimizer, self._read, self._write)
 
     def _require_work(self) -> None:
         """Raises `UsageError` where a process would have nothing to update."""
@@ -110,19 +107,7 @@ class ShardedOptimizer:
                 keras_optimizers.build(self.optimizer, self.variables, plain)
             for index in split:
                 updated_parts.release(self._values[index])
-        for part, variable, slots in zip(self.parts, self.variables, self._slots(), strict=True):
-            for slot in slots:
-                updated_parts.divide_slot(slot, part, tuple(variable.shape))
-
-    def _slots(self) -> list[list[Any]]:
-        try:
-            return keras_optimizers.slots_of(self.optimizer)
-        except LookupError as error:
-            raise UsageError(
-                f"The variable `{error.args[0]}` of the optimizer `{self.optimizer.name}` belongs to none of the "
-                "variables that it updates",
-                LEAVE_OUT,
-            ) from error
+        self._divide_slots(self.variables, self.parts, LEAVE_OUT)
 
     def updates(self, variables: Sequence[Any]) -> bool:
         """Whether `variables` are all that the optimizer updates, in their order."""
@@ -173,16 +158,6 @@ class ShardedOptimizer:
         with self._in_update(held, held, replica):
             function([self.variables[index] for index in held])
         self._gather(everything, replica)
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """The context in which process 0 can save the optimizer by itself; all processes enter it."""
-        values = self._read()
-        self._gathered = values if self._communicator.rank == 0 else None
-        try:
-            yield
-        finally:
-            self._gathered = None
 
     def _is_held(self, index: int) -> bool:
         """Whether this process updates a variable, or a part of it, which may be without elements."""
@@ -278,13 +253,8 @@ class ShardedOptimizer:
             def clip(original: Any, gradients: list[Any]) -> list[Any]:
                 return self._clipped(original, gradients, given, name)
 
-        if keras_optimizers.inner(self.optimizer) is not self.optimizer:
-            finite_name = replica.next_name()
-
-            def all_finite(finite: tf.Tensor) -> tf.Tensor:
-                (others,) = self._communicator.all_reduce([tf.cast(tf.logical_not(finite), tf.int32)], finite_name)
-                return tf.equal(others, 0)
-
+        if self._scales_loss:
+            all_finite = self._all_finite(replica.next_name())
         return _together(
             tensorflow_internals.without_strategy(),
             self._communicator.around_branches(),
@@ -318,25 +288,10 @@ class ShardedOptimizer:
         rest = tf.cast(tf.sqrt(tf.reduce_sum(of_others)), gradients[0].dtype)
         return original([*gradients, rest])[:-1]
 
-    def _read(self) -> list[np.ndarray]:
-        """The whole values of the optimizer's variables; all processes call it, but within `whole`."""
-        if self._gathered is not None:
-            return self._gathered
-        self._meet("gathers the state of an optimizer")
-        exchange = self._communicator.exchange
-        return [
-            np.asarray(variable.numpy()) if parts.part_of(variable) is None else parts.gathered(variable, exchange)
-            for variable in self.optimizer.variables
-        ]
-
     def _write(self, values: list[Any]) -> None:
-        """Assigns whole values to the optimizer's variables; all processes call it."""
+        """As its base class; all processes must call it."""
         self._meet("loads the state of an optimizer")
-        for variable, value in zip(self.optimizer.variables, values, strict=True):
-            if parts.part_of(variable) is None:
-                variable.assign(value)
-            else:
-                parts.fill(variable, np.asarray(value))
+        super()._write(values)
 
 
 def _sharing(optimizer: Any, variable: Any, is_replicated: bool) -> Sharing:

@@ -82,3 +82,20 @@ def copy(operation: tf.Operation, inputs: Sequence[tf.Tensor], name: str) -> tf.
 def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Replaces an input of an operation of a graph by a tensor of the same shape and dtype."""
     operation._update_input(index, tensor)
+
+
+def sources(operation: tf.Operation) -> list[tf.Operation]:
+    """The operations that this one waits for."""
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+
+
+def effective(operations: Sequence[tf.Operation]) -> set[str]:
+    """The names of the operations whose results reach an effect, such as the update of a variable."""
+    waiting = [operation for operation in operations if operation.op_def.is_stateful]
+    found = {operation.name for operation in waiting}
+    while waiting:
+        for one in sources(waiting.pop()):
+            if one.name not in found:
+                found.add(one.name)
+                waiting.append(one)
+    return found

@@ -22,7 +22,8 @@ Span = tuple[float, float]  # begin and end, in seconds
 
 _SCOPE = "tfdist_stage_{stage}_micro_batch_{micro_batch}"
 _IN_SCOPE = re.compile(r"tfdist_stage_(\d+)_micro_batch_(\d+)")
-_TRANSFERS = (":_Send", ":_Recv")  # which wait
+# Between devices and, in Python, between processes: they wait.
+_TRANSFERS = (":_Send", ":_Recv", ":PyFuncStateless")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,15 @@ def busy(events: Sequence[tuple[str, float, float]], steps: Sequence[Span]) -> B
     seconds = [sum(covered(members.get(stage, ()), *one) for one in passes) for stage in range(max(members) + 1)]
     total = sum(end - begin for begin, end in passes)
     return Busy(tuple(one / len(passes) for one in seconds), total / len(passes), micro_batches)
+
+
+def of_all(found: Sequence[Busy]) -> Busy:
+    """What the stages of several processes do: of a stage that is in several, the mean."""
+    count = max(len(one.seconds) for one in found)
+    by_stage = [[one.seconds[stage] for one in found if one.seconds[stage:]] for stage in range(count)]
+    seconds = [sum(times) / max(1, sum(time > 0 for time in times)) for times in by_stage]
+    longest = max(one.pass_seconds for one in found)
+    return Busy(tuple(seconds), longest, max(one.micro_batches for one in found))
 
 
 def covered(spans: Sequence[Span], begin: float, end: float) -> float:

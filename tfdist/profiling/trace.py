@@ -175,14 +175,18 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
         # xprof leaves out steps whose beginning or end it does not find in the threads of every replica.
         steps=max(map(len, marked)) or len(steps),
         step_seconds=total / len(usual) if usual else None,
-        stages=_busy_stages(events[0]),
+        stages=_busy_stages(events),
     )
 
 
-def _busy_stages(events: Sequence[Mapping[str, Any]]) -> stages.Busy | None:
-    """What the stages of one process do in all traced steps but the first, in which TensorFlow may build a graph."""
-    named = [(event.get("args", {}).get("long_name", ""), *_span(event)) for event in events]
-    return stages.busy(named, [_span(event) for event in events if _is_marker(event)][1:])
+def _busy_stages(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> stages.Busy | None:
+    """What the stages do in all traced steps but the first, in which TensorFlow may build a graph."""
+    found = []
+    for events in events_of:
+        named = [(event.get("args", {}).get("long_name", ""), *_span(event)) for event in events]
+        found.append(stages.busy(named, [_span(event) for event in events if _is_marker(event)][1:]))
+    there = [one for one in found if one is not None]
+    return stages.of_all(there) if there else None
 
 
 def _newest_trace(log_dir: Path) -> list[str]:

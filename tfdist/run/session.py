@@ -18,6 +18,7 @@ from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
 from tfdist.cluster import consensus
 from tfdist.data.formats import text
+from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.profiling import trace
@@ -183,9 +184,7 @@ class Session:
 
     def _load(self, **options: Any) -> data.Source:
         config = self.config
-        source = data.load(config.dataset, config.data_dir, **config.load_options, **options)
-        if models.tasks(config.model) == ("autoencoding",):
-            source = source.for_autoencoding()
+        source = for_model.load(config.model, config.dataset, config.data_dir, **config.load_options, **options)
         return source if config.limit is None else source.limit(config.limit)
 
     def _load_with_words_of_chief(self, strategy: Any) -> data.Source:

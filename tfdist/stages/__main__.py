@@ -8,24 +8,17 @@ from typing import Any, get_args
 
 import click
 
-from tfdist import data, models, registry, terminal
+from tfdist import models, registry, terminal
+from tfdist.data.tools import for_model
 
 
 @click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--model", required=True, metavar="NAME", help=", ".join(models.names()) + ", or your own module:function"
-)
-@click.option(
-    "--dataset", required=True, metavar="NAME", help=", ".join(data.names()) + ", or your own module:function"
-)
+@for_model.options
 @click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="number of stages")
 @click.option("--micro-batches", type=click.IntRange(min=1), default=4, show_default=True, help="parts of a batch")
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="examples per batch")
 @click.option("--balance", default="time", show_default=True, metavar="NAME", help="time or memory")
 @click.option("--stages", metavar="LAYERS", help="first layer of each stage but the first, with commas between")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="folder of the dataset's files")
-@click.option("--data-option", multiple=True, metavar="NAME=VALUE", help="option of the dataset; may be repeated")
-@click.option("--model-option", multiple=True, metavar="NAME=VALUE", help="option of the model; may be repeated")
 def command(
     model: str,
     dataset: str,
@@ -39,9 +32,7 @@ def command(
     from tfdist.stages import plan
 
     registry.require_known(options["balance"], "balance", list(get_args(plan.Balance)))
-    source = data.load(dataset, data_dir, **registry.parse_options(data_option, "--data-option"))
-    if models.tasks(model) == ("autoencoding",):
-        source = source.for_autoencoding()
+    source = for_model.load(model, dataset, data_dir, **registry.parse_options(data_option, "--data-option"))
     built = models.build(model, source.spec, **registry.parse_options(model_option, "--model-option"))
     show(built, named=None if stages is None else stages.split(","), **options)
 

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.stages import placement, schedule
 from tfdist.stages.schedule import Task
 
@@ -46,7 +47,7 @@ def order(graph: Any, name: str, devices: Sequence[str], micro_batches: int) -> 
 def _first(members: Sequence[Any]) -> list[Any]:
     """The operations of a task that take nothing from others of the same task."""
     inside = {one.name for one in members}
-    return [one for one in members if not any(source.name in inside for source in _sources(one))]
+    return [one for one in members if not any(source.name in inside for source in graphs.sources(one))]
 
 
 def _last(members: Sequence[Any], operations: Sequence[Any]) -> list[Any]:
@@ -55,13 +56,9 @@ def _last(members: Sequence[Any], operations: Sequence[Any]) -> list[Any]:
     What nobody uses, such as the gradient of the first layer's input, must not be computed for the order's sake.
     """
     inside = {one.name for one in members}
-    within = {source.name for one in members for source in _sources(one)}
-    outside = {source.name for one in operations if one.name not in inside for source in _sources(one)}
+    within = {source.name for one in members for source in graphs.sources(one)}
+    outside = {source.name for one in operations if one.name not in inside for source in graphs.sources(one)}
     return [one for one in members if one.name in outside and one.name not in within]
-
-
-def _sources(operation: Any) -> list[Any]:
-    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
 
 def _possible(operations: Sequence[Any], edges: Sequence[Edge]) -> bool:
@@ -74,7 +71,7 @@ def _possible(operations: Sequence[Any], edges: Sequence[Edge]) -> bool:
         missing[target] += 1
 
     for one in operations:
-        for source in _sources(one):
+        for source in graphs.sources(one):
             add(source.name, one.name)
     for index, (last, first) in enumerate(edges):
         missing[index] = 0
