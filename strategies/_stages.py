@@ -130,8 +130,8 @@ class Stages:
     def place(self, steps: Steps, replicas: int) -> None:
         """Puts the variables of the model of `steps` on the devices of their stages; a batch has `replicas` parts."""
         self.check(steps.model)
-        require_examples(steps, replicas, self.micro_batches)
         if len(self.devices) > 1:
+            require_examples(steps, replicas, self.micro_batches)
             placement.place(self._plan(steps, replicas), self.devices, steps.model)
 
     def plan_of(self, model: Any) -> Plan | None:
