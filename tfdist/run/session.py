@@ -6,6 +6,7 @@ Importing this module imports TensorFlow.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -53,6 +54,7 @@ class Session:
         self.config = config
         self.folder = folder
         self.record: RunRecord | None = None
+        self.data_touched = time.monotonic()  # again when the dataset is read
         self.command = command
         self.typed = typed
         self.started = started
@@ -184,6 +186,7 @@ class Session:
 
     def _load(self, **options: Any) -> data.Source:
         config = self.config
+        self.data_touched = time.monotonic()
         source = for_model.load(config.model, config.dataset, config.data_dir, **config.load_options, **options)
         return source if config.limit is None else source.limit(config.limit)
 
