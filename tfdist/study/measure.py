@@ -1,0 +1,218 @@
+"""Measures the cells of a study: each run is a fresh `tfdist train`, and the cells take turns within a round.
+
+What a run leaves, beside its own files, is `measured.json`: the cell, the round, and what only its parent knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from tfdist import files
+from tfdist.errors import UsageError
+from tfdist.study.plan import Case, Cell, Plan
+
+MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
+LAST_LINES = 15  # of what a failed run has said, for the report
+SECONDS_TO_END = 10.0
+
+
+class Measured(BaseModel):
+    """`measured.json`.
+
+    Attributes:
+        model, dataset, batch_size, strategy, workers, label: the cell.
+        study: when the study was begun, which tells rounds of several studies apart.
+        round: the number of the round, from 0.
+        seed: the seed of weights, order and random layers.
+        command: what was run.
+        started: when, ISO 8601, UTC.
+        wall_seconds: from the start of the command to its end.
+        cpu_seconds: processor time of all processes of the run, in user and system mode.
+        exit_code: of the command; minus a signal's number if one ended it.
+        error: the end of what a failed run said; "" if it did not fail.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int = 1
+    model: str
+    dataset: str
+    batch_size: int
+    strategy: str
+    workers: int
+    label: str
+    study: str
+    round: int
+    seed: int
+    command: list[str]
+    started: str
+    wall_seconds: float
+    cpu_seconds: float
+    exit_code: int
+    error: str = ""
+
+    @property
+    def cell(self) -> Cell:
+        """The cell, without its options."""
+        return Cell(Case(self.model, self.dataset, self.batch_size), self.strategy, self.workers, self.label)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run that is to be made."""
+
+    cell: Cell
+    round: int
+    seed: int
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """For the display."""
+        return f"round {self.round + 1}: {self.cell.name}, {self.cell.case.title}"
+
+
+def turns(plan: Plan, out: Path) -> list[Turn]:
+    """All runs of a study, by rounds; each round begins with another cell, so that none is always the first."""
+    cells = plan.cells()
+    found = []
+    for number, seed in plan.rounds:
+        first = number % len(cells)
+        for cell in [*cells[first:], *cells[:first]]:
+            found.append(Turn(cell, number, seed, out / "runs" / cell.folder / f"round-{number}"))
+    return found
+
+
+def begin(plan: Plan, out: Path, resume: bool) -> str:
+    """Makes the folder of a study, or continues in it; returns when the study was begun.
+
+    Raises:
+        UsageError: there is a study and `resume` is not set; or it is another one; or the folder cannot be written.
+    """
+    path = out / PLAN
+    wanted = json.loads(json.dumps(asdict(plan)))
+    if path.exists():
+        if not resume:
+            raise UsageError(f"`{out}` has a study already", "continue it with `--resume`, or name another `--out`")
+        before = json.loads(path.read_text(encoding="utf-8"))
+        # More rounds may be asked for; they come after those that were made.
+        differing = [name for name, value in wanted.items() if name != "repeats" and before["plan"].get(name) != value]
+        if differing:
+            names = ", ".join(f"`{name}`" for name in differing)
+            raise UsageError(f"The study in `{out}` was begun with other {names}", "use another `--out` for it")
+        return str(before["study"])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        study = datetime.now(UTC).isoformat(timespec="milliseconds")
+        files.write_text(path, json.dumps({"study": study, "plan": wanted}, indent=2) + "\n")
+    except OSError as error:
+        raise UsageError(f"The study cannot be written to `{out}`: {error.strerror}", "name another `--out`") from error
+    return study
+
+
+def is_done(turn: Turn) -> bool:
+    """Whether that run was made, and did not fail."""
+    with suppress(OSError, ValueError):
+        return Measured.model_validate_json((turn.folder / MEASURED).read_text(encoding="utf-8")).exit_code == 0
+    return False
+
+
+def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
+    """Makes one run, in processes of its own, and keeps what was measured.
+
+    Args:
+        turn: which one.
+        plan: of the study.
+        study: when it was begun.
+        limit_seconds: a run that takes longer is ended, and has failed.
+    """
+    shutil.rmtree(turn.folder, ignore_errors=True)
+    turn.folder.mkdir(parents=True)
+    options = [*turn.cell.options(plan.epochs, turn.seed), "--quiet", "--run-dir", str(turn.folder)]
+    command = [sys.executable, "-m", "tfdist.train", *options]
+    started, began = datetime.now(UTC), time.perf_counter()
+    with open(turn.folder / OUTPUT, "wb") as output:
+        # In a process group of its own, so that all of it can be ended.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        timer = threading.Timer(limit_seconds, _end, [process])
+        timer.start()
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            timer.cancel()
+    seconds = time.perf_counter() - began
+    code = process.returncode
+    late = f"It was ended after {limit_seconds:g} s.\n" if code and seconds >= limit_seconds else ""
+    case = turn.cell.case
+    found = Measured(
+        **asdict(case),
+        strategy=turn.cell.strategy,
+        workers=turn.cell.workers,
+        label=turn.cell.label,
+        study=study,
+        round=turn.round,
+        seed=turn.seed,
+        command=["tfdist", "train", *options],
+        started=started.isoformat(),
+        wall_seconds=seconds,
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        exit_code=code,
+        error=late + _last_lines(turn.folder) if code else "",
+    )
+    files.write_text(turn.folder / MEASURED, found.model_dump_json(indent=2) + "\n")
+    return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks the processes of a run to end, and ends those that do not."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + SECONDS_TO_END
+        while time.monotonic() < until and _runs(process.pid):
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # another thread has waited for it
+        return False
+
+
+def _last_lines(folder: Path) -> str:
+    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-LAST_LINES:])
+
+
+def expected_seconds(left: Sequence[Turn], done: Sequence[Measured]) -> float | None:
+    """How long the runs that are left will take: for each cell the median of its runs, else of all."""
+    if not done:
+        return None
+    of_cell: dict[Cell, list[float]] = {}
+    for one in done:
+        of_cell.setdefault(one.cell, []).append(one.wall_seconds)
+    usual = statistics.median(one.wall_seconds for one in done)
+    return sum(statistics.median(of_cell.get(turn.cell, [usual])) for turn in left)
