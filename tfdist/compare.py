@@ -48,6 +48,7 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
 @_how("--epochs", type=int, metavar="N", help="epochs of a run, of which the first one warms up [5]")
 @_how("--steps", type=int, metavar="N", help="steps of an epoch, instead of the whole dataset")
 @_how("--target-accuracy", type=float, metavar="FRACTION", help="end each run at this validation accuracy")
+@_how("--trace", is_flag=True, default=None, help="one more run of each, traced: what a step is spent on")
 @_how("--run-seconds", type=float, default=SECONDS_OF_A_RUN, show_default=True, help="end a run that takes longer")
 @_how("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the runs and the report")
 @_how("--resume", is_flag=True, help="make the runs that are missing in --out, or failed")

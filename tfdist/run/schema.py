@@ -131,6 +131,15 @@ class ModelRecord(_Part):
     options: dict[str, str] = {}
 
 
+class BreakdownRecord(_Part):
+    """What a traced step is spent on, in seconds; see `tfdist.profiling.breakdown`."""
+
+    compute_seconds: float
+    communication_seconds: float
+    input_seconds: float
+    waiting_seconds: float
+
+
 class DatasetRecord(_Part):
     """The dataset."""
 
@@ -238,6 +247,7 @@ class RunRecord(_Part):
     peak_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
     processes: list[ProcessRecord] = []
+    breakdown: BreakdownRecord | None = None
     time_to_target: TargetRecord | None = None
     test_metrics: dict[str, Number] | None = None
     files: dict[str, str] = {}

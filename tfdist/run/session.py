@@ -5,6 +5,7 @@ Importing this module imports TensorFlow.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -294,8 +295,10 @@ class Session:
     def _keep_profile(self) -> None:
         summary = trace.summarize(self.folder.tensorboard)
         text = trace.as_text(summary)
+        assert self.record is not None
+        if summary.breakdown is not None:
+            self.record.breakdown = schema.BreakdownRecord(**dataclasses.asdict(summary.breakdown))
         if summary.stages is not None:
-            assert self.record is not None
             of_strategy = self.record.strategy
             for stage, seconds in zip(of_strategy.stages, summary.stages.seconds, strict=False):
                 stage.busy_seconds = seconds

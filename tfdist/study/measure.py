@@ -27,6 +27,7 @@ from tfdist.errors import UsageError
 from tfdist.study.plan import Case, Cell, Plan
 
 MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
+TRACED_STEPS = "2:12"
 LAST_LINES = 15  # of what a failed run has said, for the report
 SECONDS_TO_END = 10.0
 
@@ -39,6 +40,7 @@ class Measured(BaseModel):
         study: when the study was begun, which tells rounds of several studies apart.
         round: the number of the round, from 0.
         seed: the seed of weights, order and random layers.
+        traced: some of its steps were traced, so that its times do not count.
         command: what was run.
         started: when, ISO 8601, UTC.
         wall_seconds: from the start of the command to its end.
@@ -59,6 +61,7 @@ class Measured(BaseModel):
     study: str
     round: int
     seed: int
+    traced: bool = False
     command: list[str]
     started: str
     wall_seconds: float
@@ -80,11 +83,13 @@ class Turn:
     round: int
     seed: int
     folder: Path
+    traced: bool = False
 
     @property
     def title(self) -> str:
         """For the display."""
-        return f"round {self.round + 1}: {self.cell.name}, {self.cell.case.title}"
+        which = "traced" if self.traced else f"round {self.round + 1}"
+        return f"{which}: {self.cell.name}, {self.cell.case.title}"
 
 
 def turns(plan: Plan, out: Path) -> list[Turn]:
@@ -95,7 +100,8 @@ def turns(plan: Plan, out: Path) -> list[Turn]:
         first = number % len(cells)
         for cell in [*cells[first:], *cells[:first]]:
             found.append(Turn(cell, number, seed, out / "runs" / cell.folder / f"round-{number}"))
-    return found
+    traced = cells if plan.trace else []
+    return [*found, *(Turn(cell, 0, 0, out / "runs" / cell.folder / "traced", traced=True) for cell in traced)]
 
 
 def begin(plan: Plan, out: Path, resume: bool) -> str:
@@ -144,6 +150,8 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     shutil.rmtree(turn.folder, ignore_errors=True)
     turn.folder.mkdir(parents=True)
     options = [*turn.cell.options(plan.epochs, turn.seed), "--quiet", "--run-dir", str(turn.folder)]
+    if turn.traced:
+        options += ["--profile", TRACED_STEPS]
     command = [sys.executable, "-m", "tfdist.train", *options]
     started, began = datetime.now(UTC), time.perf_counter()
     with open(turn.folder / OUTPUT, "wb") as output:
@@ -173,6 +181,7 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
         study=study,
         round=turn.round,
         seed=turn.seed,
+        traced=turn.traced,
         command=["tfdist", "train", *options],
         started=started.isoformat(),
         wall_seconds=seconds,

@@ -120,6 +120,7 @@ class Plan:
         epochs: epochs of each run, of which the first one warms up.
         steps: steps of an epoch; `None` is the whole dataset.
         target_accuracy: validation accuracy at which a run stops, 0 to 1; `None` trains all epochs.
+        trace: whether each cell is run once more, with a trace of some steps; that run's times do not count.
         train: the options of `tfdist train` that all runs have.
 
     Raises:
@@ -136,6 +137,7 @@ class Plan:
     epochs: int = 5
     steps: int | None = None
     target_accuracy: float | None = None
+    trace: bool = False
     train: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tfdist.profiling import breakdown
 from tfdist.study import ratios, work
 from tfdist.study.plan import Case, Cell
 from tfdist.study.prices import NO_PRICES, Prices
@@ -24,8 +25,8 @@ class Row:
 
     Attributes:
         cell: which one.
-        runs: all of its runs, failed ones too.
-        good: those that did not fail.
+        runs: all of its runs that are timed, failed ones too.
+        traced: its runs with a trace.
         speed: how many times as fast an epoch is as the base's; `None` for the base, and where no round has both.
         marks: what makes it unequal, or that it did not learn.
         prices: of machines; empty if not given.
@@ -36,6 +37,7 @@ class Row:
 
     cell: Cell
     runs: list[Run]
+    traced: list[Run] = field(default_factory=list)
     speed: ratios.Ratio | None = None
     is_base: bool = False
     marks: list[str] = field(default_factory=list)
@@ -91,6 +93,12 @@ class Row:
     def network_bytes_a_step(self) -> float | None:
         """Bytes that the processes of the job send in a step."""
         return self.median(_network_bytes_a_step)
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """The parts of a step by what they are spent on, 0 to 1, of the last run with a trace; empty without one."""
+        found = [run.record.breakdown for run in [*self.runs, *self.traced] if run.record and run.record.breakdown]
+        return breakdown.Breakdown(**found[-1].model_dump()).shares() if found else {}
 
     @property
     def peak_memory_bytes(self) -> list[float]:
@@ -182,13 +190,14 @@ def of_runs(runs: Sequence[Run], prices: Prices = NO_PRICES) -> list[Comparison]
         prices: of machines.
     """
     by_cell: dict[Cell, list[Run]] = {}
+    traced: dict[Cell, list[Run]] = {}
     for run in runs:
-        by_cell.setdefault(run.cell, []).append(run)
+        (traced if run.traced else by_cell).setdefault(run.cell, []).append(run)
     cases = list(dict.fromkeys(cell.case for cell in by_cell))
     found = []
     for case in cases:
         cells = sorted((cell for cell in by_cell if cell.case == case), key=_order)
-        found.append(Comparison(case, _rows(cells, by_cell, prices)))
+        found.append(Comparison(case, _rows(cells, by_cell, traced, prices)))
     return found
 
 
@@ -197,12 +206,15 @@ def _order(cell: Cell) -> tuple[bool, int]:
     return cell.strategy != "single", cell.workers
 
 
-def _rows(cells: Sequence[Cell], by_cell: Mapping[Cell, list[Run]], prices: Prices) -> list[Row]:
+def _rows(
+    cells: Sequence[Cell], by_cell: Mapping[Cell, list[Run]], traced: Mapping[Cell, list[Run]], prices: Prices
+) -> list[Row]:
     base = next((cell for cell in cells if any(not run.error for run in by_cell[cell])), cells[0])
     return [
         Row(
             cell=cell,
             runs=by_cell[cell],
+            traced=traced.get(cell, []),
             speed=None if cell == base else speed(by_cell[base], by_cell[cell]),
             is_base=cell == base,
             marks=work.marks(by_cell[cell], by_cell[base]),

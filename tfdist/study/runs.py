@@ -43,6 +43,11 @@ class Run:
     measured: Measured | None
 
     @property
+    def traced(self) -> bool:
+        """Whether steps were traced, so that its times do not count; of a study, not of a run that was made alone."""
+        return self.measured is not None and self.measured.traced
+
+    @property
     def error(self) -> str:
         """Why it failed; "" if it did not."""
         if self.measured is not None and self.measured.exit_code:

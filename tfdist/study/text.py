@@ -29,6 +29,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "GPU memory, MiB": lambda row: mebibytes(row.peak_gpu_memory_bytes),
     "processor s": lambda row: seconds(row.cpu_seconds),
     "sent a step, KiB": lambda row: "" if (sent := row.network_bytes_a_step) is None else f"{sent / 2**10:,.0f}",
+    "step: compute, communication, input, waiting": lambda row: " ".join(map(percent, row.breakdown.values())),
     "staleness": lambda row: number(row.staleness),
     "price": lambda row: "" if row.price is None else f"{row.price:.4g}",
     "runs": lambda row: f"{len(row.good)} of {len(row.runs)}" if len(row.good) < len(row.runs) else f"{len(row.runs)}",
