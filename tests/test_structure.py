@@ -16,6 +16,7 @@ AT_THE_TOP = {
     "launch",
     "memory",
     "options",
+    "profile",
     "registry",
     "report",
     "startup",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, compare, launch, memory, report, train, verify, world
+from tfdist import __version__, compare, launch, memory, profile, report, train, verify, world
 from tfdist.data import __main__ as data
 from tfdist.stages import __main__ as stages
 
@@ -21,6 +21,7 @@ main.add_command(data.command, "data")
 main.add_command(stages.command, "pipeline")
 main.add_command(memory.command, "memory")
 main.add_command(verify.command, "verify")
+main.add_command(profile.command, "profile")
 main.add_command(compare.command, "compare")
 main.add_command(report.command, "report")
 main.add_command(world.command, "env")

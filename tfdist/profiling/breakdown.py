@@ -57,6 +57,11 @@ class Breakdown:
         return {kind: getattr(self, f"{kind}_seconds") / self.step_seconds for kind in kinds}
 
 
+def is_communication(name: str) -> bool:
+    """Whether an operation, `name:Type`, exchanges tensors with other processes or devices."""
+    return _COMMUNICATION.search(name) is not None
+
+
 def of_process(operations: Sequence[Operation], fetches: Sequence[Span], steps: Sequence[Span]) -> Breakdown | None:
     """What a process does in its `steps`; `None` if there is no step, or no operation in any.
 
@@ -65,8 +70,8 @@ def of_process(operations: Sequence[Operation], fetches: Sequence[Span], steps: 
         fetches: when it waited for a batch.
         steps: begin and end of each step, in seconds.
     """
-    exchanges = [(one.begin, one.end) for one in operations if _COMMUNICATION.search(one.name)]
-    computing = [(one.begin, one.end) for one in operations if not _COMMUNICATION.search(one.name)]
+    exchanges = [(one.begin, one.end) for one in operations if is_communication(one.name)]
+    computing = [(one.begin, one.end) for one in operations if not is_communication(one.name)]
     total = [0.0, 0.0, 0.0, 0.0]
     for begin, end in steps:
         waits = covered(fetches, begin, end)

@@ -147,7 +147,7 @@ def step_marker(number: int) -> AbstractContextManager[Any]:
     return tf.profiler.experimental.Trace(_MARKER, step_num=number, _r=1)
 
 
-def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
+def summarize(log_dir: str | os.PathLike[str], top: int | None = 10) -> Summary:
     """Reads the newest trace below `log_dir`, without TensorFlow.
 
     The wait for input is what the input pipeline analyzer finds. It finds no steps where the traced graph
@@ -156,7 +156,7 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
 
     Args:
         log_dir: the folder that the trace was written to.
-        top: how many ops to name.
+        top: how many ops to name; `None` names all.
 
     Raises:
         RunFolderError: there is no trace, or it cannot be read.
