@@ -1,16 +1,20 @@
 """What runs say together: ratios within rounds, equal work, targets, prices, and the study's file."""
 
+import contextlib
 import doctest
+import json
 import math
+import time
 
 import numpy as np
 import pytest
 
+from tests.test_profiler import serving
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.run import schema
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import EpochRecord
-from tfdist.study import measure, plan, prices, ratios, results, runs, text
+from tfdist.study import events, measure, plan, prices, ratios, results, runs, text
 
 CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
 
@@ -244,3 +248,33 @@ def test_a_study_that_cannot_be_is_refused_in_one_sentence(tmp_path, text, sente
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(UsageError, match=sentence):
         plan.Plan(**plan.read(tmp_path / "study.toml"))
+
+
+def test_tensorboard_shows_the_strategies_side_by_side(tmp_path):
+    made(tmp_path / "runs")
+    made(tmp_path / "runs", "custom", 2)
+    made(tmp_path / "runs", "custom", 2, round=1, error="error: out of memory")
+    events.write(results.of_runs(runs.load([tmp_path / "runs"])), tmp_path / "events")
+    with serving(tmp_path / "events") as server:
+        server.url = server.url.removesuffix("/profile")
+        found = wait_for(lambda: json.loads(server.get("scalars/tags")[1]), lambda tags: len(tags) >= 2)
+        assert "val_accuracy" in found["cnn-digits-32-custom-2-0"]
+        asked = {"experimentName": "", "colParams": [], "sliceSize": 10, "allowedStatuses": ["STATUS_UNKNOWN"]}
+        status, body = server.get("hparams/session_groups", request=json.dumps(asked))
+        assert status == 200, body
+        groups = json.loads(body)["sessionGroups"]
+    assert {(group["hparams"]["strategy"], group["hparams"]["workers"]) for group in groups} == {
+        ("single", 1.0),
+        ("custom", 2.0),
+    }
+    assert len(groups) == 3
+
+
+def wait_for(ask, is_there, seconds=60):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            if is_there(found := ask()):
+                return found
+        time.sleep(0.2)
+    raise AssertionError("TensorBoard shows no runs")
