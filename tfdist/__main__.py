@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, launch, memory, train, verify, world
+from tfdist import __version__, launch, memory, train, verify
 from tfdist.data import __main__ as data
+from tfdist.doctor import __main__ as doctor
+from tfdist.doctor import environment
 from tfdist.stages import __main__ as stages
 
 
@@ -21,7 +23,8 @@ main.add_command(data.command, "data")
 main.add_command(stages.command, "pipeline")
 main.add_command(memory.command, "memory")
 main.add_command(verify.command, "verify")
-main.add_command(world.command, "env")
+main.add_command(doctor.command, "doctor")
+main.add_command(environment.command, "env")
 
 if __name__ == "__main__":
     main()
