@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, compare, launch, memory, profile, report, train, verify, world
+from tfdist import __version__, compare, launch, memory, profile, report, train, verify
 from tfdist.data import __main__ as data
+from tfdist.doctor import __main__ as doctor
+from tfdist.doctor import environment
 from tfdist.stages import __main__ as stages
 
 
@@ -24,7 +26,8 @@ main.add_command(verify.command, "verify")
 main.add_command(profile.command, "profile")
 main.add_command(compare.command, "compare")
 main.add_command(report.command, "report")
-main.add_command(world.command, "env")
+main.add_command(doctor.command, "doctor")
+main.add_command(environment.command, "env")
 
 if __name__ == "__main__":
     main()
