@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 AT_THE_TOP = {
     "__init__",
     "__main__",
+    "advise",
     "compare",
     "errors",
     "files",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, compare, launch, memory, profile, report, train, verify
+from tfdist import __version__, advise, compare, launch, memory, profile, report, train, verify
 from tfdist.data import __main__ as data
 from tfdist.doctor import __main__ as doctor
 from tfdist.doctor import environment
@@ -26,6 +26,7 @@ main.add_command(verify.command, "verify")
 main.add_command(profile.command, "profile")
 main.add_command(compare.command, "compare")
 main.add_command(report.command, "report")
+main.add_command(advise.command, "advise")
 main.add_command(doctor.command, "doctor")
 main.add_command(environment.command, "env")
 
