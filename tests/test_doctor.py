@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -17,7 +18,8 @@ from click.testing import CliRunner
 
 from tests.processes.jobs import clean_environment
 from tfdist import __main__
-from tfdist.doctor import child, environment, job, machine, network, packages, page, readiness
+from tfdist.doctor import __main__ as doctor
+from tfdist.doctor import child, engines, environment, gpus, job, machine, network, packages, page, readiness
 from tfdist.doctor.finding import note, ok, problem
 from tfdist.doctor.links import Tried
 from tfdist.errors import UnknownNameError
@@ -258,9 +260,6 @@ class TestGpus:
         folder = tmp_path_factory.mktemp("gpus")
         return program(folder, "nvidia-smi", f"{self.LISTED}; echo 'GPU 1: NVIDIA H100 (UUID: GPU-2)'")
 
-    def test_a_machine_without_one_is_as_it_should_be(self, tmp_path):
-        assert told(ask("gpus"), "ok") == ["This machine has no GPU of NVIDIA's: TensorFlow computes on the CPU | "]
-
     def test_those_that_tensorflow_does_not_see_are_told_with_its_cuda_libraries(self, path):
         shown = ("env", "--unset=CUDA_VISIBLE_DEVICES")
         first, nccl = told(ask("gpus", inside=shown, PATH=path), "problem")
@@ -268,13 +267,39 @@ class TestGpus:
         assert "pip install 'tensorflow[and-cuda]==2." in first
         assert nccl.startswith("NCCL, by which several GPUs exchange tensors, does not load")
 
-    def test_those_that_are_hidden_are_noted(self, path):
-        (found,) = told(ask("gpus", PATH=path, CUDA_VISIBLE_DEVICES="-1"), "note")
-        assert "`CUDA_VISIBLE_DEVICES` is `-1`: TensorFlow sees 0 of the 2 GPUs" in found
+    @pytest.mark.parametrize(
+        ("seen", "present", "state", "told_of"),
+        [
+            ([], [], "ok", "This machine has no GPU of NVIDIA's"),
+            (["NVIDIA H100"], ["GPU 0: NVIDIA H100"], "ok", "sees 1: NVIDIA H100; it was built for CUDA 12.5"),
+            (["NVIDIA H100"], ["GPU 0: NVIDIA H100", "GPU 1: NVIDIA H100"], "problem", "sees 1 of the 2 GPUs"),
+        ],
+    )
+    def test_what_tensorflow_sees_is_compared_with_what_the_driver_lists(
+        self, monkeypatch, seen, present, state, told_of
+    ):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        loaded = engines.Loaded({"gpus": seen, "cuda": "12.5", "built_with_cuda": True})
+        (found,) = gpus.of_tensorflow(loaded, present)
+        assert found.state == state and told_of in found.sentence
+
+    def test_a_tensorflow_without_cuda_is_told(self, monkeypatch):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        loaded = engines.Loaded({"gpus": [], "built_with_cuda": False})
+        (found,) = gpus.of_tensorflow(loaded, ["GPU 0: NVIDIA H100"])
+        assert found.is_problem and found.sentence.endswith(": it was built without CUDA")
+
+    def test_those_that_are_hidden_are_noted(self, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        loaded = engines.Loaded({"gpus": ["NVIDIA H100"], "cuda": "12.5", "built_with_cuda": True})
+        (found,) = gpus.of_tensorflow(loaded, ["GPU 0: NVIDIA H100", "GPU 1: NVIDIA H100"])
+        assert (
+            found.state == "note" and "`CUDA_VISIBLE_DEVICES` is `1`: TensorFlow sees 1 of the 2 GPUs" in found.sentence
+        )
 
     def test_a_driver_that_fails_is_told(self, tmp_path):
         path = program(tmp_path, "nvidia-smi", "echo 'Failed to initialize NVML: version mismatch'; exit 18")
-        (found,) = told(ask("gpus", PATH=path), "problem")
+        (found,) = told(ask("gpus", "gpus.by_driver()[1]", PATH=path), "problem")
         assert "`nvidia-smi` ended with exit code 18: Failed to initialize NVML" in found
 
     @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -518,6 +543,11 @@ class TestFolders:
         found = ask("folders", TFDIST_CACHE_DIR=tmp_path / "file" / "caches", TFDS_DATA_DIR=tmp_path)
         assert f"`{tmp_path}/file` is not a folder" in told(found, "note", "caches")[0]
 
+    def test_a_working_folder_that_was_removed_is_told(self, tmp_path):
+        gone = ["sh", "-c", f'mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && exec "$@"', "sh"]
+        (found,) = told(ask("folders", inside=gone, TFDS_DATA_DIR=tmp_path), "problem", "runs")
+        assert found.startswith("The working folder has been removed")
+
     def test_no_folder_for_temporary_files_is_told(self, tmp_path):
         readable = " && ".join(
             f"mount --bind -o ro {folder} {folder}"
@@ -536,11 +566,6 @@ def read_only(*folders):
 
 
 class TestReadiness:
-    def test_all_that_is_installed_is_ready(self):
-        found = json.loads(run_code(READY).stdout.splitlines()[-1])
-        assert {"single", "mirrored", "custom", "pipeline", "multiworker", "parameter_server"} <= set(found)
-        assert all(one["ready"] for name, one in found.items() if name not in ("horovod", "mpi_split"))
-
     def test_what_is_not_says_why_and_the_one_command(self, tmp_path):
         path = without(tmp_path, "mpi4py", "horovod")
         done = run_code(READY, "-S", PYTHONPATH=path, https_proxy="http://proxy:1")
@@ -550,11 +575,6 @@ class TestReadiness:
         assert not_ready.pop("mpi_split") == ("mpi4py is not installed", "pip install 'tfdist[mpi]'")
         assert {one[1] for one in not_ready.values()} == {"export no_proxy=localhost"}
         assert set(not_ready) == {"multiworker", "parameter_server"}
-
-    def test_a_job_that_cannot_be_keeps_all_from_running(self):
-        found = json.loads(run_code(READY, TF_CONFIG="{").stdout.splitlines()[-1])
-        assert not any(one["ready"] for one in found.values())
-        assert all("`TF_CONFIG` is `{`" in one["reason"] for one in found.values())
 
     def test_an_unknown_name_is_refused(self):
         with pytest.raises(UnknownNameError, match="did you mean `mirrored`"):
@@ -605,6 +625,13 @@ class TestPage:
             "1 problem (job), 1 note; 1 of 2 strategies are ready",
         ]
 
+    def test_on_a_terminal_a_sentence_is_broken_beside_its_subject(self, capsys, monkeypatch):
+        for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "60", "TERM": "xterm"}.items():
+            monkeypatch.setenv(name, value)
+        page.show([ok("memory", "a sentence of words that is longer than a line is wide")], self.STRATEGIES)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+        assert lines[:2] == ["ok         memory  a sentence of words that is longer than a", " " * 19 + "line is wide"]
+
     def test_the_json_has_the_same(self):
         found = json.loads(page.as_json(self.FINDINGS, [Tried("MPI", "mpi_split", None, "no")], self.STRATEGIES))
         assert found["findings"][1] == {
@@ -633,11 +660,45 @@ class TestCommand:
         assert (done.returncode, done.stderr) == (1, "")
         found = json.loads(done.stdout)
         assert [one["subject"] for one in found["findings"] if one["state"] == "problem"] == ["job"]
+        # `tfdist train` refuses to start any.
+        assert not any(one["ready"] for one in found["strategies"])
+        assert all(
+            "`TF_CONFIG` is `{`" in one["reason"] for one in found["strategies"] if one["command"] != "make horovod"
+        )
 
-    def test_where_nothing_is_wrong_it_ends_with_exit_code_0(self, tmp_path):
+    def test_where_nothing_is_wrong_it_ends_with_exit_code_0_and_strategies_are_ready(self, tmp_path):
         done = self.doctor(TMPDIR=str(tmp_path), TFDS_DATA_DIR=str(tmp_path))
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
+        lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+        ready = {line[1] for line in lines if line and line[0] == "ready"}
+        assert {"single", "mirrored", "custom", "pipeline", "multiworker", "parameter_server"} <= ready
         assert done.stdout.splitlines()[-1].startswith("0 problems, ")
+
+    def test_a_subject_that_fails_is_told_and_the_others_too(self, tmp_path):
+        """On some systems the list of network interfaces may not be read."""
+        (tmp_path / "psutil.py").write_text(FORBIDDEN)
+        call = "__main__.asked(__main__.network.findings, 'network') + __main__.asked(__main__.job.findings, 'job')"
+        found = ask("__main__", call, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        assert "It cannot be found out: PermissionError: [Errno 13] no list" in told(found, "problem", "network")[0]
+        assert told(found, "ok", "job")
+
+    def test_a_subject_that_does_not_answer_is_given_up(self):
+        (found,) = doctor.asked(lambda: time.sleep(1000), "folders", 0.1)
+        assert found.is_problem and found.sentence == "Nothing was found out within 0.1 s"
+
+
+FORBIDDEN = """
+import sys
+own = sys.path.pop(1)
+del sys.modules["psutil"]
+import psutil
+
+def net_if_addrs():
+    raise PermissionError(13, "no list of interfaces")
+
+psutil.net_if_addrs = net_if_addrs
+sys.path.insert(1, own)
+"""
 
 
 class TestEnvironment:

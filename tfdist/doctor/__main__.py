@@ -12,7 +12,8 @@ from tfdist.doctor import engines, folders, gpus, job, links, machine, network, 
 from tfdist.doctor.finding import Finding, problem
 from tfdist.errors import EXIT_DIFFERENT
 
-SECONDS_OF_A_SUBJECT = 30.0
+# Longer than the limits of the child processes of a subject together.
+SECONDS_OF_A_SUBJECT = 300.0
 
 
 @click.command(
@@ -28,15 +29,16 @@ def command(data_dir: Path | None, all_reduce: bool, as_json: bool) -> int:
     Exit code 0 if there is no problem, and the strategies that need no further package are ready; a package that is not
     installed and that few need, such as Horovod, is a note. Exit code 1 if there is a problem.
     """
-    found = [
-        *packages.findings(),
-        *engines.findings(),
-        *gpus.findings(),
-        *machine.findings(),
-        *in_time(network.findings, "network"),
-        *in_time(job.findings, "job"),
-        *in_time(lambda: folders.findings(data_dir), "folders"),
-    ]
+    subjects = {
+        "versions": packages.findings,
+        "engines": engines.findings,
+        "GPUs": gpus.findings,
+        "machine": machine.findings,
+        "network": network.findings,
+        "job": job.findings,
+        "folders": lambda: folders.findings(data_dir),
+    }
+    found = [one for subject, find in subjects.items() for one in asked(find, subject)]
     tried = links.measure() if all_reduce else []
     found += links.findings(tried)
     strategies = readiness.of_all(tried)
@@ -48,19 +50,20 @@ def command(data_dir: Path | None, all_reduce: bool, as_json: bool) -> int:
     return EXIT_DIFFERENT if any(one.is_problem for one in found) else 0
 
 
-def in_time(find: Callable[[], Iterable[Finding]], subject: str) -> list[Finding]:
-    """The findings of a subject, or the problem that it does not answer, as a file system that has gone."""
+def asked(find: Callable[[], Iterable[Finding]], subject: str, seconds: float = SECONDS_OF_A_SUBJECT) -> list[Finding]:
+    """The findings of a subject; a problem if it does not answer, as a file system that has gone, or fails itself."""
     found: list[Finding] = []
-    network.in_time([lambda: found.extend(find())], SECONDS_OF_A_SUBJECT)
-    if found:
-        return found
-    return [
-        problem(
-            subject,
-            f"Nothing was found out within {SECONDS_OF_A_SUBJECT:g} s",
-            "see that its disks and name servers answer",
-        )
-    ]
+
+    def ask() -> None:
+        try:
+            found.extend(find())
+        except Exception as error:  # whatever is wrong with this subject, the others are still told
+            sentence = f"It cannot be found out: {type(error).__name__}: {error}"
+            found.append(problem(subject, sentence, "report this, with what `tfdist env` prints"))
+
+    network.in_time([ask], seconds)
+    sentence = f"Nothing was found out within {seconds:g} s"
+    return found or [problem(subject, sentence, "see that the disks and the name servers of this machine answer")]
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from tfdist.doctor.packages import installed, requirement
 SECONDS_TO_LOAD = 90.0
 SECONDS_TO_ANSWER = 10.0
 ENGINES = ("tensorflow", "mpi4py", "horovod")  # each is the name of its package
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 INSTALL_MPI4PY = "pip install 'tfdist[mpi]'"
 INSTALL_MPI = "apt-get install openmpi-bin"
 INSTALL_HOROVOD = "make horovod"
@@ -55,7 +56,8 @@ def loaded(engine: str, seconds: float = SECONDS_TO_LOAD) -> Loaded:
         return Loaded(error=f"{engine} is not installed", hint=_install(engine), installed=False)
     if engine in ("mpi4py", "horovod") and loaded("tensorflow").error:
         return Loaded(error="It was not tried, because TensorFlow does not load", hint=loaded("tensorflow").hint)
-    ended = child.run([sys.executable, "-m", "tfdist.doctor.loading", engine], seconds)
+    # Other programs may use the GPUs, and TensorFlow would reserve all of their memory.
+    ended = child.run([sys.executable, "-m", "tfdist.doctor.loading", engine], seconds, {GROWTH: "true"})
     try:
         facts = json.loads(ended.out.strip().rpartition("\n")[2])
     except ValueError:
@@ -131,7 +133,7 @@ def findings_of_mpirun(linked: str) -> list[Finding]:
                 "MPI",
                 f"`{path}` is that of {kind or 'another MPI'} (`{there}`), and mpi4py is linked with {linked}: "
                 "each process would train alone",
-                f"put the `mpirun` of {linked} first on the path",
+                f"update-alternatives --config mpirun; or put the `mpirun` of {linked} first on the path",
             )
         ]
     if kind != "Open MPI":

@@ -23,7 +23,7 @@ def findings(data_dir: Path | None = None) -> list[Finding]:
     """What was found out about folders; `data_dir` is that of datasets, as `--data-dir` of `tfdist train`."""
     return [
         *_of_datasets(data_dir),
-        *_needed("runs", Path("runs").absolute(), "start in a folder that can be written, or use `--run-dir`"),
+        *_of_runs(),
         *_needed("temporary files", _temporary(), "set `TMPDIR` to a folder that can be written"),
         *_of_caches(),
     ]
@@ -69,6 +69,16 @@ def _needed(subject: str, folder: Path, hint: str) -> Iterator[Finding]:
         yield note(subject, f"`{folder}` has {_free(folder)} free", hint)
     else:
         yield ok(subject, f"`{folder}` can be written, and has {_free(folder)} free")
+
+
+def _of_runs() -> Iterator[Finding]:
+    hint = "start in a folder that can be written, or use `--run-dir`"
+    try:
+        folder = Path("runs").absolute()
+    except FileNotFoundError:
+        yield problem("runs", "The working folder has been removed", hint)
+    else:
+        yield from _needed("runs", folder, hint)
 
 
 def _temporary() -> Path:

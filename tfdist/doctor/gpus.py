@@ -18,7 +18,7 @@ SECONDS_TO_ANSWER = 20.0
 def findings() -> list[Finding]:
     """What was found out about GPUs."""
     present, silent = by_driver()
-    return [*silent, *_of_tensorflow(present), *(nccl() if len(present) > 1 else [])]
+    return [*silent, *of_tensorflow(engines.loaded("tensorflow"), present), *(nccl() if len(present) > 1 else [])]
 
 
 def by_driver() -> tuple[list[str], list[Finding]]:
@@ -33,8 +33,8 @@ def by_driver() -> tuple[list[str], list[Finding]]:
     return [line.partition(" (UUID")[0] for line in lines if line.startswith("GPU ")], []
 
 
-def _of_tensorflow(present: list[str]) -> Iterator[Finding]:
-    loaded = engines.loaded("tensorflow")
+def of_tensorflow(loaded: engines.Loaded, present: list[str]) -> Iterator[Finding]:
+    """Whether TensorFlow, as it was `loaded`, sees the GPUs that are `present` for the driver."""
     if loaded.error:
         return  # which is told already
     seen = loaded.facts["gpus"]

@@ -76,7 +76,9 @@ def between_two_processes(strategy: str) -> Tried:
         results, logs = Path(folder) / "results.json", Path(folder) / "logs"
         job = ["--workers", "2", *options, "--log-dir", str(logs), "--start-seconds", f"{SECONDS_TO_START:g}"]
         program = ["-m", "tfdist.doctor.measuring", strategy, str(results)]
-        ended = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE)
+        # These engines exchange tensors from the memory of the host, and a machine may have one GPU for both.
+        hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+        ended = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE, hidden)
         if not ended.is_well or not results.exists():
             return Tried(engine, strategy, None, f"their launcher {ended.how()}: {_cause(ended, logs)}")
         return Tried(engine, strategy, Link(engine=engine, **json.loads(results.read_text(encoding="utf-8"))))
