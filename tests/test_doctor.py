@@ -408,6 +408,12 @@ class TestNetwork:
         inside = inside_namespace("-rmu", script=f"cd {tmp_path} && {script}")
         assert told_of in told(ask("network", inside=inside), "note", "host name")[0]
 
+    @pytest.mark.parametrize(("ports", "state"), [("10000 60999", "note"), ("32768 60999", "ok")])
+    def test_ports_that_slurms_jobs_share_with_other_programs_are_noted(self, ports, state):
+        inside = inside_namespace("-rn", script=f"echo '{ports}' > /proc/sys/net/ipv4/ip_local_port_range")
+        (found,) = told(ask("network", inside=inside), state, "ports")
+        assert f"The system hands out the ports {ports.replace(' ', ' to ')}, and jobs under Slurm listen on" in found
+
     @pytest.mark.parametrize("name", ["https_proxy", "http_proxy", "grpc_proxy"])
     def test_a_proxy_that_grpc_would_take_is_told_with_the_exception_to_set(self, name):
         (found,) = told(ask("network", **{name: "http://proxy:3128", "no_proxy": "example.org"}), "problem")
