@@ -582,21 +582,28 @@ class TestReadiness:
         assert {one[1] for one in not_ready.values()} == {"export no_proxy=localhost"}
         assert set(not_ready) == {"multiworker", "parameter_server"}
 
+    def test_what_is_measured_and_fails_is_not_ready(self):
+        tried = "Tried('sockets', 'multiworker', None, 'they did not end', 'do this')"
+        done = run_code(f"{IMPORTS}print(readiness.of('multiworker', [{tried}]))")
+        assert "add up over sockets: they did not end', command='do this'" in done.stdout
+
+    def test_few_open_files_keep_those_of_several_processes_from_running(self):
+        few = ("prlimit", "--nofile=100:100") if shutil.which("prlimit") else pytest.skip("there is no `prlimit`")
+        code = f"{IMPORTS}print([readiness.of(name).ready for name in ('single', 'multiworker')])"
+        assert "[True, False]" in run_code(code, inside=few).stdout
+
     def test_an_unknown_name_is_refused(self):
         with pytest.raises(UnknownNameError, match="did you mean `mirrored`"):
             readiness.of("miror")
 
 
-READY = """
-import dataclasses, json
-from tfdist.doctor import readiness
-print(json.dumps({one.strategy: dataclasses.asdict(one) for one in readiness.of_all()}))
-"""
+IMPORTS = "import dataclasses, json; from tfdist.doctor import readiness; from tfdist.doctor.links import Tried; "
+READY = f"{IMPORTS}print(json.dumps({{one.strategy: dataclasses.asdict(one) for one in readiness.of_all()}}))"
 
 
-def run_code(code, *options, **variables):
+def run_code(code, *options, inside=(), **variables):
     done = subprocess.run(
-        [sys.executable, *options, "-c", code],
+        [*inside, sys.executable, *options, "-c", code],
         env=clean_environment() | {"PYTHONPATH": str(ROOT)} | variables,
         capture_output=True,
         text=True,
