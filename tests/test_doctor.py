@@ -178,11 +178,13 @@ class TestEngines:
         assert all("not tried, because TensorFlow does not load" in one for one in others)
 
     def test_keras_on_another_backend_is_told(self):
-        (found,) = told(ask("engines", "engines.findings_of_tensorflow()", KERAS_BACKEND="torch"), "problem")
+        (found,) = told(
+            ask("engines", "engines.of_tensorflow(engines.loaded('tensorflow'))", KERAS_BACKEND="torch"), "problem"
+        )
         assert "`KERAS_BACKEND` is `torch`" in found
 
     def test_a_module_that_hides_the_installed_one_is_told(self, tmp_path):
-        call = "engines.findings_of_tensorflow()"
+        call = "engines.of_tensorflow(engines.loaded('tensorflow'))"
         metadata(tmp_path, "keras", "3.15.9")
         (found,) = told(ask("engines", call, PYTHONPATH=f"{tmp_path}:{ROOT}"), "problem")
         assert "`keras` is imported from" in found and "and version 3.15.9 is installed" in found
@@ -195,12 +197,29 @@ class TestEngines:
 
     def test_what_is_not_installed_and_few_need_is_noted_with_the_command_that_installs_it(self, tmp_path):
         path = without(tmp_path, "mpi4py", "horovod")
-        found = ask(
-            "engines", "engines.findings_of_mpi() + engines.findings_of_horovod()", options=["-S"], PYTHONPATH=path
-        )
+        call = "engines.of_mpi(engines.loaded('mpi4py')) + engines.of_horovod(engines.loaded('horovod'))"
+        found = ask("engines", call, options=["-S"], PYTHONPATH=path)
         mpi, horovod = told(found, "note")
         assert mpi.startswith("mpi4py is not installed") and mpi.endswith("| pip install 'tfdist[mpi]'")
         assert horovod.startswith("horovod is not installed") and horovod.endswith("| make horovod")
+
+    def test_an_mpi4py_without_its_library_is_told(self):
+        call = "engines.of_mpi(engines.loaded('mpi4py'))"
+        pytest.importorskip("mpi4py")
+        (found,) = told(ask("engines", call, MPI4PY_LIBMPI="/no/such/library"), "problem")
+        assert found.startswith("mpi4py finds no MPI library: ") and "apt-get install openmpi-bin" in found
+
+    @pytest.mark.parametrize(
+        ("built_with", "state", "told_of"),
+        [
+            (["MPI", "Gloo", "NCCL"], "ok", "it was built with MPI, Gloo, NCCL"),
+            (["MPI"], "note", "it was built with MPI, and without Gloo"),
+            (["NCCL"], "problem", "built without MPI and without Gloo"),
+        ],
+    )
+    def test_what_horovod_was_built_with_is_told(self, built_with, state, told_of):
+        (found,) = engines.of_horovod(engines.Loaded({"built_with": built_with}))
+        assert found.state == state and told_of in found.sentence
 
     @pytest.mark.parametrize(
         ("said", "state", "told_of"),
@@ -213,16 +232,16 @@ class TestEngines:
     )
     def test_an_mpirun_of_another_library_than_mpi4pys_is_told(self, tmp_path, said, state, told_of):
         path = program(tmp_path, "mpirun", f"echo '{said}'")
-        (found,) = told(ask("engines", "engines.findings_of_mpirun('Open MPI')", PATH=path), state)
+        (found,) = told(ask("engines", "engines.of_mpirun('Open MPI')", PATH=path), state)
         assert told_of in found and (state == "ok" or "mpi4py is linked with Open MPI" in found)
 
     def test_an_mpirun_that_fits_and_that_the_launcher_cannot_use_is_noted(self, tmp_path):
         path = program(tmp_path, "mpirun", "echo HYDRA")
-        (found,) = told(ask("engines", "engines.findings_of_mpirun('MPICH')", PATH=path), "note")
+        (found,) = told(ask("engines", "engines.of_mpirun('MPICH')", PATH=path), "note")
         assert "tfdist's launcher starts processes by Open MPI's alone" in found
 
     def test_where_there_is_no_mpirun_the_command_that_installs_it_is_told(self, tmp_path):
-        (found,) = told(ask("engines", "engines.findings_of_mpirun('Open MPI')", PATH=tmp_path), "problem")
+        (found,) = told(ask("engines", "engines.of_mpirun('Open MPI')", PATH=tmp_path), "problem")
         assert "no `mpirun` on the path" in found and "apt-get install openmpi-bin" in found
 
     def test_an_mpirun_that_hangs_is_given_up(self, tmp_path):
@@ -561,6 +580,8 @@ class TestFolders:
             if Path(folder).is_dir()
         )
         inside = inside_namespace("-rm", script=f"{readable} && cd /proc")
+        measured = ask("links", "links.findings([links.between_two_processes('multiworker')])", inside=inside)
+        assert "they were not started" in told(measured, "problem", "all-reduce")[0]
         (found,) = told(ask("folders", inside=inside, TFDS_DATA_DIR=ROOT), "problem", "temporary files")
         assert "Nothing can be written to `/tmp`" in found and "set `TMPDIR`" in found
 

@@ -73,18 +73,27 @@ def measure() -> list[Tried]:
 
 def between_two_processes(strategy: str) -> Tried:
     """Starts a job of two processes of `strategy`, one of `ENGINES`, and times their all-reduce."""
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return _job(strategy, Path(folder))
+    except OSError as error:
+        hint = "set `TMPDIR` to a folder that can be written"
+        return Tried(ENGINES[strategy][0], strategy, None, f"they were not started: {error.strerror}", hint)
+
+
+def _job(strategy: str, folder: Path) -> Tried:
+    """Runs the job, whose files are in `folder`."""
     engine, options = ENGINES[strategy]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        results, logs = Path(folder) / "results.json", Path(folder) / "logs"
-        job = ["--workers", "2", *options, "--log-dir", str(logs), "--start-seconds", f"{SECONDS_TO_START:g}"]
-        program = ["-m", "tfdist.doctor.measuring", strategy, str(results)]
-        # These engines exchange tensors from the memory of the host, and a machine may have one GPU for both.
-        hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
-        ended = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE, hidden)
-        if not ended.is_well or not results.exists():
-            error, hint = _cause(ended, logs)
-            return Tried(engine, strategy, None, f"their launcher {ended.how()}: {error}", hint or _shown(strategy))
+    results, logs = folder / "results.json", folder / "logs"
+    job = ["--workers", "2", *options, "--log-dir", str(logs), "--start-seconds", f"{SECONDS_TO_START:g}"]
+    program = ["-m", "tfdist.doctor.measuring", strategy, str(results)]
+    # These engines exchange tensors from the memory of the host, and a machine may have one GPU for both.
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    ended = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE, hidden)
+    if ended.is_well:
         return Tried(engine, strategy, Link(engine=engine, **json.loads(results.read_text(encoding="utf-8"))))
+    error, hint = _cause(ended, logs)
+    return Tried(engine, strategy, None, f"their launcher {ended.how()}: {error}", hint or _shown(strategy))
 
 
 def _shown(strategy: str) -> str:
