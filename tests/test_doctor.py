@@ -178,11 +178,13 @@ class TestEngines:
         assert all("not tried, because TensorFlow does not load" in one for one in others)
 
     def test_keras_on_another_backend_is_told(self):
-        (found,) = told(ask("engines", "engines.findings_of_tensorflow()", KERAS_BACKEND="torch"), "problem")
+        (found,) = told(
+            ask("engines", "engines.of_tensorflow(engines.loaded('tensorflow'))", KERAS_BACKEND="torch"), "problem"
+        )
         assert "`KERAS_BACKEND` is `torch`" in found
 
     def test_a_module_that_hides_the_installed_one_is_told(self, tmp_path):
-        call = "engines.findings_of_tensorflow()"
+        call = "engines.of_tensorflow(engines.loaded('tensorflow'))"
         metadata(tmp_path, "keras", "3.15.9")
         (found,) = told(ask("engines", call, PYTHONPATH=f"{tmp_path}:{ROOT}"), "problem")
         assert "`keras` is imported from" in found and "and version 3.15.9 is installed" in found
@@ -195,12 +197,29 @@ class TestEngines:
 
     def test_what_is_not_installed_and_few_need_is_noted_with_the_command_that_installs_it(self, tmp_path):
         path = without(tmp_path, "mpi4py", "horovod")
-        found = ask(
-            "engines", "engines.findings_of_mpi() + engines.findings_of_horovod()", options=["-S"], PYTHONPATH=path
-        )
+        call = "engines.of_mpi(engines.loaded('mpi4py')) + engines.of_horovod(engines.loaded('horovod'))"
+        found = ask("engines", call, options=["-S"], PYTHONPATH=path)
         mpi, horovod = told(found, "note")
         assert mpi.startswith("mpi4py is not installed") and mpi.endswith("| pip install 'tfdist[mpi]'")
         assert horovod.startswith("horovod is not installed") and horovod.endswith("| make horovod")
+
+    def test_an_mpi4py_without_its_library_is_told(self):
+        call = "engines.of_mpi(engines.loaded('mpi4py'))"
+        pytest.importorskip("mpi4py")
+        (found,) = told(ask("engines", call, MPI4PY_LIBMPI="/no/such/library"), "problem")
+        assert found.startswith("mpi4py finds no MPI library: ") and "apt-get install openmpi-bin" in found
+
+    @pytest.mark.parametrize(
+        ("built_with", "state", "told_of"),
+        [
+            (["MPI", "Gloo", "NCCL"], "ok", "it was built with MPI, Gloo, NCCL"),
+            (["MPI"], "note", "it was built with MPI, and without Gloo"),
+            (["NCCL"], "problem", "built without MPI and without Gloo"),
+        ],
+    )
+    def test_what_horovod_was_built_with_is_told(self, built_with, state, told_of):
+        (found,) = engines.of_horovod(engines.Loaded({"built_with": built_with}))
+        assert found.state == state and told_of in found.sentence
 
     @pytest.mark.parametrize(
         ("said", "state", "told_of"),
@@ -213,16 +232,16 @@ class TestEngines:
     )
     def test_an_mpirun_of_another_library_than_mpi4pys_is_told(self, tmp_path, said, state, told_of):
         path = program(tmp_path, "mpirun", f"echo '{said}'")
-        (found,) = told(ask("engines", "engines.findings_of_mpirun('Open MPI')", PATH=path), state)
+        (found,) = told(ask("engines", "engines.of_mpirun('Open MPI')", PATH=path), state)
         assert told_of in found and (state == "ok" or "mpi4py is linked with Open MPI" in found)
 
     def test_an_mpirun_that_fits_and_that_the_launcher_cannot_use_is_noted(self, tmp_path):
         path = program(tmp_path, "mpirun", "echo HYDRA")
-        (found,) = told(ask("engines", "engines.findings_of_mpirun('MPICH')", PATH=path), "note")
+        (found,) = told(ask("engines", "engines.of_mpirun('MPICH')", PATH=path), "note")
         assert "tfdist's launcher starts processes by Open MPI's alone" in found
 
     def test_where_there_is_no_mpirun_the_command_that_installs_it_is_told(self, tmp_path):
-        (found,) = told(ask("engines", "engines.findings_of_mpirun('Open MPI')", PATH=tmp_path), "problem")
+        (found,) = told(ask("engines", "engines.of_mpirun('Open MPI')", PATH=tmp_path), "problem")
         assert "no `mpirun` on the path" in found and "apt-get install openmpi-bin" in found
 
     def test_an_mpirun_that_hangs_is_given_up(self, tmp_path):
@@ -408,6 +427,12 @@ class TestNetwork:
         inside = inside_namespace("-rmu", script=f"cd {tmp_path} && {script}")
         assert told_of in told(ask("network", inside=inside), "note", "host name")[0]
 
+    @pytest.mark.parametrize(("ports", "state"), [("10000 60999", "note"), ("32768 60999", "ok")])
+    def test_ports_that_slurms_jobs_share_with_other_programs_are_noted(self, ports, state):
+        inside = inside_namespace("-rn", script=f"echo '{ports}' > /proc/sys/net/ipv4/ip_local_port_range")
+        (found,) = told(ask("network", inside=inside), state, "ports")
+        assert f"The system hands out the ports {ports.replace(' ', ' to ')}, and jobs under Slurm listen on" in found
+
     @pytest.mark.parametrize("name", ["https_proxy", "http_proxy", "grpc_proxy"])
     def test_a_proxy_that_grpc_would_take_is_told_with_the_exception_to_set(self, name):
         (found,) = told(ask("network", **{name: "http://proxy:3128", "no_proxy": "example.org"}), "problem")
@@ -555,6 +580,8 @@ class TestFolders:
             if Path(folder).is_dir()
         )
         inside = inside_namespace("-rm", script=f"{readable} && cd /proc")
+        measured = ask("links", "links.findings([links.between_two_processes('multiworker')])", inside=inside)
+        assert "they were not started" in told(measured, "problem", "all-reduce")[0]
         (found,) = told(ask("folders", inside=inside, TFDS_DATA_DIR=ROOT), "problem", "temporary files")
         assert "Nothing can be written to `/tmp`" in found and "set `TMPDIR`" in found
 
@@ -576,21 +603,28 @@ class TestReadiness:
         assert {one[1] for one in not_ready.values()} == {"export no_proxy=localhost"}
         assert set(not_ready) == {"multiworker", "parameter_server"}
 
+    def test_what_is_measured_and_fails_is_not_ready(self):
+        tried = "Tried('sockets', 'multiworker', None, 'they did not end', 'do this')"
+        done = run_code(f"{IMPORTS}print(readiness.of('multiworker', [{tried}]))")
+        assert "add up over sockets: they did not end', command='do this'" in done.stdout
+
+    def test_few_open_files_keep_those_of_several_processes_from_running(self):
+        few = ("prlimit", "--nofile=100:100") if shutil.which("prlimit") else pytest.skip("there is no `prlimit`")
+        code = f"{IMPORTS}print([readiness.of(name).ready for name in ('single', 'multiworker')])"
+        assert "[True, False]" in run_code(code, inside=few).stdout
+
     def test_an_unknown_name_is_refused(self):
         with pytest.raises(UnknownNameError, match="did you mean `mirrored`"):
             readiness.of("miror")
 
 
-READY = """
-import dataclasses, json
-from tfdist.doctor import readiness
-print(json.dumps({one.strategy: dataclasses.asdict(one) for one in readiness.of_all()}))
-"""
+IMPORTS = "import dataclasses, json; from tfdist.doctor import readiness; from tfdist.doctor.links import Tried; "
+READY = f"{IMPORTS}print(json.dumps({{one.strategy: dataclasses.asdict(one) for one in readiness.of_all()}}))"
 
 
-def run_code(code, *options, **variables):
+def run_code(code, *options, inside=(), **variables):
     done = subprocess.run(
-        [sys.executable, *options, "-c", code],
+        [*inside, sys.executable, *options, "-c", code],
         env=clean_environment() | {"PYTHONPATH": str(ROOT)} | variables,
         capture_output=True,
         text=True,
@@ -630,7 +664,7 @@ class TestPage:
             monkeypatch.setenv(name, value)
         page.show([ok("memory", "a sentence of words that is longer than a line is wide")], self.STRATEGIES)
         lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-        assert lines[:2] == ["ok         memory  a sentence of words that is longer than", " " * 19 + "a line is wide"]
+        assert lines[:2] == ["ok         memory  a sentence of words that is longer than a", " " * 19 + "line is wide"]
 
     def test_the_json_has_the_same(self):
         found = json.loads(page.as_json(self.FINDINGS, [Tried("MPI", "mpi_split", None, "no")], self.STRATEGIES))

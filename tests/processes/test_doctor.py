@@ -56,7 +56,8 @@ def test_processes_that_cannot_add_up_are_a_problem_and_their_strategy_is_not_re
         "Two processes of `horovod` could not add up over Gloo: their launcher ended with exit code 2: "
         "`HOROVOD_GLOO_IFACE` is `no-such-interface`, and this machine has the network interfaces"
     )
-    assert not ready["ready"] and ready["reason"] == found["sentence"]
+    assert found["hint"] == "name one of these, or unset it"
+    assert (ready["ready"], ready["reason"], ready["command"]) == (False, found["sentence"], found["hint"])
 
 
 @pytest.mark.thorough  # TensorFlow's servers wait for a minute

@@ -13,7 +13,6 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 from tfdist.cluster import cluster_file
@@ -36,7 +35,6 @@ OF_A_JOB = (
     *("HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS", "HOROVOD_CONTROLLER", "HOROVOD_HOSTNAME"),
     *("OMPI_COMM_WORLD_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "ORTE_", "PMIX_", "PMI_", "SLURM_"),
 )
-LAST_LINES = 12
 SECONDS_TO_END = 5.0
 
 
@@ -69,13 +67,10 @@ class Ended:
             return f"was ended by {signal.Signals(-self.code).name}"
         return f"ended with exit code {self.code}"
 
-    def said(self) -> str:
-        """The last lines that it wrote, of errors if there are any."""
-        return "\n".join([*filter(str.strip, (self.err or self.out).splitlines())][-LAST_LINES:])
-
     def last_line(self) -> str:
-        """The last line that it wrote, in a form that fits into a sentence."""
-        return self.said().rpartition("\n")[2].strip()
+        """The last line that it wrote, of errors if there are any."""
+        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
+        return lines[-1] if lines else ""
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -84,16 +79,13 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return kept | dict(more or {})
 
 
-def run(
-    command: Sequence[str], seconds: float, more: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Ended:
+def run(command: Sequence[str], seconds: float, more: Mapping[str, str] | None = None) -> Ended:
     """Runs a program to its end, or until its time is over.
 
     Args:
         command: the program and its arguments.
         seconds: its time.
         more: variables that it gets beside those of this process.
-        cwd: its folder.
     """
     # In memory: who waits for a pipe would wait for every process that has inherited it, and a disk may be full.
     with _memory() as out, _memory() as err:
@@ -104,7 +96,6 @@ def run(
                 stdout=out,
                 stderr=err,
                 env=environment(more),
-                cwd=cwd,
                 start_new_session=True,
             )
         except OSError as error:

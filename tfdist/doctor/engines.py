@@ -58,15 +58,12 @@ def loaded(engine: str, seconds: float = SECONDS_TO_LOAD) -> Loaded:
         return Loaded(error="It was not tried, because TensorFlow does not load", hint=loaded("tensorflow").hint)
     # Other programs may use the GPUs, and TensorFlow would reserve all of their memory.
     ended = child.run([sys.executable, "-m", "tfdist.doctor.loading", engine], seconds, {GROWTH: "true"})
-    try:
-        facts = json.loads(ended.out.strip().rpartition("\n")[2])
-    except ValueError:
-        facts = {
-            "error": f"The process that loads {engine} {ended.how()}: {ended.last_line()}",
-            "hint": _install(engine),
-        }
+    if not ended.is_well:
+        said = f": {ended.last_line()}" if ended.last_line() else ""
+        return Loaded(error=f"The process that loads {engine} {ended.how()}{said}", hint=_install(engine))
+    facts = json.loads(ended.out.strip().rpartition("\n")[2])
     if "error" in facts:
-        return Loaded(error=facts["error"], hint=facts["hint"], said=ended.err)
+        return Loaded(error=facts["error"], hint=facts["hint"])
     return Loaded(facts, said=ended.err)
 
 
@@ -81,12 +78,11 @@ def findings() -> list[Finding]:
     loaded("tensorflow")
     with ThreadPoolExecutor() as pool:
         list(pool.map(loaded, ("mpi4py", "horovod")))
-    return [*findings_of_tensorflow(), *findings_of_mpi(), *findings_of_horovod()]
+    return [*of_tensorflow(loaded("tensorflow")), *of_mpi(loaded("mpi4py")), *of_horovod(loaded("horovod"))]
 
 
-def findings_of_tensorflow() -> list[Finding]:
+def of_tensorflow(found: Loaded) -> list[Finding]:
     """What was found out about TensorFlow and the modules that it loads."""
-    found = loaded("tensorflow")
     if found.error:
         return [problem("TensorFlow", found.error, found.hint)]
     others = [
@@ -107,18 +103,17 @@ def _public(version: str | None) -> str:
     return (version or "").partition("+")[0]
 
 
-def findings_of_mpi() -> list[Finding]:
+def of_mpi(found: Loaded) -> list[Finding]:
     """What was found out about mpi4py and `mpirun`."""
-    found = loaded("mpi4py")
     if not found.installed:
         return [note("MPI", f"{found.error}: `mpi_split` is not there", found.hint)]
     if found.error:
         return [problem("MPI", found.error, found.hint)]
     linked = found.facts["library"]
-    return [ok("MPI", f"mpi4py {installed('mpi4py')} loads {linked}"), *findings_of_mpirun(library(linked))]
+    return [ok("MPI", f"mpi4py {installed('mpi4py')} loads {linked}"), *of_mpirun(library(linked))]
 
 
-def findings_of_mpirun(linked: str) -> list[Finding]:
+def of_mpirun(linked: str) -> list[Finding]:
     """Whether `mpirun` starts programs that are `linked` with this library, such as "Open MPI"."""
     there = mpirun()
     if there is None:
@@ -133,7 +128,7 @@ def findings_of_mpirun(linked: str) -> list[Finding]:
                 "MPI",
                 f"`{path}` is that of {kind or 'another MPI'} (`{there}`), and mpi4py is linked with {linked}: "
                 "each process would train alone",
-                f"put the `mpirun` of {linked} first on the path",
+                f"update-alternatives --config mpirun; or put the `mpirun` of {linked} first on the path",
             )
         ]
     if kind != "Open MPI":
@@ -168,9 +163,8 @@ def library(text: str) -> str:
     return next((name for name in LIBRARIES if name in text), "")
 
 
-def findings_of_horovod() -> list[Finding]:
+def of_horovod(found: Loaded) -> list[Finding]:
     """What was found out about Horovod."""
-    found = loaded("horovod")
     if not found.installed:
         return [note("Horovod", f"{found.error}: `horovod` is not there", found.hint)]
     if found.error:

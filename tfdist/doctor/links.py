@@ -49,12 +49,14 @@ class Tried:
         strategy: the strategy that uses it.
         link: `None` if the two processes could not add up.
         error: what they said then.
+        hint: what to do then.
     """
 
     engine: str
     strategy: str
     link: Link | None
     error: str = ""
+    hint: str = ""
 
 
 def measure() -> list[Tried]:
@@ -71,25 +73,42 @@ def measure() -> list[Tried]:
 
 def between_two_processes(strategy: str) -> Tried:
     """Starts a job of two processes of `strategy`, one of `ENGINES`, and times their all-reduce."""
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return _job(strategy, Path(folder))
+    except OSError as error:
+        hint = "set `TMPDIR` to a folder that can be written"
+        return Tried(ENGINES[strategy][0], strategy, None, f"they were not started: {error.strerror}", hint)
+
+
+def _job(strategy: str, folder: Path) -> Tried:
+    """Runs the job, whose files are in `folder`."""
     engine, options = ENGINES[strategy]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        results, logs = Path(folder) / "results.json", Path(folder) / "logs"
-        job = ["--workers", "2", *options, "--log-dir", str(logs), "--start-seconds", f"{SECONDS_TO_START:g}"]
-        program = ["-m", "tfdist.doctor.measuring", strategy, str(results)]
-        # These engines exchange tensors from the memory of the host, and a machine may have one GPU for both.
-        hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
-        ended = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE, hidden)
-        if not ended.is_well or not results.exists():
-            return Tried(engine, strategy, None, f"their launcher {ended.how()}: {_cause(ended, logs)}")
+    results, logs = folder / "results.json", folder / "logs"
+    job = ["--workers", "2", *options, "--log-dir", str(logs), "--start-seconds", f"{SECONDS_TO_START:g}"]
+    program = ["-m", "tfdist.doctor.measuring", strategy, str(results)]
+    # These engines exchange tensors from the memory of the host, and a machine may have one GPU for both.
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    ended = child.run([sys.executable, "-m", "tfdist.launch", *job, *program], SECONDS_TO_MEASURE, hidden)
+    if ended.is_well:
         return Tried(engine, strategy, Link(engine=engine, **json.loads(results.read_text(encoding="utf-8"))))
+    error, hint = _cause(ended, logs)
+    return Tried(engine, strategy, None, f"their launcher {ended.how()}: {error}", hint or _shown(strategy))
 
 
-def _cause(ended: child.Ended, logs: Path) -> str:
-    """The last error that a process of a job, or its launcher, has told."""
+def _shown(strategy: str) -> str:
+    """The command that shows all that the processes of a strategy say."""
+    return f"python -m tfdist.train --strategy {strategy} --workers 2 --model mlp --dataset digits --epochs 1 --verbose"
+
+
+def _cause(ended: child.Ended, logs: Path) -> tuple[str, str]:
+    """The last error that a process of a job, or its launcher, has told, and its hint if it is one of tfdist's."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(logs.rglob("*")) if path.is_file()]
-    lines = [line.strip() for text in (*texts, ended.err) for line in text.splitlines()]
-    errors = [line for line in lines if re.match(r"(error|[\w.]+(Error|Exception)): ", line)]
-    return (errors or [ended.last_line()])[-1].removeprefix("error: ")
+    told = re.findall(
+        r"^(?:error|[\w.]+(?:Error|Exception)): .*(?:\n\nhint: .*)?", "\n".join([*texts, ended.err]), re.M
+    )
+    error, _, hint = (told or [ended.last_line()])[-1].partition("\n\nhint: ")
+    return error.removeprefix("error: "), hint
 
 
 def findings(tried: list[Tried]) -> Iterator[Finding]:
@@ -99,7 +118,7 @@ def findings(tried: list[Tried]) -> Iterator[Finding]:
             yield problem(
                 SUBJECT,
                 f"Two processes of `{one.strategy}` could not add up over {one.engine}: {one.error}",
-                f"python -m tfdist.train --strategy {one.strategy} --workers 2 --model mlp --dataset digits --epochs 1",
+                one.hint,
             )
         else:
             yield ok(SUBJECT, described(one.link))

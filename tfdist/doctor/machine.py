@@ -39,7 +39,7 @@ def findings() -> list[Finding]:
         *of_memory(limits, memory.total, memory.available),
         *_addresses(),
         *_shared_memory(),
-        *_files(),
+        *open_files(),
         *clock(Path(__file__)),
     ]
 
@@ -173,7 +173,8 @@ def _shared_memory() -> Iterator[Finding]:
         yield ok("shared memory", f"`{SHARED_FOLDER}` has {there.free / GIB:.1f} GiB free")
 
 
-def _files() -> Iterator[Finding]:
+def open_files() -> Iterator[Finding]:
+    """Whether a process may open enough files for a job."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     count = "any number of" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     sentence = f"A process may open {count} files"

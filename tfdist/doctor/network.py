@@ -10,14 +10,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 
 import psutil
 
+from tfdist.cluster import slurm
 from tfdist.cluster.task import means_itself
 from tfdist.cluster.world import World
 from tfdist.doctor.finding import Finding, note, ok, problem
 from tfdist.errors import UsageError
 
+PORTS_OF_SYSTEM = Path("/proc/sys/net/ipv4/ip_local_port_range")
 SECONDS_TO_LOOK_UP = 5.0
 # Those that gRPC reads, in its order; TensorFlow's servers find each other by gRPC. Source: gRPC's
 # doc/environment_variables.md. Names in capitals it does not read.
@@ -28,7 +31,7 @@ HERE = "localhost"  # by this name the launcher has the processes of one machine
 
 def findings() -> list[Finding]:
     """What was found out about the network."""
-    return [*loopback(), *_own_name(), *proxies(), *_ssh()]
+    return [*loopback(), *_own_name(), *_ports(), *proxies(), *_ssh()]
 
 
 def loopback() -> Iterator[Finding]:
@@ -66,6 +69,25 @@ def _own_name() -> Iterator[Finding]:
         )
     else:
         yield ok("host name", f"`{name}` leads to {', '.join(found)}")
+
+
+def _ports() -> Iterator[Finding]:
+    """Whether the ports of Slurm's jobs lie apart from those that the system hands out."""
+    try:
+        first, last = map(int, PORTS_OF_SYSTEM.read_text(encoding="ascii").split())
+    except (OSError, ValueError):  # another system
+        return
+    of_slurm = range(slurm.FIRST_PORT, slurm.FIRST_PORT + slurm.PORTS)
+    handed_out = f"The system hands out the ports {first} to {last}"
+    if first < of_slurm.stop and last >= of_slurm.start:
+        yield note(
+            "ports",
+            f"{handed_out}, and jobs under Slurm listen on some of {of_slurm.start} to {of_slurm.stop - 1}, which "
+            "another program may then hold",
+            "sysctl net.ipv4.ip_local_port_range='32768 60999'",
+        )
+    else:
+        yield ok("ports", f"{handed_out}, and jobs under Slurm listen on others")
 
 
 def proxies() -> Iterator[Finding]:

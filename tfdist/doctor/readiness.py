@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tfdist import strategies
-from tfdist.doctor import engines, job, links, network, packages
+from tfdist.doctor import engines, job, links, machine, network, packages
 from tfdist.doctor.finding import Finding
 
 # Whose processes find each other by TensorFlow's servers, and so by gRPC.
@@ -75,10 +75,10 @@ def _obstacles(strategy: str, tried: Sequence[links.Tried]) -> Iterator[Finding]
     if traits.package is not None:
         yield from _package(traits.package)
     if traits.mpi:
-        yield from (found for found in engines.findings_of_mpi() if found.is_problem)
+        yield from (found for found in engines.of_mpi(engines.loaded("mpi4py")) if found.is_problem)
     elif traits.package == "horovod":
-        yield from (found for found in engines.findings_of_horovod() if found.is_problem)
-    yield from (found for found in network.loopback() if found.is_problem)
+        yield from (found for found in engines.of_horovod(engines.loaded("horovod")) if found.is_problem)
+    yield from (found for found in (*network.loopback(), *machine.open_files()) if found.is_problem)
     if strategy in OVER_GRPC:
         yield from (found for found in network.proxies() if found.is_problem)
     yield from (found for found in job.described() if found.is_problem)
