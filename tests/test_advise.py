@@ -1,12 +1,13 @@
 """`tfdist advise`: the cost model, what it predicts, and what it refuses."""
 
 import doctest
+import os
 
 import pytest
 from click.testing import CliRunner
 
 from tfdist import advise
-from tfdist.advisor import costs, predictions
+from tfdist.advisor import costs, measured, predictions
 from tfdist.advisor.costs import Compute, Link
 
 COMPUTE = Compute(fixed_seconds=0.002, example_seconds=0.0001)
@@ -89,6 +90,12 @@ def test_machines_on_a_described_link_are_predicted_from_real_steps(tmp_path):
     assert found.exit_code == 0, found.output
     assert "examples/s on" in found.output and "parameter_server" in found.output and "Use `" in found.output
     assert "parameter_server" in (tmp_path / "curves.svg").read_text()
+
+
+def test_a_large_model_is_measured_with_few_steps_and_a_small_one_with_many(tmp_path):
+    work = measured.Work({"model": "mlp", "dataset": "digits"}, 64, 1347, tuple(sorted(os.sched_getaffinity(0))))
+    assert work.steps == measured.PROBED_STEPS
+    assert work.with_steps_for(tmp_path).steps == measured.MOST_STEPS
 
 
 def test_options_that_do_not_train_are_told_with_the_error_of_the_training():

@@ -27,6 +27,7 @@ def tfdist(*arguments, cwd, timeout=300):
 
 def test_two_strategies_are_measured_in_turns_and_reported(tmp_path):
     options = ["--strategies", "single,custom", *FEW, "--repeats", "2", "--learning-rate", "0.01", "--out", "study"]
+    options += ["--data-dir", str(tmp_path)]  # which is kept in the study as text; `digits` has no files
     done = tfdist("compare", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "[1/4] round 1: single, mlp on digits, global batch 32:" in done.stderr
@@ -41,7 +42,9 @@ def test_two_strategies_are_measured_in_turns_and_reported(tmp_path):
     again = tfdist("compare", *options, "--resume", cwd=tmp_path)
     assert again.returncode == 0 and "round" not in again.stderr, again.stderr
 
-    elsewhere = tfdist("report", "study", "--out", "elsewhere", "--price", "1", cwd=tmp_path)
+    more = ["--price", "1", "--tensorboard", "events"]
+    elsewhere = tfdist("report", "study", "--out", "elsewhere", *more, cwd=tmp_path)
+    assert len(list((tmp_path / "events").glob("mlp-digits-32-*"))) == 4
     assert elsewhere.returncode == 0 and "| price |" in (tmp_path / "elsewhere" / "report.md").read_text()
 
 
@@ -61,7 +64,8 @@ def test_a_run_that_fails_stands_in_the_report_and_is_made_again_when_the_study_
     done = tfdist("compare", *options, cwd=tmp_path)
     assert done.returncode == 1
     report = (tmp_path / "study" / "report.md").read_text()
-    assert "`single` failed in 1 of 1 runs" in report and "planted" in report
+    assert "`single` failed in 1 of 1 runs: ValueError: planted <b>fault</b>" in report
+    assert "round 1: single, own:build on digits, global batch 32: failed: ValueError: planted" in done.stderr
     assert "no run did equal work and ended well" in done.stdout
     (tmp_path / "mended").touch()
     again = tfdist("compare", *options, "--resume", cwd=tmp_path)
@@ -70,13 +74,26 @@ def test_a_run_that_fails_stands_in_the_report_and_is_made_again_when_the_study_
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_processes(tmp_path):
-    (tmp_path / "own.py").write_text("import time, sys\n\ndef build(spec):\n    time.sleep(600)\n")
+    # It answers a request to end with exit code 0, and has failed all the same.
+    waits = "import os, signal, time\n\ndef build(spec):\n    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+    (tmp_path / "own.py").write_text(f"{waits}    time.sleep(600)\n")
     options = ["--strategies", "single", "--model", "own:build", *FEW[2:], "--repeats", "1", "--out", "study"]
     done = tfdist("compare", *options, "--run-seconds", "12", cwd=tmp_path, timeout=120)
     assert done.returncode == 1
     (measured,) = (tmp_path / "study").rglob("measured.json")
     found = json.loads(measured.read_text())
     assert found["error"].startswith("It was ended after 12 s.") and found["wall_seconds"] < 40
+
+
+def test_a_run_that_is_killed_and_says_nothing_is_told_by_its_exit_code(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import os, signal\n\ndef build(spec):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    options = ["--strategies", "single", "--model", "own:build", *FEW[2:], "--repeats", "1", "--out", "study"]
+    done = tfdist("compare", *options, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "`single` failed in 1 of 1 runs" in (tmp_path / "study" / "report.md").read_text()
 
 
 ONE = ("--strategies", "single", "--model", "mlp", "--dataset", "digits")

@@ -3,10 +3,11 @@
 import doctest
 
 import pytest
+import tensorflow as tf
 from click.testing import CliRunner
 
 from tfdist import profile, train
-from tfdist.profiling import bounds, layers
+from tfdist.profiling import bounds, layers, trace
 from tfdist.run.folder import load_record
 
 
@@ -33,6 +34,15 @@ def test_a_traced_run_tells_of_its_layers_its_kinds_and_its_bound(working_folder
     shares = load_record(working_folder / "run").breakdown.model_dump()
     assert shares["compute_seconds"] > 0 and f"bound by {bound(shares)}" in found.output
     assert "Try first: " in found.output
+
+
+def test_a_trace_without_steps_is_one_sentence(tmp_path):
+    product = tf.function(lambda x: tf.matmul(x, x))
+    product(tf.ones([256, 256]))
+    with trace.trace(tmp_path):
+        product(tf.ones([256, 256]))
+    found = CliRunner().invoke(profile.command, [str(tmp_path)])
+    assert found.exit_code == 2 and "has no step markers" in found.output and "hint:" in found.output
 
 
 def bound(seconds):

@@ -1,6 +1,7 @@
 """What runs say together: ratios within rounds, equal work, targets, prices, and the study's file."""
 
 import contextlib
+import dataclasses
 import doctest
 import json
 import math
@@ -137,6 +138,14 @@ def test_runs_that_missed_the_target_or_failed_are_counted_beside_those_that_rea
     assert "`single` failed in 1 of 4 runs: error: out of memory" in text.report(results.of_runs(runs.load([tmp_path])))
 
 
+def test_a_name_with_a_bar_stays_in_its_column(tmp_path):
+    made(tmp_path, "single")
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    cell = dataclasses.replace(comparison.rows[0].cell, strategy="mine:Own", label="a|b")
+    row = dataclasses.replace(comparison.rows[0], cell=cell)
+    assert "| a\\|b on 1 |" in text.table(results.Comparison(comparison.case, [row]))
+
+
 def test_scaling_is_told_beside_one_worker(tmp_path):
     made(tmp_path, "custom", 1, seconds=2.0)
     made(tmp_path, "custom", 2, seconds=1.25)
@@ -174,6 +183,17 @@ def test_runs_of_plain_trainings_are_read_too_and_studies_add_up(tmp_path):
     found = runs.load([tmp_path / "first", tmp_path / "second", tmp_path / "third", tmp_path / "first"])
     assert sorted(run.cell.name for run in found) == ["custom on 2", "mirrored on 2", "single"]
     assert len({run.cell.case for run in found}) == 1
+
+
+def test_runs_of_different_machines_are_not_compared(tmp_path):
+    for strategy in ("single", "mirrored"):
+        record = schema.example().model_copy(update={"status": "completed"})
+        record.strategy = schema.StrategyRecord(name=strategy, options={}, replicas=2)
+        record.machine = record.machine.model_copy(update={"cpu": f"of {strategy}"})
+        record.epochs.append(EpochRecord.from_logs(1, {"loss": 1.0}, 2.0))
+        RunFolder(tmp_path / strategy).write(record)
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    assert [row.speed for row in comparison.rows] == [None, None]
 
 
 def test_folders_without_runs_and_runs_of_another_schema_are_one_sentence(tmp_path):

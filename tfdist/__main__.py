@@ -17,18 +17,22 @@ def main() -> None:
     """Train Keras 3 models on more than one device: exact, fast and measured."""
 
 
-main.add_command(train.command, "train")
-main.add_command(launch.command, "launch")
-main.add_command(data.command, "data")
-main.add_command(stages.command, "pipeline")
-main.add_command(memory.command, "memory")
-main.add_command(verify.command, "verify")
-main.add_command(profile.command, "profile")
-main.add_command(compare.command, "compare")
-main.add_command(report.command, "report")
-main.add_command(advise.command, "advise")
-main.add_command(doctor.command, "doctor")
-main.add_command(environment.command, "env")
+COMMANDS = {
+    "train": train,
+    "launch": launch,
+    "data": data,
+    "pipeline": stages,
+    "memory": memory,
+    "verify": verify,
+    "profile": profile,
+    "compare": compare,
+    "report": report,
+    "advise": advise,
+    "doctor": doctor,
+    "env": environment,
+}
+for name, module in COMMANDS.items():
+    main.add_command(module.command, name)
 
 if __name__ == "__main__":
     main()

@@ -66,6 +66,8 @@ def command(
         {**options, "data_option": data_option, "model_option": model_option}, batch_size, examples, cores
     )
     with tempfile.TemporaryDirectory(prefix="tfdist-advise-") as folder:
+        terminal.say("Measuring how long steps are ...")
+        work = work.with_steps_for(Path(folder))
         facts = _facts(work, counts, between, Path(folder))
         found = predictions.all_of(facts, counts)
         with terminal.any_stdout(needed=True):
@@ -124,7 +126,7 @@ def _recommended(found: Sequence[predictions.Prediction]) -> str:
 def _checked(work: measured.Work, found: Sequence[predictions.Prediction], folder: Path) -> str:
     """How far the predictions for two workers are from runs that they were not made of."""
     terminal.say("Comparing with runs of two workers ...")
-    limit = min(work.examples, measured.STEPS * work.batch_size)
+    limit = min(work.examples, work.steps * work.batch_size)
     train = {name: value for name, value in work.options.items() if name not in ("model", "dataset")} | {"limit": limit}
     contestants = [plan.Contestant(one.strategy, workers=(2,)) for one in found if one.workers == 2]
     names = (str(work.options["model"]),), (str(work.options["dataset"]),)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from tfdist import data, models, report, strategies, terminal, train
+from tfdist import data, models, registry, report, strategies, terminal, train
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan
 from tfdist.study.display import Display
@@ -53,6 +53,7 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
 @_how("--out", type=click.Path(path_type=Path), metavar="FOLDER", help="folder of the runs and the report")
 @_how("--resume", is_flag=True, help="make the runs that are missing in --out, or failed")
 @report.price_option
+@report.tensorboard_option
 def _compare(
     strategies: str | None,
     model: str | None,
@@ -64,6 +65,7 @@ def _compare(
     out: Path | None,
     resume: bool,
     price: str | None,
+    tensorboard: Path | None,
     **options: Any,
 ) -> int:
     """Measure strategies on equal work, in turns, and report which one is fastest by how much."""
@@ -90,7 +92,7 @@ def _compare(
     _check_names(study)
     folder = out or Path("studies") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     failed = run(study, folder, resume, run_seconds)
-    report.show([folder], folder, prices)
+    report.show([folder], folder, prices, tensorboard)
     return int(failed)
 
 
@@ -99,8 +101,6 @@ def _check_names(study: plan.Plan) -> None:
     for kind, names, known in (("model", study.models, models.names()), ("dataset", study.datasets, data.names())):
         for name in names:
             if ":" not in name:
-                from tfdist import registry
-
                 registry.require_known(name, kind, known)
 
 

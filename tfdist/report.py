@@ -12,11 +12,19 @@ import click
 
 from tfdist import files, terminal
 from tfdist.errors import RunFolderError
-from tfdist.study import results, runs, text
+from tfdist.study import events, results, runs, text
 from tfdist.study.prices import NO_PRICES, Prices
 
 price_option = terminal.options_of("The report")(
     "--price", metavar="PRICE|FILE", help="price of this machine an hour, or a file of prices"
+)
+
+
+tensorboard_option = terminal.options_of("The report")(
+    "--tensorboard",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="write the runs as events of TensorBoard, strategies side by side in its HParams table",
 )
 
 
@@ -35,12 +43,13 @@ def prices_of(option: str | None) -> Prices:
     help="where it is written; by default the present folder",
 )
 @price_option
-def command(folders: tuple[Path, ...], out: Path, price: str | None) -> None:
+@tensorboard_option
+def command(folders: tuple[Path, ...], out: Path, price: str | None, tensorboard: Path | None) -> None:
     """Draw the report of runs: folders of `tfdist train` and `tfdist compare`, or folders that hold some."""
-    show(folders, out, prices_of(price))
+    show(folders, out, prices_of(price), tensorboard)
 
 
-def show(folders: Sequence[Path], out: Path, prices: Prices) -> None:
+def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path | None = None) -> None:
     """Writes the report of the runs below `folders` to `out`, and shows its answers and tables.
 
     Raises:
@@ -48,6 +57,8 @@ def show(folders: Sequence[Path], out: Path, prices: Prices) -> None:
     """
     comparisons = results.of_runs(runs.load(folders), prices)
     path = out / "report.md"
+    if tensorboard is not None:
+        events.write(comparisons, tensorboard)
     try:
         out.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text.report(comparisons))

@@ -6,7 +6,6 @@ describe the job of this process, so that it is a process alone, and MPI does no
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -15,27 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tfdist.cluster import cluster_file
+from tfdist.cluster import cluster_file, job_environment
 from tfdist.cluster.world import PMI, VARIABLES_OF_RANKS
+from tfdist.launcher import limited
 
 # By these names or beginnings of names, launchers describe a job to its processes. Settings of the user's, such as
 # OMPI_MCA_btl and HOROVOD_GLOO_IFACE, are none of them.
 OF_A_JOB = (
     cluster_file.TF_CONFIG,
     *(name for names in (*VARIABLES_OF_RANKS.values(), *PMI.values()) for name in names),
-    *(
-        "TFDIST_JOB",
-        "TFDIST_CLUSTER",
-        "TFDIST_TASK",
-        "TFDIST_PROCESS",
-        "TFDIST_SHARE_CORES",
-        "TFDIST_ELASTIC",
-        "TFDIST_OWN_NETWORK",
-    ),
+    *(job_environment.JOB, job_environment.CLUSTER, job_environment.TASK, job_environment.PROCESS),
+    *(job_environment.SHARE_CORES, job_environment.ELASTIC, job_environment.OWN_NETWORK),
     *("HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS", "HOROVOD_CONTROLLER", "HOROVOD_HOSTNAME"),
     *("OMPI_COMM_WORLD_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "ORTE_", "PMIX_", "PMI_", "SLURM_"),
 )
-SECONDS_TO_END = 5.0
 
 
 @dataclass(frozen=True)
@@ -100,23 +92,8 @@ def run(command: Sequence[str], seconds: float, more: Mapping[str, str] | None =
             )
         except OSError as error:
             return Ended(None, reason=f"cannot be started: {error.strerror}")
-        code = _end(child, seconds)
+        code = limited.wait(child, seconds)
         return Ended(code, _read(out), _read(err), f"did not end within {seconds:g} s")
-
-
-def _end(child: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Waits for a child's end, and ends it where its time is over; returns its exit code, `None` if it was ended."""
-    try:
-        return child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        child.terminate()  # a launcher then ends its processes
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(SECONDS_TO_END)
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 def _memory() -> IO[bytes]:

@@ -110,7 +110,7 @@ def of_cores(limits: Limits, own: int, all_of_machine: int) -> Iterator[Finding]
         yield note(
             "cores",
             f"This container may compute on {limits.cpus:g} cores at a time, and TensorFlow starts threads for {own}",
-            f"use `--threads {max(1, int(limits.cpus))}`, or give the container more",
+            f"use `--strategy-option threads={max(1, int(limits.cpus))}`, or give the container more",
         )
     elif own < all_of_machine:
         yield note(
@@ -128,7 +128,7 @@ def _threads() -> Iterator[Finding]:
             yield note(
                 "cores",
                 f"`{name}` is `{os.environ[name]}`, which sets the number of threads of TensorFlow or of NumPy",
-                f"unset `{name}`, and use `--threads`",
+                f"unset `{name}`, and use `--strategy-option threads=N`",
             )
 
 

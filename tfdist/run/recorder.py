@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import psutil
 import tensorflow as tf
 
@@ -70,7 +71,7 @@ def begin_record(
         optimizer=model.optimizer.name,
         learning_rate=_learning_rate(model.optimizer),
         dtype_policy=config.dtype_policy,
-        initial_weights=_digest(model) if earlier is None else earlier.initial_weights,
+        initial_weights=(_digest(model) if world.is_chief else None) if earlier is None else earlier.initial_weights,
         planned_epochs=config.epochs,
         epochs=[] if earlier is None else list(earlier.epochs),
         startup_seconds=None if earlier is None else earlier.startup_seconds,
@@ -151,12 +152,15 @@ def _parameters(model: Any) -> int | None:
 
 
 def _digest(model: Any) -> str | None:
-    """A hash of the weights, which the processes of a job are given by the chief; `None` for a model without any."""
+    """A hash of the weights, which the chief gives to the others; `None` for a model without any."""
     if not model.built:
         return None
     digest = hashlib.sha256()
     for weight in model.weights:
-        digest.update(keras.ops.convert_to_numpy(weight).tobytes())
+        value = np.ascontiguousarray(keras.ops.convert_to_numpy(weight))
+        digest.update(
+            value.reshape(-1).view(np.uint8).data
+        )  # no copy of the bytes, and also of types that only Keras knows
     return digest.hexdigest()[:16]
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tfdist import terminal
 from tfdist.study.measure import Measured, Turn
 
 
@@ -47,7 +48,7 @@ class Display:
         """The run has ended."""
         assert self._turn is not None
         self._done += 1
-        how = f"{found.wall_seconds:.1f} s" if found.exit_code == 0 else f"failed: {found.error.splitlines()[-1]}"
+        how = f"{found.wall_seconds:.1f} s" if found.exit_code == 0 else f"failed: {terminal.cause(found.error)}"
         left = "" if self._left is None else f", {self._rest()} left"
         self._console.print(Text(f"[{self._done}/{self._runs}{left}] {self._turn.title}: {how}"), soft_wrap=True)
 

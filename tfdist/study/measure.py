@@ -6,13 +6,11 @@ What a run leaves, beside its own files, is `measured.json`: the cell, the round
 from __future__ import annotations
 
 import json
-import os
+import resource
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,12 +22,13 @@ from pydantic import BaseModel, ConfigDict
 
 from tfdist import files
 from tfdist.errors import UsageError
+from tfdist.launcher import limited
 from tfdist.study.plan import Case, Cell, Plan
 
 MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
 TRACED_STEPS = "2:12"
+LATE = 124  # as of timeout(1)
 LAST_LINES = 15  # of what a failed run has said, for the report
-SECONDS_TO_END = 10.0
 
 
 class Measured(BaseModel):
@@ -45,7 +44,7 @@ class Measured(BaseModel):
         started: when, ISO 8601, UTC.
         wall_seconds: from the start of the command to its end.
         cpu_seconds: processor time of all processes of the run, in user and system mode.
-        exit_code: of the command; minus a signal's number if one ended it.
+        exit_code: of the command; minus a signal's number if one ended it; `LATE` if it took too long.
         error: the end of what a failed run said; "" if it did not fail.
     """
 
@@ -111,7 +110,7 @@ def begin(plan: Plan, out: Path, resume: bool) -> str:
         UsageError: there is a study and `resume` is not set; or it is another one; or the folder cannot be written.
     """
     path = out / PLAN
-    wanted = json.loads(json.dumps(asdict(plan)))
+    wanted = json.loads(json.dumps(asdict(plan), default=str))  # paths are text
     if path.exists():
         if not resume:
             raise UsageError(f"`{out}` has a study already", "continue it with `--resume`, or name another `--out`")
@@ -154,24 +153,18 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
         options += ["--profile", TRACED_STEPS]
     command = [sys.executable, "-m", "tfdist.train", *options]
     started, began = datetime.now(UTC), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with open(turn.folder / OUTPUT, "wb") as output:
-        # In a process group of its own, so that all of it can be ended.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-        timer = threading.Timer(limit_seconds, _end, [process])
-        timer.start()
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        except BaseException:
-            _end(process)
-            raise
-        finally:
-            timer.cancel()
+        ended = limited.wait(process, limit_seconds)
     seconds = time.perf_counter() - began
-    code = process.returncode
-    late = f"It was ended after {limit_seconds:g} s.\n" if code and seconds >= limit_seconds else ""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = LATE if ended is None else ended
+    error = "" if code == 0 else _last_lines(turn.folder) or f"It ended with exit code {code} and said nothing."
+    if code == LATE:
+        error = f"It was ended after {limit_seconds:g} s.\n{error}"
     case = turn.cell.case
     found = Measured(
         **asdict(case),
@@ -185,29 +178,12 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
         command=["tfdist", "train", *options],
         started=started.isoformat(),
         wall_seconds=seconds,
-        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        cpu_seconds=used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
         exit_code=code,
-        error=late + _last_lines(turn.folder) if code else "",
+        error=error,
     )
     files.write_text(turn.folder / MEASURED, found.model_dump_json(indent=2) + "\n")
     return found
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks the processes of a run to end, and ends those that do not."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        until = time.monotonic() + SECONDS_TO_END
-        while time.monotonic() < until and _runs(process.pid):
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # another thread has waited for it
-        return False
 
 
 def _last_lines(folder: Path) -> str:

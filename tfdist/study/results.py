@@ -232,7 +232,7 @@ def speed(base: Sequence[Run], other: Sequence[Run]) -> ratios.Ratio | None:
 
 
 def _seconds_by_round(runs: Sequence[Run]) -> dict[object, float]:
-    return {(run.study, run.round): run.epoch_seconds for run in runs if not run.error and run.epoch_seconds}
+    return {run.occasion: run.epoch_seconds for run in runs if not run.error and run.epoch_seconds}
 
 
 def _efficiency(cell: Cell, by_cell: Mapping[Cell, list[Run]], weak: bool) -> float | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tfdist import terminal
 from tfdist.errors import RunFolderError
 from tfdist.run.folder import load_record
 from tfdist.run.schema import EpochRecord, RunRecord
@@ -48,6 +49,11 @@ class Run:
         return self.measured is not None and self.measured.traced
 
     @property
+    def occasion(self) -> tuple[str, int, str]:
+        """What it shares with the runs that its times are compared with: study, round and kind of machine."""
+        return self.study, self.round, "" if self.record is None else self.record.machine.cpu
+
+    @property
     def error(self) -> str:
         """Why it failed; "" if it did not."""
         if self.measured is not None and self.measured.exit_code:
@@ -59,13 +65,7 @@ class Run:
     @property
     def cause(self) -> str:
         """The line of `error` that tells most."""
-        lines = self.error.splitlines() or [""]
-        told = [index for index, line in enumerate(lines) if line.startswith("error:")]
-        if not told:
-            return lines[-1]
-        # An unexpected error is preceded by its traceback, whose last line has the exception.
-        first = told[0]
-        return lines[first - 1] if first and lines[first].startswith("error: unexpected") else lines[first]
+        return terminal.cause(self.error)
 
     @property
     def epochs(self) -> list[EpochRecord]:

@@ -50,7 +50,7 @@ def answer(comparison: Comparison) -> str:
 
 def table(comparison: Comparison) -> str:
     """The figures of a case, as a table of Markdown."""
-    cells = {name: [text(row) for row in comparison.rows] for name, text in _COLUMNS.items()}
+    cells = {name: [text(row).replace("|", "\\|") for row in comparison.rows] for name, text in _COLUMNS.items()}
     there = {name: column for name, column in cells.items() if any(column)}
     rows = [list(there), ["---"] * len(there), *(list(row) for row in zip(*there.values(), strict=True))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

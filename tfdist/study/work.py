@@ -62,10 +62,10 @@ def learnt(run: Run) -> str:
 
 def marks(runs: Sequence[Run], base: Sequence[Run]) -> list[str]:
     """What is to be said of the runs of a cell, beside those of the cell that it is compared with; each thing once."""
-    of_round = {(run.study, run.round): run for run in base}
+    of_round = {run.occasion: run for run in base}
     found: dict[str, None] = {}
     for run in runs:
-        other = of_round.get((run.study, run.round))
+        other = of_round.get(run.occasion)
         if other is not None:
             found.update(dict.fromkeys(f"unequal {phrase}" for phrase in unequal(run, other)))
         if not run.error and (reason := learnt(run)):
