@@ -127,6 +127,15 @@ def test_the_loss_of_a_strategy_that_differs_by_design_is_not_held_against_it(tm
     assert rows(tmp_path)["mpi_split on 2"].marks == []
 
 
+def test_the_answer_says_where_the_fastest_computes_something_else(tmp_path):
+    for number in range(3):
+        made(tmp_path, round=number, seconds=2.0)
+        made(tmp_path, "mpi_split", 2, round=number, losses=(2.0, 1.5, 0.9))
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    assert "`mpi_split on 2` is fastest" in text.answer(comparison)
+    assert "not those of one device, by design" in text.answer(comparison)
+
+
 def test_runs_that_missed_the_target_or_failed_are_counted_beside_those_that_reached_it(tmp_path):
     for number, epoch in enumerate([2, None, 3]):
         target = schema.TargetRecord(monitor="val_accuracy", target=0.5, seconds=epoch and epoch * 1.5, epoch=epoch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tfdist import strategies
 from tfdist.study.results import Comparison, Row
 
 MARK = "≠"  # before what is not equal work, or did not learn
@@ -45,7 +46,9 @@ def answer(comparison: Comparison) -> str:
         return f"{title}: nothing is faster than `{base.cell.name}`."
     if fastest.speed is None or not fastest.speed.is_difference:
         return f"{title}: no strategy is faster than `{base.cell.name}` by more than the runs differ among themselves."
-    return f"{title}: `{fastest.cell.name}` is fastest, {fastest.speed.text} times as fast as `{base.cell.name}`."
+    said = f"{title}: `{fastest.cell.name}` is fastest, {fastest.speed.text} times as fast as `{base.cell.name}`."
+    asynchronous = strategies.traits(fastest.cell.strategy).asynchronous
+    return f"{said} Its steps are not those of one device, by design: compare losses too." if asynchronous else said
 
 
 def table(comparison: Comparison) -> str:
