@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from tfdist import files
+from tfdist.doctor import readiness
 from tfdist.errors import UsageError
 from tfdist.launcher import limited
 from tfdist.study.plan import Case, Cell, Plan
@@ -45,7 +46,8 @@ class Measured(BaseModel):
         wall_seconds: from the start of the command to its end.
         cpu_seconds: processor time of all processes of the run, in user and system mode.
         exit_code: of the command; minus a signal's number if one ended it; `LATE` if it took too long.
-        error: the end of what a failed run said; "" if it did not fail.
+        error: of a failed run, why its strategy cannot run here, if `tfdist doctor` knows, and the end of what it said;
+            otherwise "".
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -163,6 +165,8 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = LATE if ended is None else ended
     error = "" if code == 0 else _last_lines(turn.folder) or f"It ended with exit code {code} and said nothing."
+    if code and not (there := readiness.of(turn.cell.strategy)).ready:
+        error = f"error: {there.reason}\nhint: {there.command}\n{error}"
     if code == LATE:
         error = f"It was ended after {limit_seconds:g} s.\n{error}"
     case = turn.cell.case
