@@ -75,8 +75,8 @@ class Summary:
         steps: the number of traced steps.
         step_seconds: their mean duration; tracing makes short steps longer.
         stages: what the stages of a pipeline do; None where there are none.
-        breakdown: what a step is spent on, without the first one; None without markers of steps, and with a GPU, whose
-            kernels are on time lines of their own.
+        breakdown: what a step is spent on, without the first one, and without the last one of three or more; None
+            without markers of steps, and with a GPU, whose kernels are on time lines of their own.
     """
 
     ops: tuple[OpCost, ...]
@@ -195,11 +195,13 @@ def _busy_stages(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> stages.Bus
 
 
 def _breakdown(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> breakdown.Breakdown | None:
-    """What all traced steps but the first are spent on, in the processes that mark their steps."""
+    """What the traced steps between the first and the last are spent on, in the processes that mark their steps."""
     found = []
     for events in events_of:
         steps = [_span(event) for event in events if _is_marker(event)][1:]
-        found.append(breakdown.of_process(breakdown.operations_of(events), _fetches(events), steps))
+        # A thread that is late in closing its last events loses them when the trace ends, and the last step with them.
+        whole = steps[:-1] or steps
+        found.append(breakdown.of_process(breakdown.operations_of(events), _fetches(events), whole))
     return breakdown.of_all([one for one in found if one is not None])
 
 

@@ -218,17 +218,8 @@ def _contestant(path: Path, entry: Any) -> Contestant:
 
 def _train_options(path: Path, where: str, options: Mapping[str, Any], of_strategy: bool = False) -> dict[str, Any]:
     found = {name.replace("-", "_"): value for name, value in options.items()}
-    known = {
-        *OF_TRAIN,
-        "strategy_option",
-        "ps",
-        "communication",
-        "compression",
-        "staleness",
-        "sync_every",
-        "shard_bytes",
-    }
-    _refuse_unknown(path, f"{where}: ", found, known if of_strategy else set(OF_TRAIN))
+    known = {*OF_TRAIN, *OF_A_STRATEGY} if of_strategy else set(OF_TRAIN)
+    _refuse_unknown(path, f"{where}: ", found, known)
     return found
 
 
