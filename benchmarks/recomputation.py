@@ -24,13 +24,21 @@ from benchmarks.checkpoints import ROOT, peak, reset_peak
 EXAMPLES: dict[str, dict[str, Any]] = {
     "unet": {"task": "segmentation", "shape": (128, 128, 3), "classes": 3},
     "resnet50": {"task": "classification", "shape": (224, 224, 3), "classes": 1000},
+    "resnet20": {"task": "classification", "shape": (32, 32, 3), "classes": 10},
+    "vgg16": {"task": "classification", "shape": (64, 64, 3), "classes": 10},
+    "transformer": {"task": "text_classification", "words": 2000, "length": 128, "classes": 4},
+    "resnet18": {"task": "classification", "shape": (64, 64, 3), "classes": 10},
+    "segnet": {"task": "segmentation", "shape": (64, 64, 3), "classes": 3},
+    "bilstm": {"task": "text_classification", "words": 20000, "length": 128, "classes": 4},
+    "textcnn": {"task": "text_classification", "words": 20000, "length": 128, "classes": 4},
+    "seq2seq": {"task": "translation", "words": 8000, "length": 24},
 }
 KINDS = ("plain", "blocks")
 TARGET_MEMORY, TARGET_TIME = 0.6, 1.4
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    arguments = parser().parse_args()
     if arguments.kind is not None:
         train(arguments)
         return
@@ -51,16 +59,17 @@ def main() -> None:
             print(line, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=2, help="of an epoch")
-    parser.add_argument("--epochs", type=int, default=3, help="of which the fastest counts, after a first one")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kind", help=argparse.SUPPRESS)
-    parser.add_argument("--file", help=argparse.SUPPRESS)
-    return parser
+def parser() -> argparse.ArgumentParser:
+    """The options of this benchmark."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--models", nargs="+", choices=EXAMPLES, default=["unet", "resnet50"])
+    options.add_argument("--batch-size", type=int, default=16)
+    options.add_argument("--steps", type=int, default=2, help="of an epoch")
+    options.add_argument("--epochs", type=int, default=3, help="of which the fastest counts, after a first one")
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--kind", help=argparse.SUPPRESS)
+    options.add_argument("--file", help=argparse.SUPPRESS)
+    return options
 
 
 def start(arguments: argparse.Namespace, model: str, kind: str) -> dict[str, float]:

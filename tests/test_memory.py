@@ -33,7 +33,7 @@ def test_the_command_prints_a_table():
     typed = "memory --model mlp --dataset digits --strategy mirrored --replicas 2"
     result = CliRunner().invoke(main, typed.split())
     assert result.exit_code == 0, result.output
-    for word in ("weights", "gradients", "slots", "activations", "total"):
+    for word in ("weights", "gradients", "slots", "activations", "allocator", "total"):
         assert word in result.output
 
 

@@ -90,7 +90,7 @@ def show(estimate: Estimate) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("of a replica")
     table.add_column("MiB", justify="right")
-    for name in ("weights", "gradients", "slots", "activations", "total"):
+    for name in ("weights", "gradients", "slots", "activations", "allocator", "total"):
         table.add_row(name, f"{getattr(estimate, name) / 2**20:,.1f}")
     with terminal.any_stdout(needed=True):
         Console(soft_wrap=True).print(table)

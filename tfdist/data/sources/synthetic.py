@@ -1,10 +1,10 @@
 """Synthetic examples with learnable targets for every task, of any shape, size and number of classes.
 
-| task | what can be learned | |---|---| | classification, autoencoding | each class has a template of uniform noise; a
-picture is the mean of the template and other noise | | segmentation | each class has a colour; a picture is a grid of
-patches of these colours, with noise | | text_classification | half of the words of a sentence are words of its class |
-| translation | each source word has one target word, in the same order | | characters | each character is followed by
-one of two others |
+- classification, autoencoding: each class has a template of uniform noise; a picture is the mean of it and other noise
+- segmentation: each class has a colour; a picture is a grid of patches of these colours, with noise
+- text_classification: half of the words of a sentence are words of its class
+- translation: each source word has one target word, in the same order
+- characters: each character is followed by one of two others
 
 The more pixels, the easier the classes are to distinguish; a linear classifier suffices.
 """
