@@ -24,7 +24,7 @@ from tfdist.errors import UsageError
 from tfdist.internals.keras import tf_variable
 from tfdist.options import Count
 from tfdist.stages.plan import Balance
-from tfdist.stages.schedule import Schedule
+from tfdist.stages.schedule import Synchronous
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _devices as device_choice
 from tfdist.strategies import _gpus, base
@@ -100,7 +100,7 @@ class StagingStrategy(collective.MultiProcessStrategy):
         *,
         stages: Count = 1,
         micro_batches: Count | None = None,
-        schedule: Schedule | None = None,
+        schedule: Synchronous | None = None,
         balance: Balance | None = None,
         **options: Any,
     ):
