@@ -7,17 +7,13 @@ communicator of the job, in the order of the schedule; `tfdist.strategies._stage
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.cluster import consensus, rendezvous
-from tfdist.cluster.heartbeat import Heartbeat, Limits
-from tfdist.cluster.world import World
+from tfdist.cluster import consensus
 from tfdist.communicators import parts
-from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
@@ -31,20 +27,18 @@ from tfdist.stages.schedule import Schedule
 from tfdist.stages.stage_optimizer import StageOptimizer
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _delayed as delayed
-from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import _socket_job as socket_job
 from tfdist.strategies import _stage_programs as stage_programs
 from tfdist.strategies import base
 from tfdist.strategies._stages import examples_of_part, require_examples
-from tfdist.transport import star
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
 
-SECONDS_TO_CONNECT = 10.0
 _OPTIMIZER = "_tfdist_stage"
 
 
-class StagesOfProcesses(collective.MultiProcessStrategy):
+class StagesOfProcesses(socket_job.SocketStrategy):
     """Trains one stage of a model in each process of the job; see `tfdist.strategies.pipeline`.
 
     Args:
@@ -57,7 +51,6 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
 
     name = "pipeline"
     metrics_by_process = False
-    communicator: SocketCommunicator
 
     def __init__(
         self,
@@ -83,15 +76,6 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
         self.as_one_device = schedule != delayed.NAME
         super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
 
-    def connect(self) -> SocketCommunicator:
-        if self.world.tasks_of("ps"):
-            raise UsageError(
-                "`TF_CONFIG` has parameter servers, and `pipeline` has no use for them",
-                "use a cluster of workers alone",
-            )
-        distribute.require_addresses(self.world, self.name)
-        return _connected(self.world, self.timeout_seconds, self._start_timeout_seconds)
-
     def set_up(self) -> None:
         super().set_up()
         count = self.world.world_size
@@ -103,9 +87,6 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
             )
         self._towers = tensorflow_internals.replicas_in_time(self.devices[0], self.micro_batches)
         self.exchange_of_stages = Exchange(self.communicator, self._schedule, self.micro_batches)
-
-    def heartbeat(self, limits: Limits) -> Heartbeat:
-        return _heartbeat(self.communicator, self.world, limits)
 
     @property
     def num_replicas(self) -> int:
@@ -336,41 +317,13 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
 
     # Errors.
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        try:
-            with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
-                yield
-        except (tf.errors.OpError, ClusterError) as error:
-            failure = self.communicator.sockets.failure
-            if failure is None:
-                raise
-            raise self._with_stage(failure) from error
-
-    def _with_stage(self, error: ClusterError) -> ClusterError:
-        """`error` with the stages and the layers of the processes that it names."""
+    def explained(self, failure: ClusterError) -> ClusterError:
+        """`failure` with the stages and the layers of the processes that it names."""
         stages = [
             f"stage {rank} ({layers})"
             for rank, layers in enumerate(self._told)
-            if self.world.named(rank) in error.sentence and f"stage {rank} (" not in error.sentence
+            if self.world.named(rank) in failure.sentence and f"stage {rank} (" not in failure.sentence
         ]
         if not stages:
-            return error
-        return type(error)(f"{error.sentence}: {', '.join(stages)} of the pipeline", error.hint)
-
-
-@functools.cache
-def _connected(world: World, timeout_seconds: float, start_timeout_seconds: float) -> SocketCommunicator:
-    """Sockets that live as long as this process, which can join a job once."""
-    rendezvous.meet(world, {"strategy": StagesOfProcesses.name}, start_timeout_seconds)
-    with star.joined(world, start_timeout_seconds) as exchange:
-        return SocketCommunicator(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
-
-
-@functools.cache
-def _heartbeat(communicator: SocketCommunicator, world: World, limits: Limits) -> Heartbeat:
-    """The heartbeat of this process, whose threads live as long as the process."""
-    give_up = communicator.sockets.give_up
-    heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)
-    communicator.sockets.excuse(heartbeat.others_are_busy)
-    return heartbeat
+            return failure
+        return type(failure)(f"{failure.sentence}: {', '.join(stages)} of the pipeline", failure.hint)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -84,6 +84,23 @@ class MicroBatchOfJob(MicroBatch):
         self.write([(variable, tf.where(first, value, tf.zeros_like(value))) for variable, value in updates])
 
 
+def require_nothing_of_stages(given: Mapping[str, Any]) -> None:
+    """Raises `UsageError` if options of a pipeline were `given` to a process that has none."""
+    for name, value in given.items():
+        raise UsageError(
+            f"`{name}` is `{value}`, and a process trains its whole model in one stage",
+            f"set `stages` to the number of devices of a process, or leave `{name}` out",
+        )
+
+
+def not_with_shard(shard: str) -> UsageError:
+    """The error for a pipeline in each of several processes that are to divide the optimizer."""
+    return UsageError(
+        f"`shard` is `{shard}` and `stages` is more than 1, and they cannot be used together yet",
+        "leave one of them out",
+    )
+
+
 class StagingStrategy(collective.MultiProcessStrategy):
     """A strategy of several processes, each of which can train with a pipeline on devices of its own.
 
@@ -106,12 +123,8 @@ class StagingStrategy(collective.MultiProcessStrategy):
     ):
         given = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
         given = {name: value for name, value in given.items() if value is not None}
-        if stages == 1 and given:
-            name, value = next(iter(given.items()))
-            raise UsageError(
-                f"`{name}` is `{value}`, and a process trains its whole model in one stage",
-                f"set `stages` to the number of devices of a process, or leave `{name}` out",
-            )
+        if stages == 1:
+            require_nothing_of_stages(given)
         self._count = stages
         self._how: dict[str, Any] = {"micro_batches": 4, "schedule": "gpipe", "balance": "time"} | given
         self._stages: Stages | None = None

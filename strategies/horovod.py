@@ -21,7 +21,7 @@ from tfdist.communicators import Communicator, gloo
 from tfdist.communicators import horovod as engine
 from tfdist.communicators import horovod_timeline as timelines
 from tfdist.core import gradient_reduction
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import UnknownNameError
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _sharding as sharding
 from tfdist.strategies import _staging as staging
@@ -68,10 +68,7 @@ class HorovodStrategy(sharding.ShardingStrategy, staging.StagingStrategy):
         self._timeline = timeline
         super().__init__(**options)
         if self.shard is not None and self.is_staged:
-            raise UsageError(
-                f"`shard` is `{self.shard}` and `stages` is more than 1, and they cannot be used together yet",
-                "leave one of them out",
-            )
+            raise staging.not_with_shard(self.shard)
 
     @property
     def packing(self) -> gradient_reduction.Packing:
@@ -136,5 +133,5 @@ TRAITS = Traits(
     processes=True,
     elastic=True,
     package="horovod",
-    options=("compression", "timeline", "timeout_seconds", "callback_timeout_seconds"),
+    options=("compression", "shard", "timeline", "timeout_seconds", "callback_timeout_seconds"),
 )
