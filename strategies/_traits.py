@@ -23,6 +23,7 @@ class Traits:
         servers: some of its processes are parameter servers.
         elastic: its workers may come and go while a job runs.
         mpi: its processes are started by `mpirun`.
+        asynchronous: its steps are not those of one device, by design.
         package: a Python package that it needs and that tfdist otherwise does without.
         options: the arguments of its class that `python -m tfdist.train` has an option for.
     """
@@ -31,6 +32,7 @@ class Traits:
     servers: bool = False
     elastic: bool = False
     mpi: bool = False
+    asynchronous: bool = False
     package: str | None = None
     options: tuple[str, ...] = ()
 

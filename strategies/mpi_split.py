@@ -74,6 +74,7 @@ STRATEGY = MpiSplitStrategy
 TRAITS = Traits(
     processes=True,
     mpi=True,
+    asynchronous=True,
     package="mpi4py",
     options=("sync_every", "timeout_seconds", "callback_timeout_seconds"),
 )

@@ -253,4 +253,6 @@ def _counted(world: World) -> str:
 
 
 STRATEGY = ParameterServerStrategy
-TRAITS = Traits(processes=True, servers=True, options=("staleness", "shard_bytes", "timeout_seconds"))
+TRAITS = Traits(
+    processes=True, servers=True, asynchronous=True, options=("staleness", "shard_bytes", "timeout_seconds")
+)

@@ -18,6 +18,7 @@ WITH_SYNOPSIS = [
     "tfdist.transport.tables",
     "tfdist.run.config",
     "tfdist.data.pipeline.order",
+    "tfdist.doctor.engines",
     "tfdist.errors",
     "tfdist.launcher.emit",
     "tfdist.models",

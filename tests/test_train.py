@@ -260,7 +260,12 @@ def test_every_strategy_leaves_the_same_record(tmp_path):
     assert len({tuple(found) for found in records.values()}) == 1
     for found in records.values():
         assert found["seed"] == 0 and found["global_batch_size"] == 32
-        assert found["dataset"] == records["single"]["dataset"]
+        for field in ("dataset", "initial_weights", "optimizer_steps"):
+            assert found[field] and found[field] == records["single"][field], field
+        elapsed = [epoch["elapsed_seconds"] for epoch in found["epochs"]]
+        assert elapsed == sorted(elapsed) and elapsed[0] > found["epochs"][0]["train_seconds"]
+        assert found["epochs"][0]["network_bytes"] is None
+        assert found["processes"][0]["cpu_seconds"] > 0
     assert records["mirrored"]["strategy"]["replicas"] == 2
 
 
@@ -275,6 +280,8 @@ def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_pat
         resumed = load_record(tmp_path / "r")
         assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, epochs + 1))
         assert (resumed.global_batch_size, resumed.seed, resumed.model.options) == (64, 3, {"width": "16"})
+        elapsed = [epoch.elapsed_seconds for epoch in resumed.epochs]
+        assert elapsed == sorted(elapsed)
     assert "`elsewhere` has no `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
     assert "`--resume` needs `--run-dir`" in refuse(tmp_path, "--resume")
 

@@ -9,22 +9,103 @@ from tfdist import verify
 
 PLANTED = """
 import keras
+import tensorflow as tf
 from keras import layers
 
 class Centred(layers.Layer):
     def call(self, x):
         return x - keras.ops.mean(x, axis=0)
 
+class ByPosition(layers.Layer):
+    def build(self, shape):
+        self.table = self.add_weight(shape=(64, shape[-1]), name="table")
+
+    def call(self, x):
+        return x + tf.gather(self.table, tf.range(tf.shape(x)[0]))
+
+class Unseeded(layers.Layer):
+    def call(self, x):
+        return x + tf.random.stateless_normal(tf.shape(x), seed=(1, 2))
+
+class Penalty(layers.Layer):
+    def call(self, x):
+        self.add_loss(1e-3 * tf.math.reduce_std(x))
+        return x
+
+class Counts(layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight(name="seen", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.seen.assign_add(tf.reduce_sum(x))
+        return x
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.sqrt(self.compute_loss(x, y, self(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+class MeanOfMeans(keras.metrics.Metric):
+    additive = True
+
+    def __init__(self):
+        super().__init__(name="planted")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_mean(y_pred))
+
+    def result(self):
+        return self.total
+
+def model(spec, *inside, kind=keras.Model):
+    inputs = keras.Input(spec.input_shape)
+    x = layers.Flatten()(inputs)
+    for layer in inside:
+        x = layer(x)
+    return kind(inputs, layers.Dense(10)(x))
+
+def compiled(model, loss=None, metrics=()):
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01), loss, metrics=list(metrics))
+    return model
+
+def hardest_first(y, outputs):
+    loss = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    return loss * tf.nn.softmax(loss)
+
 def equal(spec):
-    return keras.Sequential([keras.Input(spec.input_shape), layers.Flatten(), layers.Dropout(0.5), layers.Dense(10)])
+    return model(spec, layers.Dropout(0.5))
 
 def normalized(spec):
-    inside = [layers.Dense(8), layers.BatchNormalization(name="planted")]
-    return keras.Sequential([keras.Input(spec.input_shape), layers.Flatten(), *inside, layers.Dense(10)])
+    return model(spec, layers.Dense(8), layers.BatchNormalization(name="planted"))
 
 def centred(spec):
-    inside = [layers.Dense(8), Centred(name="planted")]
-    return keras.Sequential([keras.Input(spec.input_shape), layers.Flatten(), *inside, layers.Dense(10)])
+    return model(spec, layers.Dense(8), Centred(name="planted"))
+
+def by_position(spec):
+    return model(spec, layers.Dense(8), ByPosition(name="planted"))
+
+def unseeded(spec):
+    return model(spec, layers.Dense(8), Unseeded(name="planted"))
+
+def penalty(spec):
+    return model(spec, layers.Dense(8), Penalty(name="planted"))
+
+def counts(spec):
+    return model(spec, layers.Dense(8), Counts(name="planted"))
+
+def compared(spec):
+    return compiled(model(spec), hardest_first)
+
+def own_step(spec):
+    return compiled(model(spec, kind=OwnStep))
+
+def mean_of_means(spec):
+    return compiled(model(spec), metrics=[MeanOfMeans()])
 """
 
 
@@ -55,13 +136,29 @@ def test_an_equal_model_ends_with_a_table_and_exit_code_0(verified, working_fold
     assert not list(working_folder.rglob("run.json"))
 
 
-@pytest.mark.parametrize(("model", "hint"), [("normalized", "synchronized=True"), ("centred", "tfdist.gather")])
-def test_a_planted_fault_ends_with_its_layer_and_exit_code_1(verified, model, hint):
+LAYER = "the layer `planted`"
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "row", "hint"),
+    [
+        ("normalized", LAYER, "output", "synchronized=True"),
+        ("centred", LAYER, "output", "tfdist.gather"),
+        ("by_position", LAYER, "output", "tfdist.gather"),
+        ("unseeded", LAYER, "output", "draws random numbers that cannot be compared"),
+        ("penalty", "A loss that the layer `planted` adds", "added loss", "average it"),
+        ("counts", "of the layer `planted`", "state", "tfdist.all_reduce"),
+        ("compared", "The loss `hardest_first`", "loss", "is not a mean of what each example gives"),
+        ("own_step", "The gradient of ", "gradient", "the loss that `train_step` differentiates"),
+        ("mean_of_means", "The value `planted` in the logs", "log", "leave `additive` out"),
+    ],
+)
+def test_a_planted_fault_ends_with_its_place_its_cause_and_exit_code_1(verified, model, what, row, hint):
     code, output = verified("--model", f"planted:{model}")
     assert code == 1, output
-    assert "the layer `planted` differs from one device" in output
+    assert what in output and "differs from one device" in output
     assert hint in output
-    assert re.search(r"^output \S*planted .* differs$", output, re.MULTILINE), output
+    assert re.search(rf"^{row} .* differs$", output, re.MULTILINE), output
     assert "Traceback" not in output
 
 

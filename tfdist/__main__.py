@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, launch, memory, train, verify, world
+from tfdist import __version__, advise, compare, launch, memory, profile, report, train, verify
 from tfdist.data import __main__ as data
+from tfdist.doctor import __main__ as doctor
+from tfdist.doctor import environment
 from tfdist.stages import __main__ as stages
 
 
@@ -15,13 +17,22 @@ def main() -> None:
     """Train Keras 3 models on more than one device: exact, fast and measured."""
 
 
-main.add_command(train.command, "train")
-main.add_command(launch.command, "launch")
-main.add_command(data.command, "data")
-main.add_command(stages.command, "pipeline")
-main.add_command(memory.command, "memory")
-main.add_command(verify.command, "verify")
-main.add_command(world.command, "env")
+COMMANDS = {
+    "train": train,
+    "launch": launch,
+    "data": data,
+    "pipeline": stages,
+    "memory": memory,
+    "verify": verify,
+    "profile": profile,
+    "compare": compare,
+    "report": report,
+    "advise": advise,
+    "doctor": doctor,
+    "env": environment,
+}
+for name, module in COMMANDS.items():
+    main.add_command(module.command, name)
 
 if __name__ == "__main__":
     main()

@@ -83,6 +83,17 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def cause(said: str) -> str:
+    """The line that tells most of what a failed command has said; "" if it said nothing."""
+    lines = [line for line in said.splitlines() if line.strip()] or [""]
+    errors = [index for index, line in enumerate(lines) if line.startswith("error:")]
+    if not errors:
+        return lines[-1]
+    # An unexpected error is preceded by its traceback, whose last line has the exception.
+    first = errors[0]
+    return lines[first - 1] if first and lines[first].startswith("error: unexpected") else lines[first]
+
+
 def say(line: str) -> None:
     """Shows a line to the user, from any thread."""
     with contextlib.suppress(OSError):

@@ -1,6 +1,8 @@
-"""`python -m tfdist.world`, or `tfdist env`: what this process takes itself to be in its job, and from what."""
+"""`python -m tfdist.world`: what this process takes itself to be in its job, and from what."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import click
 from rich.console import Console
@@ -13,16 +15,21 @@ from tfdist.cluster.world import World
 @click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Show what this process is in its job (rank, world size, addresses), and which variables say so."""
-    world = World.detect()
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("source", world.source)
-    table.add_row("rank", f"{world.rank} of {world.world_size}")
-    table.add_row("local rank", f"{world.local_rank} of {world.local_world_size}")
-    for rank, task in enumerate(world.tasks):
-        table.add_row(f"rank {rank}", f"{task}{', this process' if rank == world.rank else ''}")
+    for row in rows(World.detect()):
+        table.add_row(*row)
     # Addresses are for copying: no line breaks, no colours, nothing taken for markup.
     with terminal.any_stdout(needed=True):
         Console(soft_wrap=True, highlight=False, markup=False).print(table)
+
+
+def rows(world: World) -> Iterator[tuple[str, str]]:
+    """A job in words, with the names of what they say."""
+    yield "source", world.source
+    yield "rank", f"{world.rank} of {world.world_size}"
+    yield "local rank", f"{world.local_rank} of {world.local_world_size}"
+    for rank, task in enumerate(world.tasks):
+        yield f"rank {rank}", f"{task}{', this process' if rank == world.rank else ''}"
 
 
 def main() -> None:

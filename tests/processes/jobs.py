@@ -245,6 +245,11 @@ def wait_for_epochs(run_dir, count, processes, seconds=120):
         time.sleep(0.05)
 
 
+def unframed(text):
+    """What is said on the terminal, in one line: a frame around the end of a process's output breaks its lines."""
+    return " ".join(line.strip("│ \r") for line in text.splitlines())
+
+
 def record(run_dir):
     """The run's record."""
     return json.loads((run_dir / "run.json").read_text())

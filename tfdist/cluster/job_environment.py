@@ -2,6 +2,7 @@
 
 JOB = "TFDIST_JOB"  # the job's name: the same in all processes, and after a restart
 OWN_GPUS = "TFDIST_OWN_GPUS"  # CUDA_VISIBLE_DEVICES has the GPUs of this process alone
+OWN_NETWORK = "TFDIST_OWN_NETWORK"  # the processes of the job are alone in their network namespace
 SHARE_CORES = "TFDIST_SHARE_CORES"  # use this process's part of the cores, by its local rank
 RESTART = "TFDIST_RESTART"  # how many times the job was restarted
 ELASTIC = "TFDIST_ELASTIC"  # leave at a checkpoint when asked to

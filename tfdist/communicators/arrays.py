@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.communicators import Communicator, opaque
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.profiling import breakdown
 from tfdist.transport import messages
 
 
@@ -80,7 +81,7 @@ class ArrayCommunicator(Communicator):
         if tf.executing_eagerly():
             return tf.convert_to_tensor(exchange(tensor.numpy()))
         with tf.device("CPU:0"), self._after_the_last() as note:
-            result = tf.numpy_function(exchange, [tensor], tensor.dtype)
+            result = tf.numpy_function(exchange, [tensor], tensor.dtype, name=breakdown.EXCHANGE)
             note(result.op)
         result.set_shape(shape)
         return result
@@ -116,7 +117,11 @@ class ArrayCommunicator(Communicator):
         # control dependency on one that is not, so that the order is one of data.
         with tf.device("CPU:0"):
             found = tf.numpy_function(
-                function, [*inputs, opaque(tf.constant(0))], [spec.dtype for spec in specs], stateful=False
+                function,
+                [*inputs, opaque(tf.constant(0))],
+                [spec.dtype for spec in specs],
+                stateful=False,
+                name=breakdown.MESSAGE,
             )
         for tensor, spec in zip(found, specs, strict=True):
             tensor.set_shape(spec.shape)

@@ -53,8 +53,8 @@ def of_host(
     }
 
 
-def environment(job: Job, restart: int, elastic: bool) -> dict[str, str]:
-    """The variables of all processes of a job that was restarted so often."""
+def environment(job: Job, restart: int, elastic: bool, closed: bool) -> dict[str, str]:
+    """The variables of all processes of a job that was restarted so often; `closed`: it has a network of its own."""
     known = {
         ports.SHARE: "1",
         "PYTHONUNBUFFERED": "1",
@@ -68,4 +68,6 @@ def environment(job: Job, restart: int, elastic: bool) -> dict[str, str]:
         known[job_environment.SHARE_CORES] = "1"
     if elastic:
         known[job_environment.ELASTIC] = "1"
+    if closed:
+        known[job_environment.OWN_NETWORK] = "1"
     return known

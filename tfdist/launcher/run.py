@@ -106,7 +106,7 @@ class OneStart:
         if not self.closed and not self.job.mpi:
             self._say_what_is_open()
         cluster = json.dumps(self.job.cluster([process.address for process in self.processes]))
-        environment = orders.environment(self.job, self.restart, elastic=self.leave is not None)
+        environment = orders.environment(self.job, self.restart, self.leave is not None, self.closed)
         for host in self.hosts:
             host.job = orders.of_host(self.job, host.processes, None if self.job.mpi else cluster, environment)
             host.start(host.processes)

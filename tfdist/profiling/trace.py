@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import RunFolderError, UsageError
-from tfdist.profiling import stages
+from tfdist.profiling import breakdown, stages
 
 _MARKER = "train"
 # The op that waits for the next batch; the second is what a `for` loop over a dataset in a graph runs.
@@ -75,6 +75,8 @@ class Summary:
         steps: the number of traced steps.
         step_seconds: their mean duration; tracing makes short steps longer.
         stages: what the stages of a pipeline do; None where there are none.
+        breakdown: what a step is spent on, without the first one, and without the last one of three or more; None
+            without markers of steps, and with a GPU, whose kernels are on time lines of their own.
     """
 
     ops: tuple[OpCost, ...]
@@ -82,6 +84,7 @@ class Summary:
     steps: int
     step_seconds: float | None
     stages: stages.Busy | None = None
+    breakdown: breakdown.Breakdown | None = None
 
 
 def start(log_dir: str | os.PathLike[str]) -> None:
@@ -144,7 +147,7 @@ def step_marker(number: int) -> AbstractContextManager[Any]:
     return tf.profiler.experimental.Trace(_MARKER, step_num=number, _r=1)
 
 
-def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
+def summarize(log_dir: str | os.PathLike[str], top: int | None = 10) -> Summary:
     """Reads the newest trace below `log_dir`, without TensorFlow.
 
     The wait for input is what the input pipeline analyzer finds. It finds no steps where the traced graph
@@ -153,14 +156,15 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
 
     Args:
         log_dir: the folder that the trace was written to.
-        top: how many ops to name.
+        top: how many ops to name; `None` names all.
 
     Raises:
         RunFolderError: there is no trace, or it cannot be read.
     """
     files = _newest_trace(Path(log_dir))
     with _aside(files) as links, _silent_stderr():
-        ops = _op_costs(_tool(links, "framework_op_stats"))
+        table = _tool(links, "framework_op_stats")
+        ops = _op_costs(table)
         events = [_events(file) for file in files]
         marked = [_marked_steps(one) for one in events]
         steps = _analyzed_steps(_tool(links, "input_pipeline_analyzer")) or [step for one in marked for step in one]
@@ -176,6 +180,7 @@ def summarize(log_dir: str | os.PathLike[str], top: int = 10) -> Summary:
         steps=max(map(len, marked)) or len(steps),
         step_seconds=total / len(usual) if usual else None,
         stages=_busy_stages(events),
+        breakdown=None if _has_device(table) else _breakdown(events),
     )
 
 
@@ -187,6 +192,17 @@ def _busy_stages(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> stages.Bus
         found.append(stages.busy(named, [_span(event) for event in events if _is_marker(event)][1:]))
     there = [one for one in found if one is not None]
     return stages.of_all(there) if there else None
+
+
+def _breakdown(events_of: Sequence[Sequence[Mapping[str, Any]]]) -> breakdown.Breakdown | None:
+    """What the traced steps between the first and the last are spent on, in the processes that mark their steps."""
+    found = []
+    for events in events_of:
+        steps = [_span(event) for event in events if _is_marker(event)][1:]
+        # A thread that is late in closing its last events loses them when the trace ends, and the last step with them.
+        whole = steps[:-1] or steps
+        found.append(breakdown.of_process(breakdown.operations_of(events), _fetches(events), whole))
+    return breakdown.of_all([one for one in found if one is not None])
 
 
 def _newest_trace(log_dir: Path) -> list[str]:
@@ -237,7 +253,7 @@ def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _op_costs(tables: Sequence[Mapping[str, Any]]) -> list[OpCost]:
     rows = [row for row in _rows(tables[0]) if row["type"] != "IDLE"]
-    rows = [row for row in rows if row["host_or_device"] == "Device"] or rows
+    rows = [row for row in rows if _is_on_device(row)] or rows
     total = sum(row["total_self_time"] for row in rows)
     times: dict[tuple[str, str], float] = {}
     for row in rows:
@@ -245,6 +261,14 @@ def _op_costs(tables: Sequence[Mapping[str, Any]]) -> list[OpCost]:
         times[op] = times.get(op, 0.0) + row["total_self_time"]
     costs = [OpCost(name, kind, time / total, time) for (name, kind), time in times.items() if time > 0]
     return sorted(costs, key=lambda cost: cost.self_microseconds, reverse=True)
+
+
+def _has_device(tables: Sequence[Mapping[str, Any]]) -> bool:
+    return any(_is_on_device(row) for row in _rows(tables[0]))
+
+
+def _is_on_device(row: Mapping[str, Any]) -> bool:
+    return bool(row["host_or_device"] == "Device" and row["type"] != "IDLE")
 
 
 def _on_any_replica(operation: str) -> str:
@@ -268,9 +292,13 @@ def _events(file: str) -> list[dict[str, Any]]:
 
 def _marked_steps(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """The same from the events of one machine: its step markers, and the fetching that overlaps them."""
-    fetches = [_span(event) for event in events if event["name"] in _WAITS_FOR_INPUT]
+    fetches = _fetches(events)
     steps = [_span(event) for event in events if _is_marker(event)]
     return [(end - begin, stages.covered(fetches, begin, end)) for begin, end in steps]
+
+
+def _fetches(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    return [_span(event) for event in events if event["name"] in _WAITS_FOR_INPUT]
 
 
 def _is_marker(event: Mapping[str, Any]) -> bool:
@@ -304,8 +332,9 @@ def as_text(summary: Summary) -> str:
     lines = [f"{s:>{share}}  {t:>{time}}  {k:<{kind}}  {name}" for s, t, k, name in rows]
     title = f"The {len(summary.ops)} most expensive ops of {summary.steps} steps, summed over replicas"
     waited = "" if summary.input_share is None else f"\n{summary.input_share:.1%} of a step waited for input"
+    of_step = "" if summary.breakdown is None else "\n" + breakdown.as_text(summary.breakdown)
     of_stages = "" if summary.stages is None else "\n" + stages.as_text(summary.stages)
-    return "\n".join([title, *lines]) + waited + of_stages
+    return "\n".join([title, *lines]) + waited + of_step + of_stages
 
 
 if __name__ == "__main__":

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
+import psutil
 import tensorflow as tf
 
 from tfdist import data
 from tfdist.callbacks import memory
-from tfdist.cluster import consensus
+from tfdist.cluster import consensus, job_environment
 from tfdist.internals import keras as keras_internals
 from tfdist.run import resume, schema
 from tfdist.run.schema import RunRecord
@@ -66,6 +71,7 @@ def begin_record(
         optimizer=model.optimizer.name,
         learning_rate=_learning_rate(model.optimizer),
         dtype_policy=config.dtype_policy,
+        initial_weights=(_digest(model) if world.is_chief else None) if earlier is None else earlier.initial_weights,
         planned_epochs=config.epochs,
         epochs=[] if earlier is None else list(earlier.epochs),
         startup_seconds=None if earlier is None else earlier.startup_seconds,
@@ -81,6 +87,9 @@ class Recorder(keras.callbacks.Callback):
         self._peers = peers
         self._throughput = throughput
         self._timer = timer
+        found = session.record
+        self._seconds_before = (found.epochs[-1].elapsed_seconds or 0.0) if found is not None and found.epochs else 0.0
+        self._sent_before: int | None = None
 
     def batches_until_hook(self, batch: int) -> int | None:
         return None
@@ -89,6 +98,7 @@ class Recorder(keras.callbacks.Callback):
         found = self._session.record
         assert found is not None
         found.epochs = [earlier for earlier in found.epochs if earlier.epoch <= epoch]
+        self._sent_before = _network_bytes()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.raise_if_interrupted()
@@ -103,9 +113,15 @@ class Recorder(keras.callbacks.Callback):
         assert found is not None
         found.epochs.append(
             schema.EpochRecord.from_logs(
-                epoch + 1, logs or {}, self._throughput.train_seconds, self._throughput.evaluation_seconds
+                epoch + 1,
+                logs or {},
+                self._throughput.train_seconds,
+                self._throughput.evaluation_seconds,
+                elapsed_seconds=self._seconds_before + time.monotonic() - self._session.data_touched,
+                network_bytes=None if (sent := _network_bytes()) is None else sent - (self._sent_before or 0),
             )
         )
+        found.optimizer_steps = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
         found.peak_memory_bytes = memory.peak_resident_bytes()
         if self._timer is not None:
             found.time_to_target = schema.TargetRecord(
@@ -124,6 +140,7 @@ class Recorder(keras.callbacks.Callback):
         mine = {
             "peak_memory_bytes": memory.peak_resident_bytes(),
             "peak_gpu_memory_bytes": memory.peak_gpu_bytes(),
+            "cpu_seconds": time.process_time(),
             "metrics": epoch.metrics,
         }
         return schema.ProcessRecord.of_all(consensus.all_gather_object(self._peers, mine, "ends an epoch"))
@@ -132,6 +149,26 @@ class Recorder(keras.callbacks.Callback):
 def _parameters(model: Any) -> int | None:
     """The number of scalars in the weights; `None` for a model whose weights are made by its first step."""
     return int(model.count_params()) if model.built else None
+
+
+def _digest(model: Any) -> str | None:
+    """A hash of the weights, which the chief gives to the others; `None` for a model without any."""
+    if not model.built:
+        return None
+    digest = hashlib.sha256()
+    for weight in model.weights:
+        value = np.ascontiguousarray(keras.ops.convert_to_numpy(weight))
+        digest.update(
+            value.reshape(-1).view(np.uint8).data
+        )  # no copy of the bytes, and also of types that only Keras knows
+    return digest.hexdigest()[:16]
+
+
+def _network_bytes() -> int | None:
+    """What the processes of the job have sent so far; `None` where others use their network too."""
+    if job_environment.OWN_NETWORK not in os.environ:
+        return None
+    return int(psutil.net_io_counters().bytes_sent)
 
 
 def _learning_rate(optimizer: Any) -> float | None:

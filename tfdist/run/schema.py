@@ -27,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 import tfdist
 from tfdist.cluster.cores import cores
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -131,6 +131,15 @@ class ModelRecord(_Part):
     options: dict[str, str] = {}
 
 
+class BreakdownRecord(_Part):
+    """What a traced step is spent on, in seconds; see `tfdist.profiling.breakdown`."""
+
+    compute_seconds: float
+    communication_seconds: float
+    input_seconds: float
+    waiting_seconds: float
+
+
 class DatasetRecord(_Part):
     """The dataset."""
 
@@ -150,11 +159,13 @@ class EpochRecord(_Part):
     evaluation_seconds: Number
     examples_per_second: Number
     step_seconds: Number
+    elapsed_seconds: Number = None
+    network_bytes: int | None = None
     metrics: dict[str, Number]
 
     @classmethod
     def from_logs(
-        cls, epoch: int, logs: Mapping[str, Any], train_seconds: float, evaluation_seconds: float = 0.0
+        cls, epoch: int, logs: Mapping[str, Any], train_seconds: float, evaluation_seconds: float = 0.0, **figures: Any
     ) -> EpochRecord:
         """The record of epoch number `epoch`, from 1, with the logs of Keras and of tfdist's callbacks."""
         metrics = {name: value for name, value in logs.items() if name not in _NOT_METRICS}
@@ -165,6 +176,7 @@ class EpochRecord(_Part):
             examples_per_second=logs.get("examples_per_second"),
             step_seconds=logs.get("step_seconds"),
             metrics=metrics,
+            **figures,
         )
 
 
@@ -173,16 +185,16 @@ class ProcessRecord(_Part):
 
     peak_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
+    cpu_seconds: Number = None
     differing_metrics: dict[str, Number] | None = None
 
     @classmethod
     def of_all(cls, figures: Sequence[Mapping[str, Any]]) -> list[ProcessRecord]:
-        """The records of all processes, from the two peaks and the `metrics` of each; the first is the chief."""
+        """The records of all processes, from the fields and the `metrics` of each; the first is the chief."""
         of_chief = figures[0]["metrics"]
         return [
             cls(
-                peak_memory_bytes=each["peak_memory_bytes"],
-                peak_gpu_memory_bytes=each["peak_gpu_memory_bytes"],
+                **{name: value for name, value in each.items() if name != "metrics"},
                 differing_metrics=None if each["metrics"] == of_chief else each["metrics"],
             )
             for each in figures
@@ -227,12 +239,15 @@ class RunRecord(_Part):
     optimizer: str
     learning_rate: Number
     dtype_policy: str
+    initial_weights: str | None = None
     startup_seconds: Number = None
     planned_epochs: int | None = None
     epochs: list[EpochRecord] = []
+    optimizer_steps: int | None = None
     peak_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
     processes: list[ProcessRecord] = []
+    breakdown: BreakdownRecord | None = None
     time_to_target: TargetRecord | None = None
     test_metrics: dict[str, Number] | None = None
     files: dict[str, str] = {}

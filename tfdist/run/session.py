@@ -5,7 +5,9 @@ Importing this module imports TensorFlow.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -53,6 +55,7 @@ class Session:
         self.config = config
         self.folder = folder
         self.record: RunRecord | None = None
+        self.data_touched = time.monotonic()  # again when the dataset is read
         self.command = command
         self.typed = typed
         self.started = started
@@ -184,6 +187,7 @@ class Session:
 
     def _load(self, **options: Any) -> data.Source:
         config = self.config
+        self.data_touched = time.monotonic()
         source = for_model.load(config.model, config.dataset, config.data_dir, **config.load_options, **options)
         return source if config.limit is None else source.limit(config.limit)
 
@@ -291,8 +295,10 @@ class Session:
     def _keep_profile(self) -> None:
         summary = trace.summarize(self.folder.tensorboard)
         text = trace.as_text(summary)
+        assert self.record is not None
+        if summary.breakdown is not None:
+            self.record.breakdown = schema.BreakdownRecord(**dataclasses.asdict(summary.breakdown))
         if summary.stages is not None:
-            assert self.record is not None
             of_strategy = self.record.strategy
             for stage, seconds in zip(of_strategy.stages, summary.stages.seconds, strict=False):
                 stage.busy_seconds = seconds

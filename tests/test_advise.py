@@ -1,0 +1,105 @@
+"""`tfdist advise`: the cost model, what it predicts, and what it refuses."""
+
+import doctest
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from tfdist import advise
+from tfdist.advisor import costs, measured, predictions
+from tfdist.advisor.costs import Compute, Link
+
+COMPUTE = Compute(fixed_seconds=0.002, example_seconds=0.0001)
+FAST, SLOW = Link(1e-6, 1e11), Link(1e-3, 1e7)
+
+
+def test_the_synopsis_runs():
+    assert doctest.testmod(costs).failed == 0
+
+
+def facts(link, machines=True, batch_size=1024):
+    names = ("multiworker", "horovod", "mpi_split", "parameter_server")
+    return predictions.Facts(batch_size, 100, 4e6, {1: COMPUTE, 2: COMPUTE}, dict.fromkeys(names, link), machines)
+
+
+def rates(*arguments, **named):
+    return {one.name: one.examples_per_second for one in predictions.all_of(facts(*arguments, **named), [2, 4])}
+
+
+def test_computation_is_divided_and_its_fixed_part_is_not():
+    found = rates(FAST)
+    assert found["single"] == pytest.approx(1024 / 0.1044)
+    assert found["multiworker on 4"] == pytest.approx(1024 / (0.002 + 0.0256), rel=0.02)
+    assert found["horovod on 4"] == found["multiworker on 4"]
+
+
+def test_a_slow_link_makes_one_device_the_fastest_of_those_that_are_exact():
+    found = rates(SLOW)
+    assert found["multiworker on 4"] < found["multiworker on 2"] < found["single"]
+    # A ring of 4 sends 2 * 3/4 of 4 MB at 10 MB/s, and averages only once in 100 steps.
+    assert 1024 / found["multiworker on 4"] == pytest.approx(0.0276 + 6e-3 + 0.6)
+    assert 1024 / found["mpi_split on 4"] == pytest.approx(0.0276 + 0.606 / 100)
+
+
+def test_servers_are_bound_by_their_link_and_a_pipeline_by_its_bubble():
+    assert 1024 / rates(SLOW)["parameter_server on 4"] == pytest.approx(2 * 4e6 / 1e7)
+    assert 1024 / rates(FAST)["parameter_server on 4"] == pytest.approx(0.1044 / 4)
+    assert 1024 / rates(FAST)["pipeline on 4"] == pytest.approx(7 / 4 * 0.1044 / 4)
+
+
+def test_processes_of_one_machine_have_the_cost_that_was_measured_together():
+    shared = predictions.Facts(64, 10, 1e6, {1: COMPUTE, 2: Compute(0.1, 0.0)}, {"multiworker": FAST}, machines=False)
+    found = {one.name: one.examples_per_second for one in predictions.all_of(shared, [2])}
+    assert found["multiworker on 2"] == pytest.approx(640, rel=0.01) and set(found) == {"single", "multiworker on 2"}
+
+
+def test_a_line_through_two_noisy_measurements_has_no_cost_below_zero():
+    assert Compute.through((32, 0.010), (64, 0.009)) == Compute(0.010, 0.0)
+    assert Compute.through((32, 0.001), (64, 0.010)).fixed_seconds == 0.0
+
+
+WORK = ["--model", "mlp", "--dataset", "digits"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--workers", "two"], "`--workers` is `two`"),
+        (["--workers", "4..2"], "`--workers` is `4..2`"),
+        (["--workers", "2..4096", "--batch-size", "8192"], "the link is measured between processes of this machine"),
+        (["--workers", "64", "--link", "1Gbit", "--latency", "50us"], "a global batch has 32 examples"),
+        (["--link", "1Gbit"], "Only one of `--link` and `--latency` is set"),
+        (["--link", "fast", "--latency", "50us"], "`--link` is `fast`"),
+        (["--link", "1Gbit", "--latency", "soon"], "`--latency` is `soon`"),
+        (["--curves", "curves.gif"], "`--curves` is `curves.gif`"),
+        (["--dataset", "nothing"], "Unknown dataset `nothing`"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_sentence_and_a_hint(options, sentence):
+    found = CliRunner().invoke(advise.command, [*WORK, *options])
+    assert found.exit_code == 2, found.output
+    assert sentence in found.output and "hint:" in found.output
+
+
+@pytest.mark.slow
+def test_machines_on_a_described_link_are_predicted_from_real_steps(tmp_path):
+    options = ["--batch-size", "64", "--workers", "2..3", "--link", "10Gbit", "--latency", "50us"]
+    options += ["--curves", str(tmp_path / "curves.svg")]
+    found = CliRunner().invoke(advise.command, [*WORK, *options])
+    assert found.exit_code == 0, found.output
+    assert "examples/s on" in found.output and "parameter_server" in found.output and "Use `" in found.output
+    assert "parameter_server" in (tmp_path / "curves.svg").read_text()
+
+
+def test_a_large_model_is_measured_with_few_steps_and_a_small_one_with_many(tmp_path):
+    work = measured.Work({"model": "mlp", "dataset": "digits"}, 64, 1347, tuple(sorted(os.sched_getaffinity(0))))
+    assert work.steps == measured.PROBED_STEPS
+    assert work.with_steps_for(tmp_path).steps == measured.MOST_STEPS
+
+
+def test_options_that_do_not_train_are_told_with_the_error_of_the_training():
+    options = ["--model-option", "colour=red", "--workers", "2", "--link", "10Gbit", "--latency", "50us"]
+    found = CliRunner().invoke(advise.command, [*WORK, *options])
+    assert found.exit_code == 2, found.output
+    assert "could not be measured" in found.output and "colour" in found.output

@@ -1,0 +1,309 @@
+"""What runs say together: ratios within rounds, equal work, targets, prices, and the study's file."""
+
+import contextlib
+import dataclasses
+import doctest
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+from tests.test_profiler import serving
+from tfdist.errors import RunFolderError, UsageError
+from tfdist.run import schema
+from tfdist.run.folder import RunFolder
+from tfdist.run.schema import EpochRecord
+from tfdist.study import events, measure, plan, prices, ratios, results, runs, text
+
+CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
+
+
+@pytest.mark.parametrize("module", [plan, ratios, prices])
+def test_the_synopsis_runs(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def made(folder, strategy="single", workers=1, round=0, seconds=1.0, error="", losses=(2.0, 1.0, 0.5), **changed):
+    """A run as `compare` leaves it in `folder`: a record of some epochs, and what was measured."""
+    place = folder / f"{strategy}-{workers}-{changed.get('global_batch_size', 32)}" / f"round-{round}"
+    place.mkdir(parents=True)
+    case = {**CASE, "batch_size": changed.get("global_batch_size", 32)}
+    measured = measure.Measured(
+        **case,
+        **{"strategy": strategy, "workers": workers, "label": strategy, "study": "first", "round": round, "seed": 0},
+        **{"command": ["tfdist", "train"], "started": f"2026-01-01T00:00:{round:02}", "wall_seconds": 9.0},
+        **{"cpu_seconds": 5.0, "exit_code": int(bool(error)), "error": error},
+    )
+    (place / measure.MEASURED).write_text(measured.model_dump_json())
+    if error:
+        return
+    record = schema.example().model_copy(update={"status": "completed", "initial_weights": "abc", **changed})
+    record.strategy = schema.StrategyRecord(name=strategy, options={}, replicas=workers)
+    for number, loss in enumerate(losses, start=1):
+        took = seconds + (3.0 if number == 1 else 0.0)
+        logs = {
+            "loss": loss,
+            "val_accuracy": 1 - loss / 2,
+            "examples_per_second": 1000 / took,
+            "step_seconds": took / 10,
+        }
+        more = {"elapsed_seconds": 10.0 * number, "network_bytes": 5000}
+        record.epochs.append(EpochRecord.from_logs(number, logs, took, 0.25, **more))
+    record.optimizer_steps = 10 * len(losses)
+    RunFolder(place).write(record)
+
+
+def rows(folder, **options):
+    (comparison,) = results.of_runs(runs.load([folder]), **options)
+    return {row.cell.name: row for row in comparison.rows}
+
+
+def test_speed_is_compared_within_rounds_so_that_a_slow_hour_does_not_count(tmp_path):
+    for number, drift in enumerate([1.0, 10.0, 3.0, 1.5, 2.0]):
+        made(tmp_path, "single", round=number, seconds=2.0 * drift)
+        made(tmp_path, "custom", 2, round=number, seconds=1.0 * drift)
+    speed = rows(tmp_path)["custom on 2"].speed
+    assert speed.median == pytest.approx(2) and speed.low == pytest.approx(2) and speed.high == pytest.approx(2)
+    assert "fastest, 2.00 (2.00 to 2.00) times as fast" in text.report(results.of_runs(runs.load([tmp_path])))
+
+
+def test_an_interval_that_holds_1_is_no_difference(tmp_path):
+    for number, ratio in enumerate([0.9, 1.1, 1.05, 0.95]):
+        made(tmp_path, "single", round=number, seconds=ratio)
+        made(tmp_path, "custom", 2, round=number)
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    assert "no difference (0.90 to 1.10)" in text.table(comparison)
+    assert "no strategy is faster" in text.answer(comparison) or "nothing is faster" in text.answer(comparison)
+
+
+def test_the_interval_covers_the_true_ratio_as_often_as_it_says():
+    """Of 200 studies of 9 rounds; the percentile bootstrap of a median is known to be a little off its 95 %."""
+    random = np.random.default_rng(7)
+    held = 0
+    for _ in range(200):
+        drawn = {number: math.exp(value) for number, value in enumerate(random.normal(0, 0.1, 9))}
+        found = ratios.of_rounds(drawn, dict.fromkeys(drawn, 1.0))
+        held += found.low <= 1 <= found.high
+    assert held >= 180
+
+
+def test_the_first_epoch_is_told_apart_as_warm_up(tmp_path):
+    made(tmp_path, seconds=2.0)
+    row = rows(tmp_path)["single"]
+    assert (row.epoch_seconds, row.warm_up_seconds, row.evaluation_seconds) == (2.0, 3.0, 0.25)
+    assert row.examples_per_second == 500
+    assert row.network_bytes_a_step == pytest.approx(500)
+
+
+@pytest.mark.parametrize(
+    ("changed", "mark"),
+    [
+        ({"initial_weights": "def"}, "unequal initial weights: def instead of abc"),
+        ({"optimizer": "sgd"}, "unequal optimizer: sgd 0.001 instead of adam 0.001"),
+        ({"losses": (2.0, 1.5, 0.6)}, "unequal loss of epoch 3: 0.6 instead of 0.5, more than roundings explain"),
+        ({"losses": (2.0, 1.0)}, "unequal steps of an epoch"),
+        ({"dataset": schema.DatasetRecord(name="digits", examples={"train": 7})}, "unequal training examples: 7"),
+        ({"losses": (2.0, 2.0, 1.999)}, "did not learn: its training loss went from 2 to 2"),
+        ({"losses": (2.0, math.nan)}, "did not learn: its loss is not finite"),
+    ],
+)
+def test_unequal_work_and_what_did_not_learn_is_marked_with_the_reason(tmp_path, changed, mark):
+    made(tmp_path)
+    made(tmp_path, "custom", 2, seconds=0.1, **changed)
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    if "steps of an epoch" in mark:  # the same number of updates in fewer epochs
+        comparison.rows[1].runs[0].record.optimizer_steps = 30
+        (comparison,) = results.of_runs([row.runs[0] for row in comparison.rows])
+    assert any(found.startswith(mark) for found in comparison.rows[1].marks), comparison.rows[1].marks
+    assert f"| {text.MARK} custom on 2 |" in text.table(comparison)
+    assert "nothing is faster" in text.answer(comparison)
+
+
+def test_the_loss_of_a_strategy_that_differs_by_design_is_not_held_against_it(tmp_path):
+    made(tmp_path)
+    made(tmp_path, "mpi_split", 2, losses=(2.0, 1.5, 0.9))
+    assert rows(tmp_path)["mpi_split on 2"].marks == []
+
+
+def test_the_answer_says_where_the_fastest_computes_something_else(tmp_path):
+    for number in range(3):
+        made(tmp_path, round=number, seconds=2.0)
+        made(tmp_path, "mpi_split", 2, round=number, losses=(2.0, 1.5, 0.9))
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    assert "`mpi_split on 2` is fastest" in text.answer(comparison)
+    assert "not those of one device, by design" in text.answer(comparison)
+
+
+def test_runs_that_missed_the_target_or_failed_are_counted_beside_those_that_reached_it(tmp_path):
+    for number, epoch in enumerate([2, None, 3]):
+        target = schema.TargetRecord(monitor="val_accuracy", target=0.5, seconds=epoch and epoch * 1.5, epoch=epoch)
+        made(tmp_path, round=number, time_to_target=target)
+    made(tmp_path, round=3, error="error: out of memory")
+    row = rows(tmp_path)["single"]
+    assert row.reached == "2 of 4"
+    assert (row.epochs_to_target, row.seconds_to_target, row.training_seconds_to_target) == (2.5, 25.0, 3.75)
+    assert "`single` failed in 1 of 4 runs: error: out of memory" in text.report(results.of_runs(runs.load([tmp_path])))
+
+
+def test_a_name_with_a_bar_stays_in_its_column(tmp_path):
+    made(tmp_path, "single")
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    cell = dataclasses.replace(comparison.rows[0].cell, strategy="mine:Own", label="a|b")
+    row = dataclasses.replace(comparison.rows[0], cell=cell)
+    assert "| a\\|b on 1 |" in text.table(results.Comparison(comparison.case, [row]))
+
+
+def test_scaling_is_told_beside_one_worker(tmp_path):
+    made(tmp_path, "custom", 1, seconds=2.0)
+    made(tmp_path, "custom", 2, seconds=1.25)
+    made(tmp_path, "custom", 2, seconds=2.5, global_batch_size=64)
+    strong, weak = results.of_runs(runs.load([tmp_path]))
+    assert strong.rows[1].strong_efficiency == pytest.approx(0.8)
+    assert weak.rows[0].weak_efficiency == pytest.approx(0.4)
+
+
+def test_what_a_run_costs_follows_from_the_machines_price(tmp_path):
+    made(tmp_path)
+    machine = runs.load([tmp_path])[0].record.machine
+    (tmp_path / "prices.txt").write_text(f"# an hour\n\n7.2  H100\n4.0 {machine.cpu}\n")
+    assert rows(tmp_path, prices=prices.Prices.parse("3.6"))["single"].price == pytest.approx(0.009)
+    assert rows(tmp_path, prices=prices.Prices.parse(str(tmp_path / "prices.txt")))["single"].price == pytest.approx(
+        0.01
+    )
+
+
+@pytest.mark.parametrize("line", ["cheap EPYC", "3.0", "-1 EPYC", "nan EPYC"])
+def test_a_bad_line_of_prices_is_named(tmp_path, line):
+    (tmp_path / "prices.txt").write_text(f"# an hour\n{line}\n")
+    with pytest.raises(UsageError, match=f"Line 2 of the prices in .* is `{line}`"):
+        prices.Prices.parse(str(tmp_path / "prices.txt"))
+    with pytest.raises(UsageError, match="neither a price an hour nor a file"):
+        prices.Prices.parse(str(tmp_path / "elsewhere"))
+
+
+def test_runs_of_plain_trainings_are_read_too_and_studies_add_up(tmp_path):
+    made(tmp_path / "first")
+    made(tmp_path / "second", "custom", 2)
+    record = schema.example().model_copy(update={"status": "completed", "global_batch_size": 32})
+    record.dataset.name = "digits"
+    RunFolder(tmp_path / "third").write(record)
+    found = runs.load([tmp_path / "first", tmp_path / "second", tmp_path / "third", tmp_path / "first"])
+    assert sorted(run.cell.name for run in found) == ["custom on 2", "mirrored on 2", "single"]
+    assert len({run.cell.case for run in found}) == 1
+
+
+def test_runs_of_different_machines_are_not_compared(tmp_path):
+    for strategy in ("single", "mirrored"):
+        record = schema.example().model_copy(update={"status": "completed"})
+        record.strategy = schema.StrategyRecord(name=strategy, options={}, replicas=2)
+        record.machine = record.machine.model_copy(update={"cpu": f"of {strategy}"})
+        record.epochs.append(EpochRecord.from_logs(1, {"loss": 1.0}, 2.0))
+        RunFolder(tmp_path / strategy).write(record)
+    (comparison,) = results.of_runs(runs.load([tmp_path]))
+    assert [row.speed for row in comparison.rows] == [None, None]
+
+
+def test_folders_without_runs_and_runs_of_another_schema_are_one_sentence(tmp_path):
+    with pytest.raises(RunFolderError, match="has no run"):
+        runs.load([tmp_path])
+    made(tmp_path)
+    (file,) = tmp_path.rglob(measure.MEASURED)
+    file.write_text("{}")
+    with pytest.raises(RunFolderError, match="is not what `tfdist compare` writes"):
+        runs.load([tmp_path])
+
+
+STUDY = """
+models = ["mlp", "cnn"]
+datasets = ["digits"]
+batch_sizes = [32, 64]
+workers = [1, 2]
+repeats = 2
+seeds = 2
+strategies = [
+    "single",
+    "mirrored",
+    { strategy = "horovod", label = "horovod, bf16", workers = [2], train = { compression = "bf16" } },
+]
+
+[train]
+optimizer = "sgd"
+learning-rate = 0.1
+"""
+
+
+def test_a_file_describes_a_whole_study(tmp_path):
+    (tmp_path / "study.toml").write_text(STUDY)
+    study = plan.Plan(**plan.read(tmp_path / "study.toml"))
+    cells = study.cells()
+    assert len(cells) == 2 * 2 * (1 + 2 + 1)
+    assert study.rounds == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert [cell.name for cell in cells[:4]] == ["single", "mirrored on 1", "mirrored on 2", "horovod, bf16 on 2"]
+    options = cells[3].options(epochs=3, seed=1)
+    pairs = dict(zip(options[::2], options[1::2], strict=True))
+    assert pairs["--compression"] == "bf16" and pairs["--workers"] == "2" and pairs["--learning-rate"] == "0.1"
+    assert pairs["--seed"] == "1" and pairs["--epochs"] == "3" and pairs["--optimizer"] == "sgd"
+    assert len({cell.folder for cell in cells}) == len(cells)
+
+
+def test_strategies_take_turns_and_none_is_always_the_first(tmp_path):
+    study = plan.Plan(("mlp",), ("digits",), tuple(map(plan.Contestant, ("single", "custom", "mirrored"))), repeats=3)
+    order = [turn.cell.strategy for turn in measure.turns(study, tmp_path)]
+    assert {frozenset(order[start : start + 3]) for start in (0, 3, 6)} == {frozenset(("single", "custom", "mirrored"))}
+    assert len({order[start] for start in (0, 3, 6)}) == 3
+
+
+WORK = 'models = ["mlp"]\ndatasets = ["digits"]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("models = [", "is no TOML"),
+        ('model = ["mlp"]', "`model` is no entry"),
+        ("[train]\nepoch = 3", r"\[train\]: `epoch` is no entry"),
+        ('strategies = ["miror"]', "Unknown strategy `miror`"),
+        ('strategies = [{ label = "one" }]', "has no `strategy`"),
+        ('models = ["mlp"]\ndatasets = ["digits"]\nstrategies = []', "has no `contestants`"),
+        (
+            'models = ["mlp"]\ndatasets = ["digits"]\nstrategies = ["single"]\nrepeats = 0',
+            "`repeats` of the study is 0",
+        ),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused_in_one_sentence(tmp_path, text, sentence):
+    (tmp_path / "study.toml").write_text(text)
+    with pytest.raises(UsageError, match=sentence):
+        plan.Plan(**plan.read(tmp_path / "study.toml"))
+
+
+def test_tensorboard_shows_the_strategies_side_by_side(tmp_path):
+    made(tmp_path / "runs")
+    made(tmp_path / "runs", "custom", 2)
+    made(tmp_path / "runs", "custom", 2, round=1, error="error: out of memory")
+    events.write(results.of_runs(runs.load([tmp_path / "runs"])), tmp_path / "events")
+    with serving(tmp_path / "events") as server:
+        server.url = server.url.removesuffix("/profile")
+        found = wait_for(lambda: json.loads(server.get("scalars/tags")[1]), lambda tags: len(tags) >= 2)
+        assert "val_accuracy" in found["cnn-digits-32-custom-2-0"]
+        asked = {"experimentName": "", "colParams": [], "sliceSize": 10, "allowedStatuses": ["STATUS_UNKNOWN"]}
+        status, body = server.get("hparams/session_groups", request=json.dumps(asked))
+        assert status == 200, body
+        groups = json.loads(body)["sessionGroups"]
+    assert {(group["hparams"]["strategy"], group["hparams"]["workers"]) for group in groups} == {
+        ("single", 1.0),
+        ("custom", 2.0),
+    }
+    assert len(groups) == 3
+
+
+def wait_for(ask, is_there, seconds=60):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            if is_there(found := ask()):
+                return found
+        time.sleep(0.2)
+    raise AssertionError("TensorBoard shows no runs")

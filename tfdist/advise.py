@@ -1,0 +1,192 @@
+"""`tfdist advise`: predicts the throughput of strategies from short measurements, and recommends one.
+
+    tfdist advise --model cnn --dataset fashion_mnist --batch-size 64 --workers 2
+    tfdist advise --model cnn --dataset fashion_mnist --batch-size 512 --workers 2..16 --link 10Gbit --latency 50us
+
+Without `--link`, workers are processes that share this machine; with it, each has a machine like this one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tfdist import registry, strategies, terminal
+from tfdist.advisor import curves, measured, predictions
+from tfdist.advisor.costs import Compute, Link
+from tfdist.data.tools import for_model
+from tfdist.errors import UsageError
+from tfdist.study import measure, plan, runs
+
+BYTES_OF_FLOAT32 = 4
+MEASURED_LINKS = ("multiworker", "horovod", "mpi_split")
+# What a link between machines carries: every strategy by the same numbers.
+ON_A_LINK = (*MEASURED_LINKS, "parameter_server")
+_BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+@click.command("advise", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@for_model.options
+@click.option("--batch-size", type=click.IntRange(min=2), default=32, show_default=True, help="per global batch")
+@click.option("--workers", default="2", show_default=True, metavar="N|N..M", help="numbers of workers")
+@click.option("--link", metavar="RATE", help="between machines, such as 10Gbit; each worker then has one")
+@click.option("--latency", metavar="TIME", help="of a message between machines, such as 50us")
+@click.option(
+    "--curves", "picture", type=click.Path(path_type=Path), metavar="FILE", help="draw them: .svg, .png, .html"
+)
+@click.option("--check/--no-check", default=True, show_default=True, help="compare with real runs of two workers")
+def command(
+    batch_size: int,
+    workers: str,
+    link: str | None,
+    latency: str | None,
+    picture: Path | None,
+    check: bool,
+    data_option: tuple[str, ...],
+    model_option: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Predict the throughput of strategies for a model, from short measurements on this machine."""
+    counts, cores = _counts(workers), tuple(sorted(os.sched_getaffinity(0)))
+    between = _link(link, latency)
+    _refuse_beyond(counts, cores, batch_size, between)
+    if picture is not None:
+        curves.require_format(picture)
+    data_options = registry.parse_options(data_option, "--data-option")
+    source = for_model.load(options["model"], options["dataset"], options["data_dir"], **data_options)
+    examples = source.spec.examples["train"]
+    work = measured.Work(
+        {**options, "data_option": data_option, "model_option": model_option}, batch_size, examples, cores
+    )
+    with tempfile.TemporaryDirectory(prefix="tfdist-advise-") as folder:
+        terminal.say("Measuring how long steps are ...")
+        work = work.with_steps_for(Path(folder))
+        facts = _facts(work, counts, between, Path(folder))
+        found = predictions.all_of(facts, counts)
+        with terminal.any_stdout(needed=True):
+            click.echo(_table(found, counts))
+            click.echo(_recommended(found))
+            if picture is not None:
+                curves.draw(found, picture)
+                click.echo(picture)
+            if check and between is None and 2 in counts:
+                click.echo(_checked(work, found, Path(folder)))
+
+
+def _facts(work: measured.Work, counts: Sequence[int], between: Link | None, folder: Path) -> predictions.Facts:
+    compute: dict[int, Compute] = {}
+    for count in [1] if between else sorted({1, *counts}):
+        shared = "one process" if count == 1 else f"{count} processes at the same time"
+        terminal.say(f"Measuring steps of {shared} ...")
+        compute[count], record = measured.compute(work, count, folder)
+    if between:
+        links = dict.fromkeys(ON_A_LINK, between)
+    else:
+        terminal.say("Measuring links between two processes ...")
+        found = {name: measured.link(name) for name in MEASURED_LINKS}
+        links = {name: one for name, one in found.items() if one is not None}
+    bytes_ = (record.model.parameters or 0) * BYTES_OF_FLOAT32
+    steps = max(1, work.examples // work.batch_size)
+    return predictions.Facts(work.batch_size, steps, bytes_, compute, links, between is not None)
+
+
+def _table(found: Sequence[predictions.Prediction], counts: Sequence[int]) -> str:
+    """Examples a second, a row for each strategy and a column for each number of workers."""
+    rates = {(one.strategy, one.workers): f"{one.examples_per_second:,.0f}" for one in found}
+    columns = sorted({1, *counts})
+    rows = [["examples/s on", *map(str, columns)]]
+    for name in dict.fromkeys(one.strategy for one in found):
+        rows.append([name, *(rates.get((name, count), "") for count in columns)])
+    first = max(len(row[0]) for row in rows)
+    return "\n".join(row[0].ljust(first) + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
+
+
+def _recommended(found: Sequence[predictions.Prediction]) -> str:
+    """The fastest of those that compute what one device computes, and what is faster but does not."""
+    single = next(one for one in found if one.strategy == "single").examples_per_second
+    exact = next(one for one in found if not strategies.traits(one.strategy).asynchronous)
+    if exact.strategy == "single":
+        said = "Use `single`: more workers cost more in communication than they save."
+    else:
+        ratio = exact.examples_per_second / single
+        said = f"Use `{exact.name}`, {ratio:.2f} times as fast as `single`."
+    if found[0] is not exact:
+        ratio = found[0].examples_per_second / exact.examples_per_second
+        said += f" `{found[0].name}` would be {ratio:.2f} times as fast as that, and computes something else."
+    return f"\n{said}"
+
+
+def _checked(work: measured.Work, found: Sequence[predictions.Prediction], folder: Path) -> str:
+    """How far the predictions for two workers are from runs that they were not made of."""
+    terminal.say("Comparing with runs of two workers ...")
+    limit = min(work.examples, work.steps * work.batch_size)
+    train = {name: value for name, value in work.options.items() if name not in ("model", "dataset")} | {"limit": limit}
+    contestants = [plan.Contestant(one.strategy, workers=(2,)) for one in found if one.workers == 2]
+    names = (str(work.options["model"]),), (str(work.options["dataset"]),)
+    study = plan.Plan(
+        *names, tuple(contestants), batch_sizes=(work.batch_size,), repeats=1, epochs=measured.EPOCHS, train=train
+    )
+    lines = ["", "Beside runs that they were not made of:"]
+    predicted = {one.name: one.examples_per_second for one in found}
+    for turn in measure.turns(study, folder / "check"):
+        result = measure.run(turn, study, "check", measured.SECONDS_OF_A_RUN)
+        (run,) = runs.load([turn.folder])
+        seconds = run.epoch_seconds
+        if result.exit_code or seconds is None:
+            lines.append(f"  {turn.cell.name}: it failed: {run.cause}")
+            continue
+        rate = limit / seconds
+        off = predicted[turn.cell.name] / rate - 1
+        lines.append(f"  {turn.cell.name}: {rate:,.0f} examples/s measured, the prediction is {off:+.0%} off")
+    return "\n".join(lines)
+
+
+def _counts(text: str) -> list[int]:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise UsageError(f"`--workers` is `{text}`", "give a number, such as 2, or a range, such as 2..16")
+    return list(range(first, last + 1))
+
+
+def _refuse_beyond(counts: Sequence[int], cores: Sequence[int], batch_size: int, between: Link | None) -> None:
+    if counts[-1] > batch_size:
+        raise UsageError(
+            f"`--workers` goes to {counts[-1]}, and a global batch has {batch_size} examples", "use a larger batch"
+        )
+    if between is None and counts[-1] > len(cores):
+        raise UsageError(
+            f"`--workers` goes to {counts[-1]}, and the link is measured between processes of this machine, which has "
+            f"{terminal.counted(len(cores), 'core')}",
+            "describe the network between machines with `--link` and `--latency`, or ask for fewer workers",
+        )
+
+
+def _link(rate: str | None, latency: str | None) -> Link | None:
+    if rate is None and latency is None:
+        return None
+    if rate is None or latency is None:
+        raise UsageError("Only one of `--link` and `--latency` is set", "set both: a link has a rate and a latency")
+    bits = re.fullmatch(r"([\d.]+) ?([kmg]?)bit(?:/s)?", rate.lower())
+    time = re.fullmatch(r"([\d.]+) ?(s|ms|us|ns)", latency.lower())
+    if bits is None or float(bits[1]) <= 0:
+        raise UsageError(f"`--link` is `{rate}`", "give bits a second, such as 10Gbit or 800Mbit")
+    if time is None:
+        raise UsageError(f"`--latency` is `{latency}`", "give a time, such as 50us or 1ms")
+    return Link(float(time[1]) * _SECONDS[time[2]], float(bits[1]) * _BITS[bits[2]] / 8)
+
+
+def main() -> None:
+    """The command."""
+    command(prog_name="python -m tfdist.advise")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Cores, memory, open files and the clock: what this process may use of the machine, and what is too little."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from tfdist.cluster.cores import cores
+from tfdist.doctor.finding import Finding, note, ok, problem
+from tfdist.launcher import descriptors
+
+GIB = 1 << 30
+# TensorFlow and Keras alone take 0.6 GiB in each process.
+LEAST_MEMORY_BYTES = GIB
+# Docker's default is 64 MiB; NCCL and MPI exchange tensors between the processes of a machine there.
+SHARED_FOLDER, LEAST_SHARED_BYTES = Path("/dev/shm"), 256 << 20
+# A launcher needs one per process, and an agent three; a training opens its files beside them.
+LEAST_FILES, USUAL_FILES = 128, 1024
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_OF_PROCESS = Path("/proc/self/cgroup")
+UNLIMITED_BYTES = 1 << 60  # version 1 writes a number close to 2 ** 63 where there is no limit
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
+
+def findings() -> list[Finding]:
+    """What was found out about this machine."""
+    limits, memory = limits_of_cgroup(), psutil.virtual_memory()
+    return [
+        *of_cores(limits, cores(), os.cpu_count() or 1),
+        *_threads(),
+        *of_memory(limits, memory.total, memory.available),
+        *_addresses(),
+        *_shared_memory(),
+        *open_files(),
+        *clock(Path(__file__)),
+    ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a container, or another cgroup, may use; `None` is without limit.
+
+    Attributes:
+        cpus: the mean number of cores that may compute at a time.
+        memory_bytes: the memory of all its processes.
+    """
+
+    cpus: float | None = None
+    memory_bytes: int | None = None
+
+
+def limits_of_cgroup(root: Path = CGROUPS, own: Path = CGROUP_OF_PROCESS) -> Limits:
+    """The limits of the cgroup of this process and of those above it.
+
+    Args:
+        root: where cgroups are mounted; version 2, or the folders `cpu` and `memory` of version 1.
+        own: the file that names the cgroup of this process.
+
+    Source: Linux' documentation, admin-guide/cgroup-v2.rst and scheduler/sched-bwc.rst.
+    """
+    cpus, memory = [], []
+    for folder in _folders(root, own):
+        words = (_read(folder / "cpu.max") or "").split()
+        quota = [words[0], words[1]] if len(words) == 2 else []
+        quota = quota or [_read(folder / "cpu.cfs_quota_us") or "", _read(folder / "cpu.cfs_period_us") or ""]
+        if all(part.isdigit() for part in quota) and int(quota[1]):
+            cpus.append(int(quota[0]) / int(quota[1]))
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            found = _read(folder / name) or ""
+            if found.isdigit() and int(found) < UNLIMITED_BYTES:
+                memory.append(int(found))
+    return Limits(min(cpus, default=None), min(memory, default=None))
+
+
+def _folders(root: Path, own: Path) -> Iterator[Path]:
+    """The folders of the cgroups of this process, with those above them."""
+    for line in (_read(own) or "0::/").splitlines():
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
+        for controller in controllers.split(",") if controllers else [""]:
+            top = root / controller
+            # In a container the name may be that of the host; its own limits are at the top then.
+            folder = top / name.lstrip("/")
+            yield from (place for place in (folder, *folder.parents) if place == top or top in place.parents)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def of_cores(limits: Limits, own: int, all_of_machine: int) -> Iterator[Finding]:
+    """Whether this process may use all cores.
+
+    Args:
+        limits: of its cgroup.
+        own: the number of cores on which it may run.
+        all_of_machine: the number of cores of the machine.
+    """
+    if limits.cpus is not None and limits.cpus < own:
+        yield note(
+            "cores",
+            f"This container may compute on {limits.cpus:g} cores at a time, and TensorFlow starts threads for {own}",
+            f"use `--strategy-option threads={max(1, int(limits.cpus))}`, or give the container more",
+        )
+    elif own < all_of_machine:
+        yield note(
+            "cores",
+            f"This process may use {own} of the {all_of_machine} cores of the machine",
+            "if it should use more, see `taskset`, or the options of the scheduler, such as `--cpus-per-task`",
+        )
+    else:
+        yield ok("cores", f"{own}, and this process may use all of them")
+
+
+def _threads() -> Iterator[Finding]:
+    for name in THREADS:
+        if name in os.environ:
+            yield note(
+                "cores",
+                f"`{name}` is `{os.environ[name]}`, which sets the number of threads of TensorFlow or of NumPy",
+                f"unset `{name}`, and use `--strategy-option threads=N`",
+            )
+
+
+def of_memory(limits: Limits, total: int, available: int) -> Iterator[Finding]:
+    """Whether there is enough memory; `total` and `available` are bytes of the machine."""
+    if limits.memory_bytes is not None and limits.memory_bytes < total:
+        yield note(
+            "memory",
+            f"This container may use {limits.memory_bytes / GIB:.1f} GiB of the {total / GIB:.1f} GiB of the machine, "
+            "and is killed above that",
+            "give the container more, or see `tfdist memory` for what a training needs",
+        )
+    if available < LEAST_MEMORY_BYTES:
+        yield problem("memory", f"{available / GIB:.1f} GiB are available", "end other programs, or add memory")
+    else:
+        yield ok("memory", f"{total / GIB:.1f} GiB, of which {available / GIB:.1f} GiB are available")
+
+
+def _addresses() -> Iterator[Finding]:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        yield note(
+            "memory",
+            f"A process may have {limit / GIB:.1f} GiB of addresses, and TensorFlow reserves more than it uses",
+            "raise it with `ulimit -v unlimited`",
+        )
+
+
+def _shared_memory() -> Iterator[Finding]:
+    try:
+        there = shutil.disk_usage(SHARED_FOLDER)
+    except OSError as error:
+        yield note("shared memory", f"`{SHARED_FOLDER}` cannot be used: {error.strerror}", f"mount `{SHARED_FOLDER}`")
+        return
+    if there.free < LEAST_SHARED_BYTES:
+        yield note(
+            "shared memory",
+            f"`{SHARED_FOLDER}` has {there.free >> 20} MiB free, and NCCL and MPI exchange tensors there",
+            "start the container with `--shm-size=1g` (Docker), or mount a larger `/dev/shm`",
+        )
+    else:
+        yield ok("shared memory", f"`{SHARED_FOLDER}` has {there.free / GIB:.1f} GiB free")
+
+
+def open_files() -> Iterator[Finding]:
+    """Whether a process may open enough files for a job."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    count = "any number of" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    sentence = f"A process may open {count} files"
+    hint = f"an administrator can raise the limit (`ulimit -Hn {USUAL_FILES * 64}`, or /etc/security/limits.conf)"
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        yield problem("open files", f"{sentence}, which is too few for a job", hint)
+    elif hard != resource.RLIM_INFINITY and hard < USUAL_FILES:
+        most = (hard - descriptors.OF_THE_PROGRAM) // 3
+        yield note("open files", f"{sentence}, which is enough for {most} processes on a host", hint)
+    else:
+        yield ok("open files", sentence)
+
+
+def clock(file: Path) -> Iterator[Finding]:
+    """Whether the clock is right: it cannot be earlier than the last change of `file`, one of tfdist's."""
+    now = datetime.now(UTC)
+    written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
+    if now < written:
+        yield problem(
+            "clock",
+            f"It is {now:%Y-%m-%d %H:%M} UTC by the clock, and `{file}` was written at {written:%Y-%m-%d %H:%M}",
+            "set the clock (`timedatectl set-ntp true`): downloads and file times depend on it",
+        )
+    else:
+        yield ok("clock", f"{now:%Y-%m-%d %H:%M} UTC, time zone {time.tzname[time.localtime().tm_isdst > 0]}")
