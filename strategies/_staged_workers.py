@@ -20,13 +20,12 @@ from tfdist.transport import costs
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16}
 
 
-class StagedWorkers(socket_job.SocketStrategy, staging.StagingStrategy):
+class StagedWorkers(staging.StagingStrategy, socket_job.SocketStrategy):
     """Trains on all processes of a job, on several stages in each of them.
 
     Args:
         communication: "auto" or "sockets".
         compression: "none", or "bf16", which sends gradients as bfloat16.
-        shard: `None`; processes in stages do not divide the optimizer.
         options: see `tfdist.strategies._staging.StagingStrategy`.
     """
 
@@ -37,7 +36,6 @@ class StagedWorkers(socket_job.SocketStrategy, staging.StagingStrategy):
         *,
         communication: str = "auto",
         compression: str = "none",
-        shard: str | None = None,
         timeout_seconds: float = 60.0,
         job_settings: Mapping[str, str] | None = None,
         **options: Any,
@@ -49,8 +47,6 @@ class StagedWorkers(socket_job.SocketStrategy, staging.StagingStrategy):
             )
         if compression not in WIRE_DTYPES:
             raise UnknownNameError("compression", compression, WIRE_DTYPES)
-        if shard is not None:
-            raise staging.not_with_shard(shard)
         self.compression = compression
         alike = dict(job_settings or {}) | {"compression": compression}
         super().__init__(timeout_seconds=timeout_seconds, job_settings=alike, **options)

@@ -28,6 +28,7 @@ from tfdist.stages.schedule import Synchronous
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _devices as device_choice
 from tfdist.strategies import _gpus, base
+from tfdist.strategies import _sharding as sharding
 from tfdist.strategies._stages import MicroBatch, Stages
 from tfdist.strategies._towers import meet
 
@@ -93,15 +94,7 @@ def require_nothing_of_stages(given: Mapping[str, Any]) -> None:
         )
 
 
-def not_with_shard(shard: str) -> UsageError:
-    """The error for a pipeline in each of several processes that are to divide the optimizer."""
-    return UsageError(
-        f"`shard` is `{shard}` and `stages` is more than 1, and they cannot be used together yet",
-        "leave one of them out",
-    )
-
-
-class StagingStrategy(collective.MultiProcessStrategy):
+class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy):
     """A strategy of several processes, each of which can train with a pipeline on devices of its own.
 
     Args:
@@ -109,7 +102,8 @@ class StagingStrategy(collective.MultiProcessStrategy):
         micro_batches: the parts of the batch of a process, 4 unless set.
         schedule: see `tfdist.strategies.pipeline.PipelineStrategy`, "gpipe" unless set.
         balance: see `tfdist.strategies.pipeline.PipelineStrategy`, "time" unless set.
-        options: see `tfdist.strategies._collective.MultiProcessStrategy`.
+        options: see `tfdist.strategies._sharding.ShardingStrategy` and
+            `tfdist.strategies._collective.MultiProcessStrategy`.
     """
 
     def __init__(
@@ -119,6 +113,7 @@ class StagingStrategy(collective.MultiProcessStrategy):
         micro_batches: Count | None = None,
         schedule: Synchronous | None = None,
         balance: Balance | None = None,
+        job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
         given = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
@@ -128,7 +123,13 @@ class StagingStrategy(collective.MultiProcessStrategy):
         self._count = stages
         self._how: dict[str, Any] = {"micro_batches": 4, "schedule": "gpipe", "balance": "time"} | given
         self._stages: Stages | None = None
-        super().__init__(**options)
+        alike = {name: str(value) for name, value in ({"stages": stages} | self._how).items()}
+        super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
+        if self.shard is not None and self.is_staged:
+            raise UsageError(
+                f"`shard` is `{self.shard}` and `stages` is more than 1, and they cannot be used together yet",
+                "leave one of them out",
+            )
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if self._count == 1 or wanted is not None:
