@@ -14,6 +14,7 @@ def train(model, x, y, batch_size, epochs):
             part = slice(begin, begin + batch_size)
             with tf.GradientTape() as tape:
                 loss = model.compute_loss(y=y[part], y_pred=model(x[part], training=True))
+                loss = model.optimizer.scale_loss(loss)
             gradients = tape.gradient(loss, [one.value for one in weights])
             assign(weights, newest)
             model.optimizer.apply_gradients(zip(gradients, weights, strict=True))

@@ -268,6 +268,12 @@ DELAYED = {
         0.01, global_clipnorm=0.5, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
     ),
     "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01),
+        initial_scale=2.0**127,  # overflows when it has grown, and those steps are left out
+        dynamic_growth_steps=2,
+    ),
 }
 
 
