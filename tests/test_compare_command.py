@@ -64,7 +64,7 @@ def test_a_run_that_fails_stands_in_the_report_and_is_made_again_when_the_study_
     done = tfdist("compare", *options, cwd=tmp_path)
     assert done.returncode == 1
     report = (tmp_path / "study" / "report.md").read_text()
-    assert "`single` failed in 1 of 1 runs: ValueError: planted <b>fault</b>" in report
+    assert "`single` failed in 1 of 1 runs: ValueError: planted &lt;b>fault&lt;/b>" in report
     assert "round 1: single, own:build on digits, global batch 32: failed: ValueError: planted" in done.stderr
     assert "no run did equal work and ended well" in done.stdout
     (tmp_path / "mended").touch()

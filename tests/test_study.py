@@ -15,7 +15,7 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.run import schema
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import EpochRecord
-from tfdist.study import events, measure, plan, prices, ratios, results, runs, text
+from tfdist.study import events, measure, plan, prices, ratios, results, runs, summary, text
 
 CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
 
@@ -75,7 +75,7 @@ def test_an_interval_that_holds_1_is_no_difference(tmp_path):
         made(tmp_path, "custom", 2, round=number)
     (comparison,) = results.of_runs(runs.load([tmp_path]))
     assert "no difference (0.90 to 1.10)" in text.table(comparison)
-    assert "no strategy is faster" in text.answer(comparison) or "nothing is faster" in text.answer(comparison)
+    assert "no strategy is faster" in summary.answer(comparison) or "nothing is faster" in summary.answer(comparison)
 
 
 def test_the_interval_covers_the_true_ratio_as_often_as_it_says():
@@ -117,8 +117,8 @@ def test_unequal_work_and_what_did_not_learn_is_marked_with_the_reason(tmp_path,
         comparison.rows[1].runs[0].record.optimizer_steps = 30
         (comparison,) = results.of_runs([row.runs[0] for row in comparison.rows])
     assert any(found.startswith(mark) for found in comparison.rows[1].marks), comparison.rows[1].marks
-    assert f"| {text.MARK} custom on 2 |" in text.table(comparison)
-    assert "nothing is faster" in text.answer(comparison)
+    assert f"| {summary.MARK} custom on 2 |" in text.table(comparison)
+    assert "nothing is faster" in summary.answer(comparison)
 
 
 def test_the_loss_of_a_strategy_that_differs_by_design_is_not_held_against_it(tmp_path):
@@ -132,8 +132,8 @@ def test_the_answer_says_where_the_fastest_computes_something_else(tmp_path):
         made(tmp_path, round=number, seconds=2.0)
         made(tmp_path, "mpi_split", 2, round=number, losses=(2.0, 1.5, 0.9))
     (comparison,) = results.of_runs(runs.load([tmp_path]))
-    assert "`mpi_split on 2` is fastest" in text.answer(comparison)
-    assert "not those of one device, by design" in text.answer(comparison)
+    assert "`mpi_split on 2` is fastest" in summary.answer(comparison)
+    assert "not those of one device, by design" in summary.answer(comparison)
 
 
 def test_runs_that_missed_the_target_or_failed_are_counted_beside_those_that_reached_it(tmp_path):

@@ -1,26 +1,28 @@
 """`tfdist report RUNS...`: the report of any run folders, of one study or of several.
 
-tfdist report studies/first studies/second --out both
+    tfdist report studies/first studies/second --out both
+    tfdist report studies/first --serve
+
+It is a page, `report.html`, which loads nothing else, and `report.md` with the picture `report.svg`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from tfdist import files, terminal
 from tfdist.errors import RunFolderError
-from tfdist.study import events, results, runs, text
+from tfdist.study import events, page, results, runs, serve, summary, text
 from tfdist.study.prices import NO_PRICES, Prices
 
-price_option = terminal.options_of("The report")(
-    "--price", metavar="PRICE|FILE", help="price of this machine an hour, or a file of prices"
-)
-
-
-tensorboard_option = terminal.options_of("The report")(
+_report = terminal.options_of("The report")
+price_option = _report("--price", metavar="PRICE|FILE", help="price of this machine an hour, or a file of prices")
+tensorboard_option = _report(
     "--tensorboard",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
@@ -35,7 +37,7 @@ def prices_of(option: str | None) -> Prices:
 
 @click.command("report", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folders", metavar="RUNS...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@terminal.options_of("The report")(
+@_report(
     "--out",
     type=click.Path(path_type=Path),
     default=Path(),
@@ -44,32 +46,44 @@ def prices_of(option: str | None) -> Prices:
 )
 @price_option
 @tensorboard_option
-def command(folders: tuple[Path, ...], out: Path, price: str | None, tensorboard: Path | None) -> None:
+@_report("--serve", "is_served", is_flag=True, help="show the page on this machine until Ctrl+C")
+@_report("--port", type=int, default=0, metavar="PORT", help="of --serve; by default a free one")
+def command(
+    folders: tuple[Path, ...], out: Path, price: str | None, tensorboard: Path | None, is_served: bool, port: int
+) -> None:
     """Draw the report of runs: folders of `tfdist train` and `tfdist compare`, or folders that hold some."""
-    show(folders, out, prices_of(price), tensorboard)
+    html = show(folders, out, prices_of(price), tensorboard)
+    if is_served:
+        with serve.serving(html, port) as server, suppress(KeyboardInterrupt):
+            click.echo(f"The report is at {serve.address(server)} until Ctrl+C.")
+            threading.Event().wait()
 
 
-def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path | None = None) -> None:
-    """Writes the report of the runs below `folders` to `out`, and shows its answers and tables.
+def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path | None = None) -> str:
+    """Writes the report of the runs below `folders` to `out`, and shows its answers; returns its page.
 
     Raises:
         RunFolderError: there is no run, or one cannot be read; or the report cannot be written.
     """
     comparisons = results.of_runs(runs.load(folders), prices)
-    path = out / "report.md"
+    html, picture = page.html(comparisons), page.picture(comparisons)
+    written = {"report.html": html, "report.md": text.report(comparisons, "report.svg" if picture else "")}
+    written |= {"report.svg": picture} if picture else {}
     if tensorboard is not None:
         events.write(comparisons, tensorboard)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        files.write_text(path, text.report(comparisons))
+        for name, content in written.items():
+            files.write_text(out / name, content)
     except OSError as error:
         raise RunFolderError(
-            f"The report cannot be written to `{path}`: {error.strerror}", "name another `--out`"
+            f"The report cannot be written to `{out}`: {error.strerror}", "name another `--out`"
         ) from error
     with terminal.any_stdout(needed=True):
         for one in comparisons:
-            click.echo("\n".join([text.answer(one), *text.notes(one)]))
-        click.echo(path)
+            click.echo("\n".join([summary.answer(one), *summary.notes(one)]))
+        click.echo(out / "report.html")
+    return html
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def unbroken(tmp_path_factory):
 @pytest.mark.parametrize("by", ["sigterm", pytest.param("failure", marks=pytest.mark.thorough)])
 def test_a_job_that_is_ended_while_it_writes_leaves_whole_checkpoints_and_goes_on(tmp_path, unbroken, seconds, by):
     with train(tmp_path) as job:
-        job.wait_for(lambda: (tmp_path / "run" / "checkpoints").exists() and checkpoints(tmp_path))
+        job.wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")))  # a whole one, before it is slow
         (tmp_path / "slow").write_text(str(seconds))
         job.wait_for((tmp_path / "writing").exists)
         if by == "sigterm":

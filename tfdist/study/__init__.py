@@ -6,7 +6,11 @@
     ratios    speed within rounds, with an interval
     work      whether the runs of a case did equal work, and learnt
     results   the figures of each cell, for a report
-    text      the report in Markdown, and the lines that the command shows
+    summary   what the runs say in words and numbers
+    text      the report in Markdown
+    charts    the pictures
+    page      the report as a page
+    serve     shows the page at this machine's own address
 
 `tfdist.compare` and `tfdist.report` are the commands.
 """

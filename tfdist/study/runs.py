@@ -63,6 +63,13 @@ class Run:
         return "" if self.record.status in ("completed", "stopped") else self.record.reason or self.record.status
 
     @property
+    def begun(self) -> str:
+        """When it was begun, ISO 8601."""
+        if self.measured is not None:
+            return self.measured.started
+        return "" if self.record is None else self.record.started.isoformat()
+
+    @property
     def cause(self) -> str:
         """The line of `error` that tells most."""
         return terminal.cause(self.error)
@@ -129,14 +136,7 @@ def load(folders: Iterable[Path]) -> list[Run]:
             )
         for place in sorted(places):
             found[place.resolve()] = _load(place)
-    return sorted(found.values(), key=_begun)
-
-
-def _begun(run: Run) -> str:
-    if run.measured is not None:
-        return run.measured.started
-    assert run.record is not None
-    return run.record.started.isoformat()
+    return sorted(found.values(), key=lambda run: run.begun)
 
 
 def _load(folder: Path) -> Run:

@@ -12,6 +12,7 @@ from typing import Any
 from tfdist import strategies
 from tfdist.run.schema import RunRecord
 from tfdist.study.runs import Run
+from tfdist.terminal import counted
 
 # Of the training loss of the last epoch, relative. Roundings stay below it; other masks of dropout do not always.
 LOSS_TOLERANCE = 0.01
@@ -25,7 +26,8 @@ def _steps_an_epoch(record: RunRecord) -> float | None:
     return record.optimizer_steps / len(record.epochs)
 
 
-_FACTS: dict[str, Callable[[RunRecord], Any]] = {
+# What runs of equal work have alike; `None` where a run does not say.
+FACTS: dict[str, Callable[[RunRecord], Any]] = {
     "initial weights": lambda record: record.initial_weights,
     "global batch": lambda record: record.global_batch_size,
     "optimizer": lambda record: (record.optimizer, record.learning_rate),
@@ -41,10 +43,10 @@ def unequal(run: Run, base: Run) -> list[str]:
     if run.record is None or base.record is None:
         return []
     found = []
-    for name, fact in _FACTS.items():
+    for name, fact in FACTS.items():
         mine, other = fact(run.record), fact(base.record)
         if mine is not None and other is not None and mine != other:
-            found.append(f"{name}: {_shown(mine)} instead of {_shown(other)}")
+            found.append(f"{name}: {shown(mine)} instead of {shown(other)}")
     if not any(strategies.traits(one.cell.strategy).asynchronous for one in (run, base)):
         found += _loss(run, base)
     return found
@@ -61,16 +63,25 @@ def learnt(run: Run) -> str:
 
 
 def marks(runs: Sequence[Run], base: Sequence[Run]) -> list[str]:
-    """What is to be said of the runs of a cell, beside those of the cell that it is compared with; each thing once."""
+    """What is to be said of the runs of a cell, beside those of the cell that it is compared with.
+
+    Each thing is said once, as it is in the first round that it is true of.
+    """
     of_round = {run.occasion: run for run in base}
-    found: dict[str, None] = {}
+    found: dict[str, list[str]] = {}
     for run in runs:
         other = of_round.get(run.occasion)
-        if other is not None:
-            found.update(dict.fromkeys(f"unequal {phrase}" for phrase in unequal(run, other)))
+        for phrase in [] if other is None else unequal(run, other):
+            found.setdefault(phrase.partition(":")[0], []).append(f"unequal {phrase}")
         if not run.error and (reason := learnt(run)):
-            found[f"did not learn: {reason}"] = None
-    return list(found)
+            found.setdefault("learnt", []).append(f"did not learn: {reason}")
+    return [_once(phrases) for phrases in found.values()]
+
+
+def _once(phrases: Sequence[str]) -> str:
+    """The first of them, and how many others there are."""
+    others = len(phrases) - 1
+    return f"{phrases[0]} (and so in {counted(others, 'other run')})" if others else phrases[0]
 
 
 def _loss(run: Run, base: Run) -> list[str]:
@@ -82,11 +93,12 @@ def _loss(run: Run, base: Run) -> list[str]:
     return [f"loss of epoch {len(both)}: {mine:.4g} instead of {other:.4g}, more than roundings explain"]
 
 
-def _shown(value: Any) -> str:
-    return (
-        " ".join(map(str, value))
-        if isinstance(value, tuple)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+def shown(value: Any) -> str:
+    """A value of `FACTS`, as text; "" for one that is not known."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return " ".join(map(shown, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Installs Chromium on Debian or Ubuntu, in which tests/test_report_browser.py opens the page of a report.
+# Usage: sudo scripts/install_chromium.sh
+set -euo pipefail
+command -v apt-get > /dev/null || {
+  printf 'There is no `apt-get` here\n\nhint: install Chromium as your system does it\n' >&2
+  exit 1
+}
+! command -v chromium > /dev/null || exit 0
+apt-get update
+DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends chromium fonts-dejavu-core

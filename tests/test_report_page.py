@@ -1,0 +1,213 @@
+"""The report as a page: what is in it, and what a browser makes of it."""
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import xml.etree.ElementTree
+
+import pytest
+
+from tests import chromium
+from tests.test_study import made
+from tfdist.errors import UsageError
+from tfdist.study import charts, measure, page, results, runs, serve, text
+
+EVIL = "<img src=x onerror=alert(1)>|`</script><script>alert(2)</script>`:f"
+
+
+def named(folder, **names):
+    """The runs below `folder`, as if they had been made of another model or dataset."""
+    for path in folder.rglob(measure.MEASURED):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+
+
+def studied(folder, model="cnn"):
+    """The runs of a study: five strategies, of which one fails at times, and one does not learn."""
+    place = folder / str(len(list(folder.iterdir())))
+    for number in range(3):
+        for index, (strategy, workers) in enumerate((("single", 1), ("custom", 2), ("custom", 4), ("mirrored", 2))):
+            made(place, strategy, workers, number, seconds=1 / (index + 1) + number / 100)
+        made(place, "horovod", 2, number, losses=(2.0, 2.0, 2.0))
+        made(place, "multiworker", 2, number, error="" if number else "error: a port is taken\nhint: <b>another</b>")
+    named(place, model=model)
+
+
+def comparisons(folder):
+    return results.of_runs(runs.load([folder]))
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """The page of a study of three models, one of which has a name with markup."""
+    folder = tmp_path_factory.mktemp("several")
+    for model in ("cnn", "mlp", EVIL):
+        studied(folder, model)
+    path = folder / "report.html"
+    path.write_text(page.html(comparisons(folder)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    with chromium.browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(tab, several):
+    def open_page(**window):
+        tab.events.clear()
+        tab.open(several.as_uri(), **window)
+        tab.wait("document.documentElement?.dataset.drawn")
+        return tab
+
+    return open_page
+
+
+def test_the_page_has_everything_within_and_lets_nothing_else_in(several):
+    html = several.read_text()
+    tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", html.partition("<script")[0])
+    assert all('href="data:,"' in tag for tag in tags) and not re.search(
+        r"""(src|@import|url\()\s*=?['"(]?https?:""", html
+    )
+    assert "default-src 'none'" in html and len(html) < 2e6
+
+
+def test_the_first_screen_has_the_answer_then_come_tables_pictures_and_errors(several):
+    html = several.read_text()
+    assert (
+        "<h1>Of 3 cases, <code>custom on 4</code> is fastest in 3.</h1>" not in html
+    )  # mirrored was made faster still
+    assert "<code>mirrored on 2</code> is fastest in 3" in html.partition("</h1>")[0]
+    for heading in ("Speed", "Validation accuracy by time", "Training loss by epoch", "Scaling", "Seconds of a run"):
+        assert html.count(f"<h3>{heading}</h3>") == 3, heading
+    assert html.count("<summary>multiworker on 2, round 1</summary>") == 3
+    assert html.count("≠ yes") == 0 and html.count("<td>≠ no</td>") == 3
+
+
+def test_a_single_case_is_drawn_without_an_overview(tmp_path):
+    studied(tmp_path)
+    html = page.html(comparisons(tmp_path))
+    assert html.count("<nav") == 0 and "times as fast as single" in html
+    assert "is fastest" in html.partition("</h1>")[0]
+
+
+def test_names_with_markup_are_shown_and_not_obeyed(several, tmp_path):
+    html = several.read_text()
+    assert "<img src=x" not in html and "alert(2)</script>" not in html
+    markdown = text.report(comparisons(several.parent))
+    assert "<img" not in markdown and "\\|" in markdown and "<b>" not in markdown
+
+
+def test_the_picture_beside_the_report_is_an_svg_that_names_each_strategy(tmp_path):
+    studied(tmp_path)
+    svg = page.picture(comparisons(tmp_path))
+    words = [element.text for element in xml.etree.ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"single", "custom on 4", "≠ horovod on 2", "1 (base)"} <= set(words)
+
+
+def test_runs_that_leave_nothing_to_draw_make_a_page_of_their_tables(tmp_path):
+    made(tmp_path, error="error: no memory")
+    (found,) = comparisons(tmp_path)
+    assert page.picture([found]) == "" and "no run did equal work" in page.html([found])
+    assert "![" not in text.report([found])
+
+
+def test_each_number_of_workers_has_a_dash_and_each_strategy_a_shape(several):
+    palette = charts.Palette(comparisons(several.parent))
+    assert len({palette.dash(count) for count in palette.workers}) == len(palette.workers) == 3
+    assert len({palette.shape(label) for label in palette.labels}) == len(palette.labels) == 5
+
+
+@chromium.needed
+def test_a_browser_draws_all_pictures_and_asks_for_nothing(opened, tmp_path):
+    tab = opened()
+    pictures = tab.run("document.querySelectorAll('.picture').length")
+    assert pictures == tab.run("document.querySelectorAll('.picture svg.marks').length") > 15
+    assert str(pictures) == tab.run("document.documentElement.dataset.drawn")
+    assert tab.complaints == [] and len(tab.requested) == 1
+    assert tab.run("document.querySelectorAll('img').length") == 0
+    assert EVIL in tab.run("document.body.innerText")
+    tab.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+@chromium.needed
+def test_a_strategy_that_is_pressed_is_hidden_in_every_picture_and_comes_back(opened):
+    tab = opened()
+    marks = "document.querySelectorAll('.picture .mark-symbol path, .picture .mark-rect path').length"
+    before = tab.run(marks)
+    press = "[...document.querySelectorAll('button[data-cell=\"custom on 4\"]')]"
+    assert tab.run(f"{press}.length") == 4
+    tab.run(f"{press}[1].click()")
+    assert tab.wait(f"{marks} < {before}")
+    assert tab.run(f"{press}.every(one => one.getAttribute('aria-pressed') === 'false')")
+    tab.run(f"{press}[0].click()")
+    assert tab.wait(f"{marks} === {before}")
+
+
+@chromium.needed
+def test_a_point_under_the_pointer_says_its_figures(opened):
+    tab = opened()
+    script = "(() => { const r = document.querySelector('#answer .mark-symbol path').getBoundingClientRect();"
+    x, y = tab.run(f"{script} return [r.x + r.width / 2, r.y + r.height / 2]; }})()")
+    tab.move(x, y)
+    said = tab.wait("document.querySelector('#vg-tooltip-element.visible')?.innerText")
+    assert "times as fast" in said and "strategy" in said
+
+
+@chromium.needed
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_the_page_is_as_wide_as_the_window_on_a_phone_too(opened, width):
+    tab = opened(width=width)
+    assert tab.run("document.documentElement.scrollWidth") <= width
+    assert tab.run(
+        "[...document.querySelectorAll('.picture svg')].every(one => one.getBoundingClientRect().width > 250)"
+    )
+
+
+@chromium.needed
+def test_a_dark_screen_has_a_dark_page_and_paper_a_light_one(opened):
+    tab = opened()
+    text = "getComputedStyle(document.querySelector('.picture text')).fill"
+    colors = f"[getComputedStyle(document.body).backgroundColor, {text}]"
+    light = tab.run(colors)
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    dark = tab.run(colors)
+    assert light != dark and dark[0] == "rgb(20, 24, 29)"
+    tab.call("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert tab.run(colors)[0] == light[0] == "rgb(255, 255, 255)"
+    assert tab.pdf().startswith(b"%PDF")
+    tab.call("Emulation.setEmulatedMedia", media="", features=[])
+
+
+def test_the_page_is_served_on_this_machine_alone():
+    with serve.serving("<p>ä</p>") as server:
+        address = serve.address(server)
+        assert address.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            assert answer.read() == "<p>ä</p>".encode()
+            assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{address}../measured.json", timeout=10)
+        with pytest.raises(UsageError, match="cannot be shown on port"), serve.serving("", server.server_port):
+            pass
+    with pytest.raises(UsageError, match="port 70000"), serve.serving("", 70000):
+        pass
+
+
+def test_the_command_serves_the_page_until_it_is_interrupted(tmp_path):
+    made(tmp_path / "runs")
+    command = [sys.executable, "-m", "tfdist.report", str(tmp_path / "runs"), "--out", str(tmp_path), "--serve"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        address = next(line for line in process.stdout if "http://" in line).split()[4]
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            assert answer.read() == (tmp_path / "report.html").read_bytes()
+        process.send_signal(2)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()

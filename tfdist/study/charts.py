@@ -1,0 +1,394 @@
+"""The pictures of a report, as specifications of Vega-Lite, which Altair checks.
+
+A strategy has a colour and a shape, a number of workers a dash, so that pictures can be read without colours. All
+pictures have the parameter `hidden`: names of cells that are not drawn. Colours are those that `configuration` is
+given, so that a page can say them in its style sheet, for light, dark and print.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from tfdist.study import summary
+from tfdist.study.plan import Case
+from tfdist.study.results import Comparison, Row
+from tfdist.study.runs import Run
+
+Values = list[dict[str, Any]]
+
+# Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too light for lines on white.
+SERIES = ("#1b1b1b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
+DASHES = ((1, 0), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 1, 1, 1))
+# From dark to light, so that neighbours differ in grey too.
+PARTS = ("#08306b", "#2a6ea6", "#6aa7d0", "#a9cfe6", "#dcebf5")
+LIGHT = {
+    **{"ink": "#1f2328", "muted": "#656d76", "line": "#d8dee4", "paper": "#ffffff"},
+    **{f"series-{index}": color for index, color in enumerate(SERIES)},
+    **{f"part-{index}": color for index, color in enumerate(PARTS)},
+}
+DARK = {
+    **LIGHT,
+    **{"ink": "#e6edf3", "muted": "#9aa4af", "line": "#343b44", "paper": "#14181d"},
+    **{"series-0": "#f0f0f0", "series-1": "#4aa3df", "series-2": "#f07d2a", "series-3": "#20c09a"},
+    **{f"part-{index}": color for index, color in enumerate(("#f1f7fc", "#a9cfe6", "#6aa7d0", "#2a6ea6", "#174a80"))},
+}
+LABEL_PIXELS = 150  # a longer name ends in an ellipsis
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+
+_SHOWN = "indexof(hidden, datum.cell) < 0"
+_WIDTH = alt.value("width")  # the right edge
+
+
+def configuration(colors: Mapping[str, str]) -> dict[str, Any]:
+    """How all pictures look.
+
+    Args:
+        colors: by the names of `LIGHT`; a color of CSS, or a reference such as `var(--ink)`.
+    """
+    ink, muted, line = colors["ink"], colors["muted"], colors["line"]
+    axis = {"domainColor": line, "gridColor": line, "tickColor": line, "labelColor": muted, "titleColor": muted}
+    return {
+        "background": None,
+        "font": FONT,
+        "view": {"stroke": None},
+        "axis": {
+            **axis,
+            "labelFontSize": 12,
+            "titleFontSize": 12,
+            "titleFontWeight": "normal",
+            "labelLimit": LABEL_PIXELS,
+        },
+        "axisY": {"domain": False, "ticks": False, "labelPadding": 6},
+        "axisX": {"grid": False},
+        "legend": {"labelColor": muted, "titleColor": muted, "labelFontSize": 12, "symbolStrokeWidth": 0},
+        "text": {"color": ink, "fill": ink, "fontSize": 13},
+        "rule": {"color": muted},
+        "bar": {"color": colors["part-1"], "stroke": colors["paper"], "strokeWidth": 1},
+        "point": {"size": 70, "strokeWidth": 2},
+        "line": {"strokeWidth": 2},
+        "range": {
+            "category": [colors[f"series-{index}"] for index in range(len(SERIES))],
+            "ordinal": [colors[f"part-{index}"] for index in range(len(PARTS))],
+            "symbol": list(SHAPES),
+        },
+    }
+
+
+class Palette:
+    """What the strategies of a report look like, the same in all of its pictures."""
+
+    def __init__(self, comparisons: Iterable[Comparison]):
+        cells = [row.cell for one in comparisons for row in one.rows]
+        self.labels = list(dict.fromkeys(cell.label for cell in cells))
+        self.workers = sorted({cell.workers for cell in cells})
+
+    def series(self, label: str) -> int:
+        """The number of a strategy's colour."""
+        return self.labels.index(label) % len(SERIES)
+
+    def shape(self, label: str) -> str:
+        """The name of a strategy's shape."""
+        return SHAPES[self.labels.index(label) % len(SHAPES)]
+
+    def dash(self, workers: int) -> tuple[int, ...]:
+        """The lengths of dashes and gaps for a number of workers."""
+        return DASHES[self.workers.index(workers) % len(DASHES)]
+
+    @property
+    def channels(self) -> dict[str, Any]:
+        """The encodings of colour and shape."""
+        return {
+            "color": alt.Color("label:N", scale=alt.Scale(domain=self.labels), legend=None),
+            "shape": alt.Shape("label:N", scale=alt.Scale(domain=self.labels), legend=None),
+        }
+
+    @property
+    def dashes(self) -> alt.StrokeDash:
+        """The encoding of dashes."""
+        range_ = [list(self.dash(count)) for count in self.workers]
+        return alt.StrokeDash("workers:O", scale=alt.Scale(domain=self.workers, range=range_), legend=None)
+
+
+def speed(comparison: Comparison, palette: Palette) -> alt.LayerChart | None:
+    """How many times as fast each cell is, with its interval; the fastest on top."""
+    values = sorted(_speeds(comparison), key=lambda value: -value["times"])
+    if len(values) < 2:
+        return None
+    y = alt.Y("name:N", sort=[value["name"] for value in values], axis=None)
+    text = alt.Chart().encode(y=y)
+    layers = [
+        text.mark_text(align="left", dy=-11, limit=LABEL_PIXELS).encode(x=alt.value(0), text="name:N"),
+        text.mark_text(align="right", dy=-11).encode(x=_WIDTH, text="text:N"),
+        *_intervals(y, palette, f"times as fast as {comparison.base.cell.name}", yOffset=7),
+    ]
+    return _layers(layers, values, alt.Step(46))
+
+
+def overview(comparisons: Sequence[Comparison], palette: Palette) -> alt.LayerChart | None:
+    """The same for several cases: a band for each, with a line for each of its cells."""
+    values = [{**value, "case": one.case.title} for one in comparisons for value in _speeds(one)]
+    if not values:
+        return None
+    cases = list(dict.fromkeys(value["case"] for value in values))
+    cells = list(dict.fromkeys(value["cell"] for value in values))
+    scale = alt.Scale(paddingInner=0.3, paddingOuter=0.3)
+    y = alt.Y("case:N", sort=cases, axis=None, scale=scale)
+    title = alt.Y("case:N", sort=cases, axis=None, scale=scale, bandPosition=0)
+    once = alt.Chart().transform_aggregate(groupby=["case"])
+    layers = [
+        once.mark_text(align="left", dy=-8, limit=2 * LABEL_PIXELS).encode(y=title, x=alt.value(0), text="case:N"),
+        *_intervals(y, palette, "times as fast"),
+    ]
+    for layer in layers[2:]:  # not the line at 1
+        layer.encoding.yOffset = alt.YOffset("cell:N", sort=cells)
+    return _layers(layers, values, len(cases) * (34 + 13 * len(cells)))
+
+
+def _speeds(comparison: Comparison) -> Values:
+    found = []
+    for row in comparison.rows:
+        ratio = row.speed
+        if ratio is None and not row.is_base:
+            continue
+        value = _named(row) | {"times": 1.0, "low": 1.0, "high": 1.0, "text": "1 (base)"}
+        if ratio is not None:
+            value |= {"times": ratio.median, "low": ratio.low or ratio.median, "high": ratio.high or ratio.median}
+            value |= {"text": ratio.text}
+        found.append(_rounded(value))
+    return found
+
+
+def _intervals(y: alt.Y, palette: Palette, title: str, **place: Any) -> list[alt.Chart]:
+    """The line at 1, the intervals, and the medians; those of unequal work are hollow."""
+    axis = alt.Axis(title=f"{title} (logarithmic)", format="~g", tickCount=6)
+    scale = alt.Scale(type="log", nice=False, padding=24)
+    x = alt.X("times:Q", scale=scale, axis=axis)
+    channels = palette.channels
+    shown = alt.Chart()
+    tooltip = _tooltip(("name", "strategy"), ("text", "times as fast"), ("notes", "marks"))
+    hollow = alt.FillOpacity("equal:O", scale=alt.Scale(domain=[True, False], range=[1, 0]), legend=None)
+    return [
+        alt.Chart(alt.InlineData(values=[{}])).mark_rule(strokeDash=[4, 4]).encode(x=alt.datum(1, scale=scale)),
+        shown.mark_rule(strokeWidth=2.5, **place).encode(
+            y=y, x=alt.X("low:Q", scale=scale, axis=axis), x2="high:Q", color=channels["color"], tooltip=tooltip
+        ),
+        shown.mark_point(filled=False, opacity=1, size=90, **place).encode(
+            y=y, x=x, fill=alt.Fill("label:N", scale=alt.Scale(domain=palette.labels), legend=None), fillOpacity=hollow,
+            tooltip=tooltip, **channels,
+        ),
+    ]  # fmt: skip
+
+
+def curves(comparison: Comparison) -> Values:
+    """By epoch of each cell: the medians, lowest and highest of its runs, and when the epoch ended."""
+    values = []
+    for row in comparison.rows:
+        for number in range(1, max((len(run.epochs) for run in row.good), default=0) + 1):
+            epochs = [run.epochs[number - 1] for run in row.good if len(run.epochs) >= number]
+            value = _named(row) | {"workers": row.cell.workers, "epoch": number, "runs": len(epochs)}
+            value["seconds"] = _median(epoch.elapsed_seconds for epoch in epochs)
+            for name, metric in (("accuracy", "val_accuracy"), ("loss", "loss")):
+                there = [found for epoch in epochs if (found := epoch.metrics.get(metric)) is not None]
+                if there:
+                    value |= {name: statistics.median(there), f"{name}_low": min(there), f"{name}_high": max(there)}
+            values.append(_rounded(value))
+    return values
+
+
+def curve(values: Values, metric: str, by: str, data: str, target: float | None, palette: Palette) -> alt.LayerChart:
+    """A metric over training, a line for each cell, with the lowest and the highest of its runs.
+
+    Args:
+        values: of `curves`.
+        metric: `accuracy`, of validation, or `loss`, of training.
+        by: `epoch`, or `seconds` from the first touch of data.
+        data: the name under which the page has `values`.
+        target: a line at this accuracy; `None` for none.
+        palette: of the report.
+    """
+    titles = {"epoch": "epoch", "seconds": "seconds from the first touch of data"}
+    whole = max((value["epoch"] for value in values), default=1) <= 10
+    axis = alt.Axis(title=titles[by], **({"tickMinStep": 1, "format": "d"} if by == "epoch" and whole else {}))
+    x = alt.X(f"{by}:Q", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=8))
+    place = {
+        "title": "validation accuracy" if metric == "accuracy" else "training loss",
+        "scale": alt.Scale(zero=False),
+    }
+    y = alt.Y(f"{metric}:Q", **place)
+    tooltip = _tooltip(("name", "strategy"), ("epoch", "epoch"), ("seconds", "seconds"), (metric, metric))
+    tooltip += _tooltip(
+        (f"{metric}_low", "lowest"), (f"{metric}_high", "highest"), ("runs", "runs"), ("notes", "marks")
+    )
+    base, channels = alt.Chart().encode(x=x), palette.channels
+    layers = [
+        base.mark_rule(opacity=0.45).encode(
+            y=alt.Y(f"{metric}_low:Q", **place), y2=f"{metric}_high:Q", color=channels["color"]
+        ),
+        base.mark_line().encode(y=y, detail="cell:N", strokeDash=palette.dashes, color=channels["color"]),
+        base.mark_point(filled=True, opacity=1, size=45).encode(y=y, tooltip=tooltip, **channels),
+    ]
+    if target is not None and metric == "accuracy":
+        line = alt.Chart(alt.InlineData(values=[{}]))
+        layers.append(line.mark_rule(strokeDash=[4, 4]).encode(y=alt.datum(target)))
+        text = {"align": "right", "dy": -6, "fontSize": 11}
+        layers.append(line.mark_text(text=f"target {target:g}", **text).encode(y=alt.datum(target), x=_WIDTH))
+    return _layers(layers, alt.NamedData(name=data), 220)
+
+
+def scaling(comparison: Comparison, palette: Palette) -> alt.LayerChart | None:
+    """Examples a second beside one worker's, over the number of workers, with the same global batch."""
+    return _scaling([(row, row.strong_efficiency) for row in comparison.rows], palette)
+
+
+def weak_scaling(comparisons: Sequence[Comparison], palette: Palette) -> dict[Case, alt.LayerChart]:
+    """The same with a global batch that grows with the workers: for each case of one worker a picture."""
+    by_case: dict[Case, list[tuple[Row, float | None]]] = {}
+    for row in (row for one in comparisons for row in one.rows if row.weak_efficiency is not None):
+        case = row.cell.case
+        of_one = Case(case.model, case.dataset, case.batch_size // row.cell.workers)
+        by_case.setdefault(of_one, []).append((row, row.weak_efficiency))
+    charts = {case: _scaling(rows, palette) for case, rows in by_case.items()}
+    return {case: chart for case, chart in charts.items() if chart is not None}
+
+
+def _scaling(rows: Sequence[tuple[Row, float | None]], palette: Palette) -> alt.LayerChart | None:
+    values: Values = []
+    for row, efficiency in rows:
+        if efficiency is None:
+            continue
+        workers = row.cell.workers
+        label = row.cell.label
+        if not any(value["label"] == label for value in values):
+            one = {"label": label, "cell": "", "name": f"{label} on 1", "workers": 1, "times": 1, "efficiency": 1}
+            values.append(one)
+        values.append(
+            _rounded(_named(row) | {"workers": workers, "times": efficiency * workers, "efficiency": efficiency})
+        )
+    if not values:
+        return None
+    most = max(value["workers"] for value in values)
+    counts = sorted({value["workers"] for value in values})
+    ideal = alt.InlineData(values=[{"workers": 1, "times": 1, "most": most}])
+    scale = alt.Scale(zero=False, nice=False, padding=16)
+    x = alt.X("workers:Q", title="workers", scale=scale, axis=alt.Axis(values=counts, format="d"))
+    y = alt.Y("times:Q", title="times one worker's examples/s", scale=alt.Scale(domainMin=0))
+    tooltip = _tooltip(("name", "strategy"), ("times", "times one worker's"), ("notes", "marks"))
+    tooltip.append(alt.Tooltip("efficiency:Q", format=".0%"))
+    base, channels = alt.Chart().encode(x=x, y=y), palette.channels
+    end = {"x": alt.X("most:Q"), "y": alt.Y("most:Q")}
+    layers = [
+        alt.Chart(ideal).mark_rule(strokeDash=[4, 4]).encode(x=x, y=y, x2="most:Q", y2="most:Q"),
+        alt.Chart(ideal).mark_text(text="ideal", align="right", dx=-10, dy=-2, fontSize=11).encode(**end),
+        base.mark_line().encode(detail="label:N", color=channels["color"]),
+        base.mark_point(filled=True, opacity=1, size=60).encode(tooltip=tooltip, **channels),
+    ]
+    return _layers(layers, values, 240)
+
+
+_RUN_PARTS: dict[str, Callable[[Run], float | None]] = {
+    "start-up": lambda run: run.record.startup_seconds if run.record else None,
+    "warm-up": lambda run: run.warm_up_seconds,
+    "training": lambda run: _sum(epoch.train_seconds for epoch in run.epochs) - (run.warm_up_seconds or 0.0),
+    "evaluation": lambda run: _sum(epoch.evaluation_seconds for epoch in run.epochs),
+}
+
+
+def run_seconds(comparison: Comparison) -> alt.LayerChart | None:
+    """Where the seconds of a whole run go."""
+    values = []
+    for row in comparison.rows:
+        parts = {name: row.median(figure) or 0.0 for name, figure in _RUN_PARTS.items()}
+        if row.wall_seconds is not None:
+            parts["the rest"] = max(0.0, row.wall_seconds - sum(parts.values()))
+        values += [_rounded(_named(row) | {"part": name, "value": value}) for name, value in parts.items() if row.good]
+    order = [*_RUN_PARTS, "the rest"]
+    return stacked(values, order, "seconds of a run, median of each part", "seconds") if values else None
+
+
+def steps(comparison: Comparison) -> alt.LayerChart | None:
+    """What a step is spent on, of the cells that were traced."""
+    values = [
+        _rounded(_named(row) | {"part": part, "value": 100 * share})
+        for row in comparison.rows
+        for part, share in row.breakdown.items()
+    ]
+    order = list(dict.fromkeys(value["part"] for value in values))
+    return stacked(values, order, "% of a traced step", "%") if values else None
+
+
+def memory(comparison: Comparison) -> alt.LayerChart | None:
+    """The peak memory of each process."""
+    values = []
+    for row in comparison.rows:
+        for rank, peak in enumerate(row.peak_memory_bytes):
+            values.append(_rounded(_named(row) | {"part": f"process {rank}", "value": peak / 2**20}))
+    return stacked(values, None, "MiB, the peaks of all processes added up", "MiB") if values else None
+
+
+def price(comparison: Comparison) -> alt.LayerChart | None:
+    """What a run costs, or reaching the target."""
+    there = [(row, row.price) for row in comparison.rows if row.price is not None]
+    values = [_rounded(_named(row) | {"part": "price", "value": value}) for row, value in there]
+    to_target = any(row.reached for row in comparison.rows)
+    title = "price until the target is reached" if to_target else "price of a run"
+    return stacked(values, None, title, "price") if values else None
+
+
+def stacked(values: Values, order: list[str] | None, title: str, unit: str) -> alt.LayerChart:
+    """Bars of parts that add up.
+
+    Args:
+        values: of `_named`, with `part` and `value`.
+        order: of the parts, which a legend tells; `None` for parts that look alike.
+        title: of the axis.
+        unit: of a value, for the tooltip.
+    """
+    names = list(dict.fromkeys(value["name"] for value in values))
+    place = {part: index for index, part in enumerate(order or dict.fromkeys(value["part"] for value in values))}
+    values = [value | {"place": place[value["part"]]} for value in values]
+    tooltip = _tooltip(("name", "strategy"), ("part", "part"), ("value", unit), ("notes", "marks"))
+    bars = alt.Chart().mark_bar(height={"band": 0.62}).encode(
+        y=alt.Y("name:N", sort=names, title=None),
+        x=alt.X("value:Q", title=title, axis=alt.Axis(grid=True, tickCount=5)),
+        order=alt.Order("place:Q"),
+        tooltip=tooltip,
+    )  # fmt: skip
+    if order:
+        legend = alt.Legend(orient="top", title=None, columns=3, symbolType="square")
+        scale = alt.Scale(domain=order)
+        bars = bars.encode(color=alt.Color("part:O", sort=order, scale=scale, legend=legend))
+    return _layers([bars], values, alt.Step(30))
+
+
+def _layers(layers: list[alt.Chart], data: Values | alt.NamedData, height: Any) -> alt.LayerChart:
+    source = data if isinstance(data, alt.NamedData) else alt.InlineData(values=data)
+    chart = alt.layer(*layers, data=source).properties(width="container", height=height)
+    return chart.transform_filter(_SHOWN).add_params(alt.param(name="hidden", value=[]))
+
+
+def _named(row: Row) -> dict[str, Any]:
+    value: dict[str, Any] = {"cell": row.cell.name, "label": row.cell.label, "name": summary.marked_name(row)}
+    return value | {"equal": not row.marks, "notes": "; ".join(row.marks)}
+
+
+def _tooltip(*fields: tuple[str, str]) -> list[alt.Tooltip]:
+    return [alt.Tooltip(field=field, title=title) for field, title in fields]
+
+
+def _rounded(value: dict[str, Any]) -> dict[str, Any]:
+    """Five digits suffice for a picture, and for what is shown beside it."""
+    return {name: float(f"{one:.5g}") if isinstance(one, float) else one for name, one in value.items()}
+
+
+def _sum(values: Iterable[float | None]) -> float:
+    return sum(value or 0.0 for value in values)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
