@@ -3,6 +3,8 @@
     memory    what training adds to the process of each stage, over what it adds to one process with the whole model
     speed     GPipe by hand in PyTorch (`torch.distributed.pipelining`, gloo) over `pipeline`: the same dense model of
               6.6 million parameters, cut at the same layer, micro-batches, Adam, and one thread in each process
+    schedules one process over `pipeline` with each schedule: that model, two thirds of whose work are in one layer, and
+              one of six equal layers (`--model even`), which two stages can divide
 
 Each measurement is a fresh job on this machine; the kinds take turns, and the last figure is the median of the ratios.
 Example: `python -m benchmarks.pipeline_processes --torch /tmp/torch/bin/python`
@@ -28,7 +30,9 @@ from benchmarks.sharding import epoch_timer
 
 WIDE = [784, 2048, 2048, 512, 10]
 BALANCED = [64, *[2048] * 9, 64]  # layers that divide evenly; the data are small beside them
-CUT = 1  # the first layer of the second stage in `WIDE`
+EVEN = [*[1024] * 7, 10]
+CUTS = {"wide": 1, "even": 3}  # the first layer of the second stage
+SCHEDULES = ("gpipe", "1f1b", "2bw")
 
 
 def main() -> None:
@@ -42,13 +46,16 @@ def main() -> None:
     if "speed" in arguments.what:
         kinds = ["torch", "pipeline"] if arguments.torch else ["single", "pipeline"]
         _compare(arguments, "speed", kinds, "ms")
+    if "schedules" in arguments.what:
+        _compare(arguments, "schedules", ["single", *SCHEDULES], "ms")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--what", nargs="+", choices=["memory", "speed"], default=["memory", "speed"])
+    parser.add_argument("--what", nargs="+", choices=["memory", "speed", "schedules"], default=["memory", "speed"])
     parser.add_argument("--torch", help="a Python with PyTorch; without it, one process is what speed is compared with")
-    parser.add_argument("--schedule", default="gpipe")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
+    parser.add_argument("--model", choices=CUTS, default="wide")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="that are timed, after as many that are not")
@@ -61,18 +68,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare(arguments: argparse.Namespace, what: str, kinds: list[str], number: str) -> None:
-    """Prints the numbers of two kinds, and the ratio of the first to the second."""
-    ratios, found = [], []
+    """Prints the numbers of each kind, and the ratios of the first to the others."""
+    ratios: list[list[float]] = []
+    found = []
     for _ in range(arguments.repeats):
         runs = [start(arguments, kind, what) for kind in kinds]
         largest = [max(process[number] for process in run) for run in runs]
-        ratios.append(largest[0] / largest[1])
+        ratios.append([largest[0] / one for one in largest[1:]])
         found.append([[round(process[number] / (1e6 if number == "bytes" else 1), 1) for process in r] for r in runs])
     unit = "MB" if number == "bytes" else "ms a step"
     for index, kind in enumerate(kinds):
         print(f"{what}, {kind:<9} {unit}, of each process: {[run[index] for run in found]}", flush=True)
-    each = [round(ratio, 3) for ratio in ratios]
-    print(f"{what}: {kinds[0]} over {kinds[1]} {statistics.median(ratios):.3f}, of {each}", flush=True)
+    for kind, of_kind in zip(kinds[1:], zip(*ratios, strict=True), strict=True):
+        each = [round(ratio, 3) for ratio in of_kind]
+        print(f"{what}: {kinds[0]} over {kind} {statistics.median(of_kind):.3f}, of {each}", flush=True)
 
 
 def start(arguments: argparse.Namespace, kind: str, what: str) -> list[dict[str, float]]:
@@ -81,7 +90,7 @@ def start(arguments: argparse.Namespace, kind: str, what: str) -> list[dict[str,
         script = ["-m", "benchmarks.pipeline_processes", *sys.argv[1:], "--kind", kind, "--of", what]
         script += ["--folder", folder]
         commands = [[sys.executable, *script]]
-        if kind == "pipeline":
+        if kind not in ("single", "torch"):
             job = ["-m", "tfdist.launch", "--workers", "2", "--log-dir", f"{folder}/logs"]
             commands = [[sys.executable, *job, *script]]
         elif kind == "torch":
@@ -108,12 +117,14 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
 
     memory = arguments.of == "memory"
     options: dict[str, Any] = {}
-    if arguments.kind == "pipeline":
-        stages = {"balance": "memory"} if memory else {"stages": f"layer_{CUT}"}
-        options = {"micro_batches": arguments.micro_batches, "schedule": arguments.schedule} | stages
-    strategy = tfdist.strategy(arguments.kind, seed=1, threads=1, **options)
+    name = arguments.kind
+    if name != "single":
+        stages = {"balance": "memory"} if memory else {"stages": f"layer_{CUTS[arguments.model]}"}
+        schedule = arguments.schedule if name == "pipeline" else name
+        name, options = "pipeline", {"micro_batches": arguments.micro_batches, "schedule": schedule} | stages
+    strategy = tfdist.strategy(name, seed=1, threads=1, **options)
     before = reset_peak()
-    widths, batch_size, steps = (BALANCED, 4096, 1) if memory else (WIDE, 128, arguments.steps)
+    widths, batch_size, steps = (BALANCED, 4096, 1) if memory else (_widths(arguments), 128, arguments.steps)
     with strategy.scope():
         layers = [
             keras.layers.Dense(width, "relu" if index + 2 < len(widths) else None, name=f"layer_{index}")
@@ -132,6 +143,10 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rank": strategy.world.rank, "ms": 1e3 * timer.seconds / steps, "bytes": added}
 
 
+def _widths(arguments: argparse.Namespace) -> list[int]:
+    return EVEN if arguments.model == "even" else WIDE
+
+
 def torch_stage(arguments: argparse.Namespace) -> dict[str, Any]:
     """One process of PyTorch: its numbers."""
     import torch
@@ -144,16 +159,17 @@ def torch_stage(arguments: argparse.Namespace) -> dict[str, Any]:
     rank = arguments.rank
     dist.init_process_group("gloo", init_method=f"tcp://{arguments.address}", rank=rank, world_size=2)
     layers: list[nn.Module] = []
-    for index, (before, after) in enumerate(itertools.pairwise(WIDE)):
-        layers.append(nn.Sequential(nn.Linear(before, after), nn.ReLU() if index + 2 < len(WIDE) else nn.Identity()))
-    model = nn.Sequential(*(layers[:CUT] if rank == 0 else layers[CUT:]))
+    widths, cut = _widths(arguments), CUTS[arguments.model]
+    for index, (before, after) in enumerate(itertools.pairwise(widths)):
+        layers.append(nn.Sequential(nn.Linear(before, after), nn.ReLU() if index + 2 < len(widths) else nn.Identity()))
+    model = nn.Sequential(*(layers[:cut] if rank == 0 else layers[cut:]))
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))
     schedule = (ScheduleGPipe if arguments.schedule == "gpipe" else Schedule1F1B)(
         stage, arguments.micro_batches, loss_fn=nn.CrossEntropyLoss()
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-7, fused=True)
     steps, batch_size = arguments.steps, 128
-    x, y = torch.rand(steps * batch_size, WIDE[0]), torch.randint(0, WIDE[-1], (steps * batch_size,))
+    x, y = torch.rand(steps * batch_size, widths[0]), torch.randint(0, widths[-1], (steps * batch_size,))
     seconds = 0.0
     for _ in range(2):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -43,11 +43,11 @@ class ShardingStrategy(base.Strategy):
 
     communicator: Any  # of the processes; `None` where TensorFlow exchanges tensors by itself
 
-    def __init__(self, *, shard: str | None = None, **options: Any):
+    def __init__(self, *, shard: str | None = None, job_settings: Mapping[str, str] | None = None, **options: Any):
         if shard is not None and shard not in KINDS:
             raise UnknownNameError("shard", shard, KINDS)
         self._shard = shard
-        super().__init__(**options)
+        super().__init__(job_settings=dict(job_settings or {}) | {"shard": str(shard)}, **options)
         if self.shard is not None and self.communicator is None:
             raise UsageError(
                 f"`shard` is `{shard}`, and the processes exchange tensors by TensorFlow's own collectives",

@@ -13,20 +13,54 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.core import exact_step, metrics, randomness, share
-from tfdist.core.inner_loop import Outcome, PredictProgram, StepProgram, Steps, joined
+from tfdist.core import exact_step, gradient_reduction, metrics, randomness, share
+from tfdist.core.inner_loop import HOST, LoopState, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
+from tfdist.core.steps_per_call import AtNan
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
 from tfdist.stages.one_stage import Pass, Stage, passing
+from tfdist.strategies._delayed import DelayedProgram, PipelineTower
 
 if TYPE_CHECKING:
     from tfdist.strategies._stages_of_processes import StagesOfProcesses
+
+# With M micro-batches and S stages, a stage waits (S - 1) / (4 M + S - 1) of the time, and not (S - 1) / (M + S - 1).
+# More of them would take longer to trace.
+STEPS_TOGETHER = 4
+
+
+class StageTower(PipelineTower):
+    """A micro-batch in the stage of this process; `number` counts on through steps that are ordered together."""
+
+    def __init__(self, index: int, count: int, home: str, strategy: StagesOfProcesses, step: int):
+        super().__init__(index, count, home)
+        self.number = step * count + index
+        self._strategy = strategy
+
+    def add(self, parts: Sequence[Any]) -> Any:
+        # Two at a time, so that a gradient can be freed before that of the next micro-batch is computed.
+        return functools.reduce(lambda total, part: gradient_reduction.add([total, part]), parts)
+
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        of_stage = self._strategy.of_stage(optimizer)
+        assert of_stage is not None and variables is not None
+        kept = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        updated = [variables[index] for index in kept]
+
+        def update(values: list[Any]) -> None:
+            if of_stage.exchanges:  # after all messages of the step
+                self._strategy.exchange_of_stages.put_in_order()
+            of_stage.apply(apply, values, updated)
+
+        self.update_each_copy(self.late(update), self.of_global_batch([gradients[index] for index in kept]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +82,7 @@ class StageSteps:
         x, y, sample_weight = keras_stages.unpacked(data)
         model, weights = self.model, self.strategy.own_weights(self.model)
         with tf.GradientTape() as tape:
-            one = Pass(self.stage, self.strategy.exchange_of_stages, replica.index, tape.watch)
+            one = Pass(self.stage, self.strategy.exchange_of_stages, replica.number, tape.watch)
             outputs = self._forward(replica, one, x, training=True)
             loss = self._loss(replica, one, x, y, outputs, sample_weight, training=True)
             scaled = [] if loss is None else [model.optimizer.scale_loss(loss)]
@@ -63,7 +97,7 @@ class StageSteps:
     def test(self, replica: Any, data: Any) -> Logs:
         """Keras' `test_step`."""
         x, y, sample_weight = keras_stages.unpacked(data)
-        one = Pass(self.stage, self.strategy.exchange_of_stages, replica.index)
+        one = Pass(self.stage, self.strategy.exchange_of_stages, replica.number)
         outputs = self._forward(replica, one, x, training=False)
         self._loss(replica, one, x, y, outputs, sample_weight, training=False)
         return self._logs(x, y, outputs, sample_weight)
@@ -71,7 +105,7 @@ class StageSteps:
     def predict(self, replica: Any, data: Any) -> Any:
         """Keras' `predict_step`; the result counts in the last stage alone."""
         x, _, _ = keras_stages.unpacked(data)
-        one = Pass(self.stage, self.strategy.exchange_of_stages, replica.index)
+        one = Pass(self.stage, self.strategy.exchange_of_stages, replica.number)
         return self._forward(replica, one, x, training=False)
 
     def _forward(self, replica: Any, one: Pass, x: Any, training: bool) -> Any:
@@ -123,6 +157,37 @@ class StageProgram(StepProgram):
     def _step_function(self, replica: Any) -> Callable[[Any], Logs]:
         step = functools.partial(getattr(self._of_stage, self._kind), replica)
         return functools.partial(self._checked_logs, step, replica)
+
+
+class DelayedStageProgram(DelayedProgram, StageProgram):
+    """Trains one stage with the schedule `2bw`: a stage begins a step while later stages still compute the one before.
+
+    What crosses steps must be in one graph, so that `STEPS_TOGETHER` of them are traced after one another.
+    """
+
+    def __init__(self, strategy: StagesOfProcesses, steps: Steps, of_stage: StageSteps):
+        optimizer = strategy.of_stage(steps.model.optimizer)
+        # A step that begins before the last one has ended must be sure to come, and no update may wait for others.
+        is_sure = steps.batches.length_known and steps.at_nan is not AtNan.STOP
+        meets = optimizer is None or optimizer.exchanges
+        self._overlaps = is_sure and not meets and strategy.micro_batches >= of_stage.stage.most_ahead
+        super().__init__(strategy, steps, of_stage, weights=strategy.own_weights(steps.model))
+
+    def _loop(self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: LoopState) -> LoopState:
+        def proceed(done: tf.Tensor, *_: Any) -> tf.Tensor:
+            return done + STEPS_TOGETHER <= count
+
+        def body(done: tf.Tensor, more: tf.Tensor, goes_on: tf.Tensor, logs: Any) -> LoopState:
+            with self._stages.ordered_together():
+                for number in range(STEPS_TOGETHER):
+                    with tf.device(HOST):
+                        step = first + done + number
+                    goes_on, logs = self._step(state, self._batches.fetch(state, step))
+            return done + STEPS_TOGETHER, more, goes_on, logs
+
+        if self._overlaps:
+            begun = tf.while_loop(proceed, body, begun, parallel_iterations=1)
+        return super()._loop(state, first, count, begun)
 
 
 class StagePredictProgram(PredictProgram):

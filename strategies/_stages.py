@@ -19,11 +19,13 @@ from tfdist.errors import UsageError
 from tfdist.internals import keras_stages
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.profiling import stages as stage_names
-from tfdist.stages import ordering, placement, plan
+from tfdist.stages import ordering, placement, plan, previous_weights
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
+from tfdist.strategies import _delayed as delayed
 from tfdist.strategies import base
-from tfdist.strategies._towers import Tower, meet
+from tfdist.strategies._delayed import PipelineTower
+from tfdist.strategies._towers import meet
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Steps
@@ -32,8 +34,13 @@ if TYPE_CHECKING:
 UNKNOWN_BATCH = 32
 
 
-class MicroBatch(Tower):
+class MicroBatch(PipelineTower):
     """A tower whose gradients stay on the devices where they are."""
+
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        super().apply(self.late(apply), gradients, optimizer, variables)
 
     def add(self, parts: Sequence[Any]) -> Any:
         with _device_of(parts[0]):
@@ -123,7 +130,9 @@ class Stages:
         self._towers = tensorflow_internals.replicas_in_time(self.home, micro_batches)
 
     def check(self, model: Any) -> None:
-        """Raises `UsageError` for a model that cannot be cut into that many stages."""
+        """Raises `UsageError` for a model that cannot be cut into that many stages, or trained by the schedule."""
+        if self._schedule == delayed.NAME:
+            delayed.require_steps_of_keras(model)
         if len(self.devices) > 1:
             plan.require_cuttable(model, len(self.devices))
 
@@ -146,13 +155,16 @@ class Stages:
             self._plans[id(found.functional)] = found
         return found
 
-    def run(self, step: base.Step, tower: Callable[[int], Tower]) -> list[Any]:
+    def run(self, step: base.Step, tower: Callable[[int], MicroBatch]) -> list[Any]:
         """Runs `step(tower(index))` for each micro-batch; see `tfdist.strategies.base.Strategy.run`."""
+        previous = previous_weights.current()
 
         def on_tower() -> Any:
             index = base.current_index()
+            micro_batch = tower(index)
+            micro_batch.previous = previous
             with placement.on_stages(self._plans, self.devices, index):
-                return step(tower(index))
+                return step(micro_batch)
 
         results = base.local_results(self._towers, self._towers.run(on_tower))
         if len(self.devices) > 1 and not tf.executing_eagerly():
@@ -161,10 +173,11 @@ class Stages:
 
     def _order(self, graph: Any) -> None:
         possible = ordering.order(graph, self._schedule, self.devices, self.micro_batches)
-        if not possible and self._schedule == "1f1b":
+        if not possible and self._schedule != "gpipe":
+            late = ", with its delayed gradients" if self._schedule == delayed.NAME else ""
             warnings.warn(
                 "Micro-batches meet in the middle of a step, so that none can finish before all have begun: the "
-                "schedule `gpipe` is used in place of `1f1b`",
+                f"schedule `gpipe` is used in place of `{self._schedule}`{late}",
                 stacklevel=2,
             )
 

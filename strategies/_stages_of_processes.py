@@ -7,77 +7,43 @@ communicator of the job, in the order of the schedule; `tfdist.strategies._stage
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.cluster import consensus, rendezvous
-from tfdist.cluster.heartbeat import Heartbeat, Limits
-from tfdist.cluster.world import World
+from tfdist.cluster import consensus
 from tfdist.communicators import parts
-from tfdist.communicators.sockets import SocketCommunicator
-from tfdist.core import gradient_reduction
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.stages import ordering, own_variables, plan, separate
+from tfdist.stages import ordering, own_variables, plan, previous_weights, separate
 from tfdist.stages.exchange import Exchange
 from tfdist.stages.one_stage import Stage
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
 from tfdist.stages.stage_optimizer import StageOptimizer
 from tfdist.strategies import _collective as collective
-from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import _delayed as delayed
+from tfdist.strategies import _socket_job as socket_job
 from tfdist.strategies import _stage_programs as stage_programs
 from tfdist.strategies import base
 from tfdist.strategies._stages import examples_of_part, require_examples
-from tfdist.strategies._towers import Tower
-from tfdist.transport import star
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
 
-SECONDS_TO_CONNECT = 10.0
 _OPTIMIZER = "_tfdist_stage"
 
 
-class StageTower(Tower):
-    """A micro-batch in the stage of this process."""
-
-    def __init__(self, index: int, count: int, home: str, strategy: StagesOfProcesses):
-        super().__init__(index, count, home)
-        self._strategy = strategy
-
-    def add(self, parts: Sequence[Any]) -> Any:
-        # Two at a time, so that a gradient can be freed before that of the next micro-batch is computed.
-        return functools.reduce(lambda total, part: gradient_reduction.add([total, part]), parts)
-
-    def apply(
-        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
-    ) -> None:
-        of_stage = self._strategy.of_stage(optimizer)
-        assert of_stage is not None and variables is not None
-        kept = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        updated = [variables[index] for index in kept]
-
-        def update(values: list[Any]) -> None:
-            # What the update exchanges comes after all messages of the step.
-            self._strategy.exchange_of_stages.put_in_order()
-            of_stage.apply(apply, values, updated)
-
-        self.update_each_copy(update, self.of_global_batch([gradients[index] for index in kept]))
-
-
-class StagesOfProcesses(collective.MultiProcessStrategy):
+class StagesOfProcesses(socket_job.SocketStrategy):
     """Trains one stage of a model in each process of the job; see `tfdist.strategies.pipeline`.
 
     Args:
         micro_batches: the parts of a global batch that go through the stages one after the other.
-        schedule: "gpipe" or "1f1b", see `tfdist.stages.schedule`.
+        schedule: "gpipe", "1f1b" or "2bw", see `tfdist.stages.schedule`.
         balance: what is made even between the stages: "time", measured by the chief, or "memory".
         stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
         options: see `tfdist.strategies._collective.MultiProcessStrategy`.
@@ -85,7 +51,6 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
 
     name = "pipeline"
     metrics_by_process = False
-    communicator: SocketCommunicator
 
     def __init__(
         self,
@@ -97,7 +62,7 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
         job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
-        self._micro_batches, self._schedule, self._balance, self._named = micro_batches, schedule, balance, stages
+        self.micro_batches, self._schedule, self._balance, self._named = micro_batches, schedule, balance, stages
         alike = {
             "micro_batches": str(micro_batches),
             "schedule": schedule,
@@ -107,16 +72,9 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
         self._examples: int | None = None
         self._stages: dict[int, Stage] = {}  # by the `id` of the graph of the model
         self._told: list[str] = []  # the layers of each stage of the model that runs
+        self._steps: int | None = None  # traced so far of those that are ordered together
+        self.as_one_device = schedule != delayed.NAME
         super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
-
-    def connect(self) -> SocketCommunicator:
-        if self.world.tasks_of("ps"):
-            raise UsageError(
-                "`TF_CONFIG` has parameter servers, and `pipeline` has no use for them",
-                "use a cluster of workers alone",
-            )
-        distribute.require_addresses(self.world, self.name)
-        return _connected(self.world, self.timeout_seconds, self._start_timeout_seconds)
 
     def set_up(self) -> None:
         super().set_up()
@@ -127,34 +85,49 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
                 f"{count} processes",
                 f"name {count - 1} layers, or start {len(self._named) + 1} processes",
             )
-        self._towers = tensorflow_internals.replicas_in_time(self.devices[0], self._micro_batches)
-        self.exchange_of_stages = Exchange(self.communicator, self._schedule, self._micro_batches)
-
-    def heartbeat(self, limits: Limits) -> Heartbeat:
-        return _heartbeat(self.communicator, self.world, limits)
+        self._towers = tensorflow_internals.replicas_in_time(self.devices[0], self.micro_batches)
+        self.exchange_of_stages = Exchange(self.communicator, self._schedule, self.micro_batches)
 
     @property
     def num_replicas(self) -> int:
-        return self._micro_batches
+        return self.micro_batches
 
     @property
     def replica_devices(self) -> list[str]:
-        return [self.devices[0]] * self._micro_batches
+        return [self.devices[0]] * self.micro_batches
 
     def run(self, step: base.Step) -> list[Any]:
-        def on_tower() -> Any:
-            return step(StageTower(base.current_index(), self._micro_batches, self.devices[0], self))
+        previous, number = previous_weights.current(), self._steps or 0
 
-        self.exchange_of_stages.begin_step()
+        def on_tower() -> Any:
+            index = base.current_index()
+            micro_batch = stage_programs.StageTower(index, self.micro_batches, self.devices[0], self, number)
+            micro_batch.previous = previous
+            return step(micro_batch)
+
+        if number == 0:
+            self.exchange_of_stages.begin_steps()
         results = base.local_results(self._towers, self._towers.run(on_tower))
-        if not tf.executing_eagerly():
-            self._order(tf.compat.v1.get_default_graph())
+        if self._steps is not None:
+            self._steps += 1
+        elif not tf.executing_eagerly():
+            self._order(1)
         return results
 
-    def _order(self, graph: Any) -> None:
-        self.exchange_of_stages.put_in_order()
-        devices = [self.devices[0]] * self.world.world_size
-        possible = ordering.order(graph, self._schedule, devices, self._micro_batches)
+    @contextlib.contextmanager
+    def ordered_together(self) -> Iterator[None]:
+        """The micro-batches of the steps that are traced in this context follow each other as those of one step."""
+        self._steps = 0
+        try:
+            yield
+            self._order(self._steps)
+        finally:
+            self._steps = None
+
+    def _order(self, steps: int) -> None:
+        self.exchange_of_stages.put_in_order(steps)
+        graph, devices = tf.compat.v1.get_default_graph(), [self.devices[0]] * self.world.world_size
+        possible = ordering.order(graph, self._schedule, devices, steps * self.micro_batches)
         if not all(consensus.all_gather_object(self, possible, "orders its micro-batches")):
             raise UsageError(
                 f"Micro-batches meet in the middle of a step, and `{self._schedule}` computes them one after the other "
@@ -205,11 +178,16 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
                 "Each process has its own part of the data, and the stages of a pipeline work on the same batches",
                 "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
             )
-        require_examples(steps, self._micro_batches, self._micro_batches)
+        require_examples(steps, self.micro_batches, self.micro_batches)
         self._place(steps.model)
         of_stage = stage_programs.StageSteps(self, steps.model, self._stage(steps.model).renewed())
+        if delayed.is_delayed(self._schedule, steps.kind):
+            return stage_programs.DelayedStageProgram(self, steps, of_stage)
         kind = stage_programs.StagePredictProgram if steps.kind == "predict" else stage_programs.StageProgram
         return kind(self, steps, of_stage)
+
+    def begin_anew(self, model: Any) -> None:
+        delayed.begin_anew(model)
 
     # The model in stages.
 
@@ -270,9 +248,9 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
     def _plan(self, model: Any) -> Plan:
         """The plan of the chief, which measures times."""
         count, begins = self.world.world_size, None
-        part = examples_of_part(self._examples, self._micro_batches)
+        part = examples_of_part(self._examples, self.micro_batches)
         if self.world.is_chief or self._balance != "time" or self._named is not None:
-            found = plan.make(model, count, self._named, self._balance, part, self._micro_batches)
+            found = plan.make(model, count, self._named, self._balance, part, self.micro_batches)
             begins = list(found.begins)
         begins = consensus.broadcast_from_chief(self, begins)
         return Plan(keras_stages.functional_of(model), keras_stages.calls(model), begins)
@@ -334,46 +312,18 @@ class StagesOfProcesses(collective.MultiProcessStrategy):
         ]
 
     def options(self) -> dict[str, Any]:
-        own = {"micro_batches": self._micro_batches, "schedule": self._schedule, "balance": self._balance}
+        own = {"micro_batches": self.micro_batches, "schedule": self._schedule, "balance": self._balance}
         return super().options() | own | {"stages": self._named and list(self._named)}
 
     # Errors.
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        try:
-            with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
-                yield
-        except (tf.errors.OpError, ClusterError) as error:
-            failure = self.communicator.sockets.failure
-            if failure is None:
-                raise
-            raise self._with_stage(failure) from error
-
-    def _with_stage(self, error: ClusterError) -> ClusterError:
-        """`error` with the stages and the layers of the processes that it names."""
+    def explained(self, failure: ClusterError) -> ClusterError:
+        """`failure` with the stages and the layers of the processes that it names."""
         stages = [
             f"stage {rank} ({layers})"
             for rank, layers in enumerate(self._told)
-            if self.world.named(rank) in error.sentence and f"stage {rank} (" not in error.sentence
+            if self.world.named(rank) in failure.sentence and f"stage {rank} (" not in failure.sentence
         ]
         if not stages:
-            return error
-        return type(error)(f"{error.sentence}: {', '.join(stages)} of the pipeline", error.hint)
-
-
-@functools.cache
-def _connected(world: World, timeout_seconds: float, start_timeout_seconds: float) -> SocketCommunicator:
-    """Sockets that live as long as this process, which can join a job once."""
-    rendezvous.meet(world, {"strategy": StagesOfProcesses.name}, start_timeout_seconds)
-    with star.joined(world, start_timeout_seconds) as exchange:
-        return SocketCommunicator(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
-
-
-@functools.cache
-def _heartbeat(communicator: SocketCommunicator, world: World, limits: Limits) -> Heartbeat:
-    """The heartbeat of this process, whose threads live as long as the process."""
-    give_up = communicator.sockets.give_up
-    heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)
-    communicator.sockets.excuse(heartbeat.others_are_busy)
-    return heartbeat
+            return failure
+        return type(failure)(f"{failure.sentence}: {', '.join(stages)} of the pipeline", failure.hint)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -24,10 +24,11 @@ from tfdist.errors import UsageError
 from tfdist.internals.keras import tf_variable
 from tfdist.options import Count
 from tfdist.stages.plan import Balance
-from tfdist.stages.schedule import Schedule
+from tfdist.stages.schedule import Synchronous
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _devices as device_choice
 from tfdist.strategies import _gpus, base
+from tfdist.strategies import _sharding as sharding
 from tfdist.strategies._stages import MicroBatch, Stages
 from tfdist.strategies._towers import meet
 
@@ -84,7 +85,16 @@ class MicroBatchOfJob(MicroBatch):
         self.write([(variable, tf.where(first, value, tf.zeros_like(value))) for variable, value in updates])
 
 
-class StagingStrategy(collective.MultiProcessStrategy):
+def require_nothing_of_stages(given: Mapping[str, Any]) -> None:
+    """Raises `UsageError` if options of a pipeline were `given` to a process that has none."""
+    for name, value in given.items():
+        raise UsageError(
+            f"`{name}` is `{value}`, and a process trains its whole model in one stage",
+            f"set `stages` to the number of devices of a process, or leave `{name}` out",
+        )
+
+
+class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy):
     """A strategy of several processes, each of which can train with a pipeline on devices of its own.
 
     Args:
@@ -92,7 +102,8 @@ class StagingStrategy(collective.MultiProcessStrategy):
         micro_batches: the parts of the batch of a process, 4 unless set.
         schedule: see `tfdist.strategies.pipeline.PipelineStrategy`, "gpipe" unless set.
         balance: see `tfdist.strategies.pipeline.PipelineStrategy`, "time" unless set.
-        options: see `tfdist.strategies._collective.MultiProcessStrategy`.
+        options: see `tfdist.strategies._sharding.ShardingStrategy` and
+            `tfdist.strategies._collective.MultiProcessStrategy`.
     """
 
     def __init__(
@@ -100,22 +111,25 @@ class StagingStrategy(collective.MultiProcessStrategy):
         *,
         stages: Count = 1,
         micro_batches: Count | None = None,
-        schedule: Schedule | None = None,
+        schedule: Synchronous | None = None,
         balance: Balance | None = None,
+        job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
         given = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
         given = {name: value for name, value in given.items() if value is not None}
-        if stages == 1 and given:
-            name, value = next(iter(given.items()))
-            raise UsageError(
-                f"`{name}` is `{value}`, and a process trains its whole model in one stage",
-                f"set `stages` to the number of devices of a process, or leave `{name}` out",
-            )
+        if stages == 1:
+            require_nothing_of_stages(given)
         self._count = stages
         self._how: dict[str, Any] = {"micro_batches": 4, "schedule": "gpipe", "balance": "time"} | given
         self._stages: Stages | None = None
-        super().__init__(**options)
+        alike = {name: str(value) for name, value in ({"stages": stages} | self._how).items()}
+        super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
+        if self.shard is not None and self.is_staged:
+            raise UsageError(
+                f"`shard` is `{self.shard}` and `stages` is more than 1, and they cannot be used together yet",
+                "leave one of them out",
+            )
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if self._count == 1 or wanted is not None:

@@ -76,7 +76,7 @@ class Strategy(KerasMethods):
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
-    as_one_device: ClassVar[bool] = True  # N replicas compute what one device does
+    as_one_device: bool = True  # N replicas compute what one device does
     metrics_by_process: bool = False  # each process has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback asks for shorter calls
     parallel_steps: int = 10  # the largest number of steps that the inner loop runs at the same time
@@ -256,6 +256,9 @@ class Strategy(KerasMethods):
     def finalize_variables(self, model: Any) -> None:
         """What the optimizer of `model` does to its variables at the end of a training."""
         model.optimizer.finalize_variable_values(model.trainable_weights)
+
+    def begin_anew(self, model: Any) -> None:
+        """Called after a checkpoint within an epoch: the next step is that of a training which is resumed from it."""
 
     def whole_state(self, model: Any) -> contextlib.AbstractContextManager[Any]:
         """The context in which the chief can save `model` with its optimizers; all processes must enter it."""

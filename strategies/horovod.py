@@ -21,9 +21,8 @@ from tfdist.communicators import Communicator, gloo
 from tfdist.communicators import horovod as engine
 from tfdist.communicators import horovod_timeline as timelines
 from tfdist.core import gradient_reduction
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import UnknownNameError
 from tfdist.strategies import _collective as collective
-from tfdist.strategies import _sharding as sharding
 from tfdist.strategies import _staging as staging
 from tfdist.strategies._traits import Traits
 from tfdist.transport import costs
@@ -35,7 +34,7 @@ CYCLE_MS_PER_PROCESS = 0.05
 WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
-class HorovodStrategy(sharding.ShardingStrategy, staging.StagingStrategy):
+class HorovodStrategy(staging.StagingStrategy):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
@@ -45,8 +44,7 @@ class HorovodStrategy(sharding.ShardingStrategy, staging.StagingStrategy):
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
             optimizers, see `tfdist.communicators.Communicator`.
         timeline: the file to write Horovod's timeline of this job to, see `tfdist.communicators.horovod_timeline`.
-        options: see `tfdist.strategies._collective.MultiProcessStrategy`; `shard`, see `tfdist.strategies._sharding`,
-            and `stages`, see `tfdist.strategies._staging`.
+        options: see `tfdist.strategies._staging.StagingStrategy`; `shard`, see `tfdist.strategies._sharding`.
     """
 
     name = "horovod"
@@ -67,11 +65,6 @@ class HorovodStrategy(sharding.ShardingStrategy, staging.StagingStrategy):
         self._dense_below_bytes = dense_below_bytes
         self._timeline = timeline
         super().__init__(**options)
-        if self.shard is not None and self.is_staged:
-            raise UsageError(
-                f"`shard` is `{self.shard}` and `stages` is more than 1, and they cannot be used together yet",
-                "leave one of them out",
-            )
 
     @property
     def packing(self) -> gradient_reduction.Packing:
@@ -136,5 +129,5 @@ TRAITS = Traits(
     processes=True,
     elastic=True,
     package="horovod",
-    options=("compression", "timeline", "timeout_seconds", "callback_timeout_seconds"),
+    options=("compression", "shard", "timeline", "timeout_seconds", "callback_timeout_seconds"),
 )

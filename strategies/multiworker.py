@@ -27,12 +27,16 @@ from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, Usa
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_patches
 from tfdist.internals.keras import tf_variable
-from tfdist.options import checked_seconds
+from tfdist.options import Count, checked_seconds
+from tfdist.stages.plan import Balance
+from tfdist.stages.schedule import Synchronous
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus, base
 from tfdist.strategies import _sharding as sharding
 from tfdist.strategies import _worker_collectives as collectives
+from tfdist.strategies._staged_workers import WIRE_DTYPES, StagedWorkers
+from tfdist.strategies._staging import require_nothing_of_stages
 from tfdist.strategies._traits import Traits
 from tfdist.transport import costs
 from tfdist.transport.connections import Exchange
@@ -46,7 +50,6 @@ COMMUNICATIONS = {
 }
 # Gradients in the buffers of NCCL and of TensorFlow's ring, which are sent while the next ones are computed.
 BUFFER_BYTES = 32 << 20
-WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16}
 # A firewall may drop the packets of a connection; then TensorFlow's ring is used.
 SECONDS_TO_CONNECT = 10.0
 
@@ -68,6 +71,8 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
         start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
         job_settings: settings that must be the same in all processes, as the versions of packages must; compared
             before TensorFlow starts.
+        stages: the number of stages of a pipeline in each process; with more than 1, `micro_batches`, `schedule` and
+            `balance` belong to it, see `tfdist.strategies._staged_workers`.
         options: see `tfdist.strategies.base.Strategy`; `shard`, see `tfdist.strategies._sharding`.
 
     Raises:
@@ -79,9 +84,17 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
     # Between calls the processes agree on the next one, and sum the metrics.
     seconds_per_call = 2.0
 
+    def __new__(cls, *, stages: Count = 1, **options: Any) -> Any:
+        """With several stages in each process, the strategy whose variables are on their devices."""
+        return super().__new__(cls) if stages == 1 else StagedWorkers(stages=stages, **options)
+
     def __init__(
         self,
         *,
+        stages: Count = 1,
+        micro_batches: Count | None = None,
+        schedule: Synchronous | None = None,
+        balance: Balance | None = None,
         communication: str = "auto",
         compression: str = "none",
         timeout_seconds: float = 60.0,
@@ -90,6 +103,9 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
         job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
+        del stages  # is 1, see `__new__`
+        given = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
+        require_nothing_of_stages({name: value for name, value in given.items() if value is not None})
         for kind, value, known in (
             ("communication", communication, COMMUNICATIONS),
             ("compression", compression, WIRE_DTYPES),
@@ -345,5 +361,5 @@ STRATEGY = MultiWorkerStrategy
 TRAITS = Traits(
     processes=True,
     elastic=True,
-    options=("communication", "compression", "timeout_seconds", "callback_timeout_seconds"),
+    options=("communication", "compression", "shard", "timeout_seconds", "callback_timeout_seconds"),
 )

@@ -19,6 +19,7 @@ from tfdist.cluster.world import World
 from tfdist.options import Count
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
+from tfdist.strategies import _delayed as delayed
 from tfdist.strategies import base
 from tfdist.strategies._stages import MicroBatch, Stages
 from tfdist.strategies._stages_of_processes import StagesOfProcesses
@@ -38,7 +39,8 @@ class PipelineStrategy(base.Strategy):
     Args:
         micro_batches: the parts of a global batch that go through the stages one after the other; 1 is layer-wise
             model parallelism, where one device computes at a time.
-        schedule: the order in which a stage computes them: "gpipe" or "1f1b", see `tfdist.stages.schedule`.
+        schedule: the order in which a stage computes them: "gpipe", "1f1b", or "2bw", with which the gradients of a
+            step are those at the weights of before the last update; see `tfdist.stages.schedule`.
         balance: what is made even between the stages: "time", measured, or "memory".
         stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
         options: see `tfdist.strategies.base.Strategy`.
@@ -64,6 +66,7 @@ class PipelineStrategy(base.Strategy):
     ):
         self._own: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}
         self._named = stages
+        self.as_one_device = schedule != delayed.NAME
         super().__init__(**options)
 
     def set_up(self) -> None:
@@ -86,7 +89,11 @@ class PipelineStrategy(base.Strategy):
 
     def program(self, steps: Steps) -> Program:
         self._stages.place(steps, self.num_replicas)
-        return super().program(steps)
+        late = delayed.is_delayed(self._own["schedule"], steps.kind)
+        return delayed.DelayedProgram(self, steps) if late else super().program(steps)
+
+    def begin_anew(self, model: Any) -> None:
+        delayed.begin_anew(model)
 
     def plan_of(self, model: Any) -> Plan | None:
         """The stages of `model`, once it has been trained or used; `None` before, and for one stage."""

@@ -43,9 +43,9 @@ def pytest_configure(config):
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # for this process, and for those that it starts
     names = config.getoption("--strategies").split(",")
-    if TOGETHER and names[0] == "horovod_stages":
+    if TOGETHER and names[0].endswith("_stages"):
         divide_cpu()
-    if TOGETHER and names[0].startswith(("multiworker", "parameter_server")):
+    elif TOGETHER and names[0].startswith(("multiworker", "parameter_server")):
         import tfdist
 
         # TensorFlow must know the others when it starts.

@@ -16,6 +16,8 @@ from click.testing import CliRunner
 from keras import layers
 
 import tfdist
+from tests import delayed_gradients
+from tests.interruption import InterruptionError, Interrupts
 from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
@@ -230,6 +232,8 @@ def test_where_micro_batches_meet_in_a_step_gpipe_is_used_and_said():
 
     with pytest.warns(UserWarning, match="`gpipe` is used in place of `1f1b`"):
         trained(pipeline(schedule="1f1b"), build())
+    with pytest.warns(UserWarning, match="`gpipe` is used in place of `2bw`, with its delayed gradients"):
+        trained(pipeline(schedule="2bw"), build())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trained(pipeline(), build())
@@ -254,6 +258,102 @@ def test_trains_as_one_device_does(options, expected):
     model = trained(strategy, residual(), epochs=2)
     for found, wanted in zip(model.get_weights(), stock.get_weights(), strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+DELAYED = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "all of adam": lambda: keras.optimizers.AdamW(
+        0.01, global_clipnorm=0.5, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01),
+        initial_scale=2.0**127,  # overflows when it has grown, and those steps are left out
+        dynamic_growth_steps=2,
+    ),
+}
+
+
+def delayed(optimizer="adam", **compile_options):
+    model = residual()
+    model.compile(DELAYED[optimizer](), model.loss, metrics=["accuracy"], **compile_options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        *((name, {}) for name in DELAYED),
+        ("adam", {"devices": 3}),
+        ("adam", {"devices": 1}),
+        ("sgd", {"recompute": "blocks"}),
+    ],
+)
+def test_2bw_trains_as_a_loop_by_hand_with_gradients_at_the_weights_of_before_the_last_update(optimizer, options):
+    by_hand, model, early = delayed(optimizer), delayed(optimizer), delayed(optimizer)
+    delayed_gradients.train(by_hand, X, Y, 6, 2)  # four batches, the last one of 4 examples
+    arguments = {"batch_size": 6, "epochs": 2, "shuffle": False, "verbose": 0}
+    strategy = pipeline(schedule="2bw", **options)
+    strategy.fit(model, X, Y, **arguments)
+    for found, wanted in zip(model.get_weights(), by_hand.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+    found = strategy.evaluate(model, X, Y, batch_size=6, verbose=0)
+    np.testing.assert_allclose(found, by_hand.evaluate(X, Y, verbose=0), atol=2e-5)
+    early.fit(X, Y, **arguments)
+    assert max(np.abs(a - b).max() for a, b in zip(early.get_weights(), model.get_weights(), strict=True)) > 1e-3
+
+
+def test_2bw_is_the_same_whether_the_host_looks_at_each_step_or_not():
+    models = []
+    for options in ({"run_eagerly": True}, {}, {}):
+        watched = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+        models.append(delayed(**options))
+        kept = [watched] if len(models) == 2 else []
+        pipeline(schedule="2bw").fit(models[-1], X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0, callbacks=kept)
+    for other in models[1:]:
+        for found, wanted in zip(other.get_weights(), models[0].get_weights(), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_a_run_with_2bw_that_is_resumed_within_an_epoch_ends_as_an_unbroken_one(tmp_path):
+    def train(name, **options):
+        model = delayed()
+        kept = tfdist.callbacks.Checkpoint(tmp_path / name, every_steps=2, resume=True)
+        callbacks = [kept, *options.pop("callbacks", [])]
+        arguments = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}  # six steps in an epoch
+        pipeline(schedule="2bw").fit(model, X, Y, callbacks=callbacks, **arguments)
+        return model
+
+    expected = train("unbroken")
+    with pytest.raises(InterruptionError):
+        train("broken", callbacks=[Interrupts()])
+    for found, wanted in zip(train("broken").get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def own_step():
+    inputs = keras.Input((8, 8, 2))
+    model = OwnStep(inputs, layers.Dense(3)(layers.Flatten()(inputs)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_2bw_refuses_a_layer_that_assigns_to_a_trained_variable():
+    normalized = layers.SpectralNormalization(layers.Dense(4))
+    model = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), normalized, layers.Dense(3)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(
+        RuntimeError, match=r"assigns to `.*kernel`, which is trained.*"
+    ):  # raised within a layer's call
+        trained(pipeline(schedule="2bw"), model)
 
 
 def test_a_shared_layer_is_trained_by_both_of_its_stages():
@@ -338,7 +438,8 @@ def too_large():
         ({"devices": 3, "stages": ["third", "second"]}, residual, "do not follow each other", "the order is first"),
         ({"stages": ["first"]}, residual, "do not follow each other", "not the first"),
         ({"micro_batches": 0}, residual, "cannot have `0` as `micro_batches`", "correct it"),
-        ({"schedule": "2bw"}, residual, "cannot have `2bw` as `schedule`: .*'gpipe' or '1f1b'", "correct it"),
+        ({"schedule": "zb"}, residual, "cannot have `zb` as `schedule`: .*'gpipe', '1f1b' or '2bw'", "correct it"),
+        ({"schedule": "2bw"}, own_step, "has a `train_step` of its own, and the schedule `2bw`", "or `1f1b`"),
         ({"balance": "luck"}, residual, "cannot have `luck` as `balance`", "correct it"),
         ({"devices": ["CPU:0", "CPU:0"]}, residual, "has one twice", "each device once"),
         ({"steps_per_call": "few"}, residual, "cannot have `few` as `steps_per_call`", "correct it"),

@@ -26,11 +26,12 @@ RECOMPUTING = {f"{name}_recompute": name for name in ("single", "mirrored", "cus
 
 # The number of stages of a pipeline, whose replicas are its micro-batches, or of that of each process of a job.
 PIPELINES = ("pipeline", "pipeline_of_3")
-STAGES = {"pipeline": 2, "pipeline_of_3": 3, "horovod_stages": 2}
+STAGED = {f"{name}_stages": name for name in ("horovod", "multiworker")}
+STAGES = {"pipeline": 2, "pipeline_of_3": 3, **dict.fromkeys(STAGED, 2)}
 
 # However many this job has.
 OF_THE_JOB = {
-    **dict.fromkeys(("horovod", "horovod_stages", "multiworker", *SHARDED), (WORLD.world_size,)),
+    **dict.fromkeys(("horovod", "multiworker", *STAGED, *SHARDED), (WORLD.world_size,)),
     **dict.fromkeys(("horovod_recompute", "multiworker_recompute"), (WORLD.world_size,)),
     "parameter_server": (len(WORLD.tasks_of("worker")),),
 }
@@ -102,9 +103,9 @@ def start(name, replicas, **options):
         name, options["recompute"] = RECOMPUTING[name], "blocks"
     if name in SHARDED:
         name, options["shard"] = SHARDED[name]
-    if name == "horovod_stages":
+    if name in STAGED:
         in_parts = {"micro_batches": 2, "balance": "memory"} if STAGES[name] > 1 else {}
-        name, options = "horovod", {"stages": STAGES[name]} | in_parts | options
+        name, options = STAGED[name], {"stages": STAGES[name]} | in_parts | options
     if name == "parameter_server":
         options["staleness"] = 0  # with more than that a result depends on the moment
         options["shard_bytes"] = 0  # where there are several servers, each has a part of every variable

@@ -167,9 +167,9 @@ def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
 
 
 def test_an_unknown_kind_and_collectives_of_tensorflow_are_refused_with_a_sentence(tmp_path):
-    for options, part in ((["shard=weights"], "weights"), (["shard=optimizer", "communication=ring"], "collectives")):
-        chosen = [argument for option in options for argument in ("--strategy-option", option)]
-        with train(*chosen, run_dir=tmp_path / part) as job:
+    ring = ["--shard", "optimizer", "--communication", "ring"]
+    for options, part in ((["--shard", "weights"], "weights"), (ring, "collectives")):
+        with train(*options, run_dir=tmp_path / part) as job:
             code, out, err = job.end()
         assert code == 2, out + err
         assert part in out + err

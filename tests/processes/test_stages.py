@@ -89,6 +89,63 @@ for schedule in ("gpipe", "1f1b"):
 """
 )
 
+# More steps than are ordered together, and a rest; a run that is saved within an epoch, and resumed there.
+DELAYED = (
+    BEGINS
+    + """
+from tests import delayed_gradients
+from tests.interruption import InterruptionError, Interrupts
+
+folder = sys.argv[1]
+own = tfdist.strategy("pipeline", seed=1, balance="memory", micro_batches=2, schedule="2bw")
+data = {"batch_size": 4, "shuffle": False, "verbose": 0}
+
+
+def made(make):
+    model = residual(make())
+    model.get_layer("middle").trainable = False
+    return model
+
+
+def require_same(model, by_hand):
+    with own.whole_state(model):
+        if own.world.is_chief:
+            for found, wanted in zip(model.get_weights(), by_hand.get_weights(), strict=True):
+                np.testing.assert_allclose(found, wanted, atol=5e-5)
+
+
+for make in (
+    lambda: keras.optimizers.SGD(0.1),
+    lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2),
+    lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05),  # whose updates exchange a norm
+):
+    model, by_hand = made(make), made(make)
+    delayed_gradients.train(by_hand, x, y, 4, 2)
+    own.fit(model, x, y, epochs=2, **data)
+    require_same(model, by_hand)
+    np.testing.assert_allclose(
+        own.evaluate(model, x, y, batch_size=8, verbose=0), by_hand.evaluate(x, y, batch_size=8, verbose=0), atol=5e-5
+    )
+
+adam = lambda: keras.optimizers.Adam(0.01)
+unbroken, broken, resumed = made(adam), made(adam), made(adam)
+own.fit(unbroken, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/unbroken", every_steps=2)], **data)
+try:
+    own.fit(broken, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/broken", every_steps=2), Interrupts()], **data)
+except InterruptionError:
+    pass
+own.fit(resumed, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/broken", every_steps=2, resume=True)], **data)
+with own.whole_state(unbroken):
+    expected = unbroken.get_weights() if own.world.is_chief else None
+with own.whole_state(resumed):
+    if own.world.is_chief:
+        for found, wanted in zip(resumed.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-6)
+say(done=True)
+"""
+)
+
 CHECKPOINTS = (
     BEGINS
     + """
@@ -272,7 +329,7 @@ REASONS = [
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
     scripts = {"trains": (TRAINS, []), "checkpoints": (CHECKPOINTS, [str(folder)]), "streams": (STREAMS, [])}
-    scripts["refused"] = (REFUSED, [])
+    scripts |= {"refused": (REFUSED, []), "delayed": (DELAYED, [str(folder)])}
     return Several(folder, scripts, workers=2)
 
 
@@ -293,6 +350,10 @@ def require_parts(of_ranks):
 
 def test_two_stages_train_evaluate_and_predict_as_one_device_and_each_has_its_own_variables_alone(results):
     require_parts(results.printed("trains"))
+
+
+def test_2bw_gives_in_two_processes_what_a_loop_by_hand_gives_and_is_resumed_within_an_epoch(results):
+    assert all(found(printed) == [{"done": True}] for printed in results.printed("delayed"))
 
 
 def test_checkpoints_and_saved_models_are_whole(results):

@@ -262,11 +262,11 @@ class Checkpoint(ClockedCallback):
         at_end = self._position.batch == self.params.get("steps") or self.model.stop_training
         due = self._position.is_due(self.every_steps)
         if due and not at_end and self._within_epochs and not self._only_at_epoch_ends:
-            data = self._data_state()
-            if data is None:
-                self._note_only_at_epoch_ends()
-                return
+            strategy, data = self._strategy, self._data_state()
+            if strategy is None or data is None:
+                return self._note_only_at_epoch_ends()
             self._save(self._position.epoch, self._position.batch, logs, data)
+            strategy.begin_anew(self.model)
             elastic.leave_if_told(self._peers, self._finish_write)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:

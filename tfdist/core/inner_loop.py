@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
 HOST = "CPU:0"
+# The steps that are done, whether there are more batches, whether the loop goes on, and the logs of the last step.
+LoopState = tuple[tf.Tensor, tf.Tensor, tf.Tensor, Logs]
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,13 @@ class StepProgram(Program):
 
     def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
         self._count_no_finite_steps()
+        with tf.device(HOST):
+            begun = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
+        done, more, _, logs = self._loop(state, first, count, begun)
+        return done, more, self._results(logs, after=done)
+
+    def _loop(self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: LoopState) -> LoopState:
+        """Runs steps until `count` are done, of which `begun` says how many are."""
 
         # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
         def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
@@ -167,11 +176,8 @@ class StepProgram(Program):
             with tf.device(HOST):
                 return done + tf.cast(more, tf.int32), more, finite, logs
 
-        with tf.device(HOST):
-            start = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
-        parallel = self._strategy.parallel_steps
-        done, more, _, logs = tf.while_loop(proceed, body, start, parallel_iterations=parallel)
-        return done, more, self._results(logs, after=done)
+        found: LoopState = tf.while_loop(proceed, body, begun, parallel_iterations=self._strategy.parallel_steps)
+        return found
 
     def _no_logs(self) -> Logs:
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})

@@ -45,6 +45,7 @@ DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 OF_STRATEGIES = (
     "communication",
     "compression",
+    "shard",
     "staleness",
     "shard_bytes",
     "sync_every",
@@ -76,6 +77,7 @@ class TrainConfig:
         gradient_accumulation: batches per update; their gradients are averaged.
         communication: how replicas exchange tensors: "sockets", "ring", "nccl"; `None` is the strategy's default.
         compression: type of sent gradients: "none", "bf16", "fp16" with `horovod`; `None` is the strategy's default.
+        shard: what the processes divide among them, "optimizer" or "gradients"; `None` is nothing.
         staleness: largest number of other updates between a step's read and its update; `None` is no bound.
         shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
         sync_every: steps from one averaging of the weights to the next, or "epoch"; `None` is the strategy's default.
@@ -120,6 +122,7 @@ class TrainConfig:
     gradient_accumulation: int = 1
     communication: str | None = None
     compression: str | None = None
+    shard: str | None = None
     staleness: int | None = None
     shard_bytes: int | None = None
     sync_every: int | str | None = None

@@ -32,7 +32,7 @@ class Exchange:
 
     def __init__(self, communicator: ArrayCommunicator, schedule_name: str, micro_batches: int):
         self._communicator = communicator
-        self._tasks = schedule.tasks(schedule_name, communicator.rank, communicator.size, micro_batches)
+        self._schedule, self._micro_batches = schedule_name, micro_batches
         self._call = 0
         self._begun: weakref.WeakKeyDictionary[Any, tf.Tensor] = weakref.WeakKeyDictionary()  # by graph
         self._waiting: weakref.WeakKeyDictionary[Any, list[tuple[Task, tf.Tensor]]] = weakref.WeakKeyDictionary()
@@ -41,8 +41,8 @@ class Exchange:
         """Called before each call of the inner loop, which all processes make alike."""
         self._call += 1
 
-    def begin_step(self) -> None:
-        """Called before a step is traced."""
+    def begin_steps(self) -> None:
+        """Called before a step is traced, or several whose messages are one sequence."""
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
             self._begun[graph], self._waiting[graph] = self._communicator.begin_messages(), []
@@ -71,13 +71,19 @@ class Exchange:
         if not tf.executing_eagerly():
             self._waiting[tf.compat.v1.get_default_graph()].append((task, tensor))
 
-    def put_in_order(self) -> None:
-        """Orders the messages of the present graph so far; later exchanges of the communicator come after them."""
+    def put_in_order(self, steps: int = 1) -> None:
+        """Orders the messages of the present graph so far; later exchanges of the communicator come after them.
+
+        Args:
+            steps: that were traced; the micro-batches of all of them are numbered one after the other.
+        """
         if tf.executing_eagerly():
             return
         graph = tf.compat.v1.get_default_graph()
         noted = self._waiting.pop(graph, [])
-        place = {task: index for index, task in enumerate(self._tasks)}
+        rank, stages = self._communicator.rank, self._communicator.size
+        tasks = schedule.tasks(self._schedule, rank, stages, steps * self._micro_batches)
+        place = {task: index for index, task in enumerate(tasks)}
         noted.sort(key=lambda one: place[one[0]])
         if noted:
             self._communicator.order_messages(self._begun[graph], [done for _, done in noted])

@@ -53,6 +53,11 @@ class Stage:
         return stage
 
     @property
+    def most_ahead(self) -> int:
+        """The most micro-batches that a stage computes before the first backward pass."""
+        return self.count - 1
+
+    @property
     def is_last(self) -> bool:
         """Whether it computes the loss."""
         return self.number == self.count - 1

@@ -4,8 +4,11 @@
 |---|---|---|
 | `gpipe` | all forward passes, then all backward passes | all |
 | `1f1b` | a backward pass as soon as there is one, else a forward pass | at most one for each stage from it on |
+| `2bw` | as `1f1b`, on from one step into the next | as `1f1b` |
 
-`gpipe` is that of Huang et al. 2019 (arXiv 1811.06965), `1f1b` that of Narayanan et al. 2019 (arXiv 1806.03377).
+`gpipe` is that of Huang et al. 2019 (arXiv 1811.06965), `1f1b` that of Narayanan et al. 2019 (arXiv 1806.03377), `2bw`
+that of Narayanan et al. 2021 (arXiv 2006.09503), with gradients at the weights of before the last update; see
+`tfdist.stages.previous_weights`.
 
 Synopsis:
 
@@ -18,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Schedule = Literal["gpipe", "1f1b"]
+Synchronous = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "2bw"]
 
 
 @dataclass(frozen=True)

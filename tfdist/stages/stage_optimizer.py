@@ -56,6 +56,11 @@ class StageOptimizer(DividedOptimizer):
                 keras_optimizers.build(self.optimizer, variables, plain)
         self._divide_slots(variables, [self._parts[id(variable)] for variable in variables], OTHER_OPTIMIZER)
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the processes exchange something in an update."""
+        return self._scales_loss or bool(keras_optimizers.inner(self.optimizer).global_clipnorm)
+
     def apply(self, apply: Callable[[list[Any], list[Any]], None], gradients: list[Any], variables: list[Any]) -> None:
         """Updates `variables` of this process by `apply(gradients, variables)`; all processes call it."""
         clip = self._clipped if keras_optimizers.inner(self.optimizer).global_clipnorm else None
