@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.core.inner_loop import StepProgram, Steps
@@ -59,6 +60,17 @@ def begin_anew(model: Any) -> None:
     previous = previous_weights.kept(model)
     if previous is not None:
         previous.begin()
+
+
+def refuse_backups_within_epochs(callbacks: Iterable[Any]) -> None:
+    """Raises `UsageError` for Keras' backups within epochs: a run that goes on from one would have no delay there."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore) and callback.save_freq not in ("epoch", False):
+            raise UsageError(
+                f"`BackupAndRestore` saves every {callback.save_freq} steps, and a run that goes on from there would "
+                f"lack the delay of the schedule `{NAME}`",
+                'use `tfdist.callbacks.Checkpoint(every_steps=...)` in its place, or `save_freq="epoch"`',
+            )
 
 
 def require_steps_of_keras(model: Any) -> None:

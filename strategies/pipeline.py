@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tensorflow as tf
@@ -91,6 +91,11 @@ class PipelineStrategy(base.Strategy):
         self._stages.place(steps, self.num_replicas)
         late = delayed.is_delayed(self._own["schedule"], steps.kind)
         return delayed.DelayedProgram(self, steps) if late else super().program(steps)
+
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:
+        super().check_callbacks(callbacks)
+        if not self.as_one_device:
+            delayed.refuse_backups_within_epochs(callbacks)
 
     def begin_anew(self, model: Any) -> None:
         delayed.begin_anew(model)

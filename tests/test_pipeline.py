@@ -346,6 +346,13 @@ def own_step():
     return model
 
 
+def test_2bw_refuses_a_backup_of_keras_within_epochs_and_takes_one_of_each_epoch(tmp_path):
+    strategy = pipeline(schedule="2bw")
+    with pytest.raises(UsageError, match="saves every 2 steps, and a run that goes on from there"):
+        trained(strategy, residual(), callbacks=[keras.callbacks.BackupAndRestore(tmp_path, save_freq=2)])
+    trained(strategy, residual(), callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+
+
 def test_2bw_refuses_a_layer_that_assigns_to_a_trained_variable():
     normalized = layers.SpectralNormalization(layers.Dense(4))
     model = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), normalized, layers.Dense(3)])
