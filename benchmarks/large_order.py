@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import race
+from tfdist.data.pipeline.division import Division
 
 BATCH_SIZE = 1024
 SEED = 1
@@ -30,7 +31,7 @@ def of_order(examples: int) -> dict[str, float]:
     before, batches = peak_mib(), examples // BATCH_SIZE
     found = {}
     for epoch, when in enumerate(("first", "second")):
-        parts = order.Parts(order.epoch_order(examples, SEED, epoch), BATCH_SIZE, rank=3, world_size=64)
+        parts = order.Parts(order.epoch_order(examples, SEED, epoch), BATCH_SIZE, rank=3, division=Division(64))
         found[f"first batch of the {when} epoch, s"] = seconds(lambda: parts.indices[:BATCH_SIZE])  # noqa: B023
         found[f"its part of rank 3 of 64, {when} epoch, s"] = seconds(lambda: parts.joined(0, 1))  # noqa: B023
     found["a batch in the middle of an epoch, s"] = seconds(lambda: parts.joined(batches // 2, batches // 2 + 1))

@@ -28,6 +28,7 @@ from tfdist.core.inner_loop import Outcome, StepProgram, Steps
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.array_feed import ArrayBatches
+from tfdist.data.pipeline.division import WHOLE, Division
 from tfdist.data.pipeline.feed import Batches
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
@@ -262,9 +263,9 @@ class OwnBatches(Batches):
         begin, end = self._end(state, step), self._end(state, step + 1)
         return tuple(of_each[begin:end] for of_each in positions)
 
-    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
-        del index, count
-        return self.whole.part(state[0], batch, 0, 1)
+    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, division: Division) -> tuple[Any, Any]:
+        del index, division
+        return self.whole.part(state[0], batch, 0, WHOLE)
 
     def has_examples(self, state: Any, batch: tuple[tf.Tensor, ...]) -> bool | tf.Tensor:
         """Whether this process has an example of the step's global batch."""
@@ -307,8 +308,8 @@ class _PartBatches(Batches):
 
     def has_examples(self, state: Any, batch: Any) -> bool | tf.Tensor:
         """Whether this process has an example of the step's global batch."""
-        return self.whole.part(state, batch, self.rank, self.size)[1] > 0
+        return self.whole.part(state, batch, self.rank, Division(self.size))[1] > 0
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
-        del index, count
-        return self.whole.part(state, batch, self.rank, self.size)[0], 1.0
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
+        del index, division
+        return self.whole.part(state, batch, self.rank, Division(self.size))[0], 1.0

@@ -25,6 +25,7 @@ from tfdist.core import assignments, exact_step, fused_optimizers, metrics, rand
 from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
+from tfdist.data.pipeline.division import Division
 from tfdist.errors import ClusterError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_coordinator
@@ -149,7 +150,7 @@ class ClosureProgram(StepProgram):
         carried = self._model.metrics_variables + _small_states(self._model)
 
         def on_replica(replica: Any) -> Any:
-            part = self._batches.part(state, batch, replica.index, replica.count)
+            part = self._batches.part(state, batch, replica.index, Division(replica.count))
             replica.begin(*part, randomness.unseeded_of(self._strategy))
             replica.updates = assignments.Carried(replica, carried, values)
             with replica.measuring_staleness(self._model.optimizer if self._trains else None) as staleness:
@@ -200,7 +201,7 @@ class ClosurePredictProgram(Program):
         batches = self._batches
 
         def on_replica(replica: Any) -> Any:
-            data, _ = batches.part(state, batches.fetch(state, tf.constant(0)), replica.index, replica.count)
+            data, _ = batches.part(state, batches.fetch(state, tf.constant(0)), replica.index, Division(replica.count))
             return self._model.predict_step(data)
 
         return self._strategy.run(on_replica)[0]

@@ -22,6 +22,7 @@ from tfdist.core import exact_step, gradient_reduction, metrics, randomness, sha
 from tfdist.core.inner_loop import HOST, LoopState, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
+from tfdist.data.pipeline.division import Division
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
 from tfdist.stages.one_stage import Pass, Stage, passing
@@ -209,7 +210,7 @@ class StagePredictProgram(PredictProgram):
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Any) -> Any:
-            part = self._batches.part(state, batch, replica.index, replica.count)
+            part = self._batches.part(state, batch, replica.index, Division(replica.count))
             replica.begin(*part, randomness.unseeded_of(self._strategy))
             step = functools.partial(self._of_stage.predict, replica)
             outputs, _ = exact_step.exactly(replica, self._model, step)

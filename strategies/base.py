@@ -26,6 +26,7 @@ the loop in `tfdist.core.outer_loop`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,12 +40,14 @@ from tfdist.communicators import variables as shared_variables
 from tfdist.core import randomness, recomputation
 from tfdist.core.replica import Replica
 from tfdist.data.pipeline import device_feed, together
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _devices as device_choice
+from tfdist.strategies import _speeds as of_replicas
 from tfdist.strategies._keras_methods import KerasMethods
 
 if TYPE_CHECKING:
@@ -71,14 +74,18 @@ class Strategy(KerasMethods):
             `None` is 256 MiB on GPUs; on CPUs, which share the memory of the host, arrays are read where they are.
         recompute: "blocks", or the names of the layers whose outputs are held: what is computed between them is
             computed again in the backward pass, which takes less memory and more time. See docs/memory.md.
+        speeds: how large the part of each replica of a global batch is, in proportion to the others, as "3,1"; "auto"
+            measures it; `None` makes them equal. See `tfdist.strategies._speeds`.
         job_settings: settings that must be the same in all processes of the job, if there are several.
     """
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
+    takes_speeds: ClassVar[bool] = False  # its replicas can have parts of different sizes
     as_one_device: bool = True  # N replicas compute what one device does
     metrics_by_process: bool = False  # each process has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback asks for shorter calls
+    speeds: tuple[int, ...] | None = None  # of the replicas, where they differ
     parallel_steps: int = 10  # the largest number of steps that the inner loop runs at the same time
 
     def __init__(
@@ -91,6 +98,7 @@ class Strategy(KerasMethods):
         steps_per_call: int | None = None,
         device_data_bytes: int | None = None,
         recompute: str | Sequence[str] | None = None,
+        speeds: str | Sequence[int] | None = None,
         job_settings: Mapping[str, str] | None = None,
     ):
         if device_data_bytes is not None and device_data_bytes < 0:
@@ -98,6 +106,7 @@ class Strategy(KerasMethods):
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
         self.recompute = recomputation.parsed(recompute)
+        wanted_speeds = of_replicas.parsed(speeds)
         self.world = World()
         self.seed = randomness.seed_of_random() if seed is None else seed
         self.seed_is_given = self.seed_is_settled = seed is not None
@@ -113,6 +122,9 @@ class Strategy(KerasMethods):
         self.set_up()
         if self.world.world_size > 1 and job_settings:
             consensus.require_equal(self, job_settings)
+        self.speeds = of_replicas.of(self, wanted_speeds)
+        if self.speeds is not None and self.world.world_size > 1:
+            self.world = dataclasses.replace(self.world, speeds=self.speeds)
 
     def set_up(self) -> None:
         """Makes what the strategy needs once its devices are known."""
@@ -125,6 +137,11 @@ class Strategy(KerasMethods):
     def num_replicas(self) -> int:
         """The number of replicas that take part in a step, over all processes."""
         return len(self.replica_devices) * self.world.world_size
+
+    @property
+    def division(self) -> Division:
+        """How a global batch is divided among the replicas."""
+        return Division(self.num_replicas, self.speeds)
 
     @property
     def replica_devices(self) -> list[str]:
@@ -284,7 +301,7 @@ class Strategy(KerasMethods):
         """The options in effect, for the run's record."""
         recompute = list(self.recompute) if isinstance(self.recompute, tuple) else self.recompute
         own = {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
-        return own | {"recompute": recompute}
+        return own | {"recompute": recompute, "speeds": self.speeds and list(self.speeds)}
 
 
 class OnThisProcess(Strategy):

@@ -16,12 +16,14 @@ import tensorflow as tf
 
 from tfdist.strategies import base
 from tfdist.strategies._towers import Tower
+from tfdist.strategies._traits import Traits
 
 
 class CustomStrategy(base.Strategy):
     """Trains on all GPUs, or on the CPU as one device, unless `devices` is set; one copy of the variables."""
 
     name = "custom"
+    takes_speeds = True
 
     def set_up(self) -> None:
         # Only its threads and contexts are used, to trace the towers side by side; it never makes a variable.
@@ -46,3 +48,4 @@ class CustomStrategy(base.Strategy):
 
 
 STRATEGY = CustomStrategy
+TRAITS = Traits(options=("speeds",))

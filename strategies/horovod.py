@@ -48,6 +48,7 @@ class HorovodStrategy(staging.StagingStrategy):
     """
 
     name = "horovod"
+    takes_speeds = True
 
     def __init__(
         self,
@@ -129,5 +130,5 @@ TRAITS = Traits(
     processes=True,
     elastic=True,
     package="horovod",
-    options=("compression", "shard", "timeline", "timeout_seconds", "callback_timeout_seconds"),
+    options=("compression", "shard", "speeds", "timeline", "timeout_seconds", "callback_timeout_seconds"),
 )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.strategies import _distribute as distribute
+from tfdist.strategies._traits import Traits
 
 
 class MirroredStrategy(distribute.DistributeStrategy):
     """Trains on several devices of this machine: all GPUs, or two logical CPU devices, unless `devices` is set."""
 
     name = "mirrored"
+    takes_speeds = True
     default_cpus = 2
 
     def set_up(self) -> None:
@@ -25,3 +27,4 @@ class MirroredStrategy(distribute.DistributeStrategy):
 
 
 STRATEGY = MirroredStrategy
+TRAITS = Traits(options=("speeds",))

@@ -81,6 +81,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
     """
 
     name = "multiworker"
+    takes_speeds = True
     # Between calls the processes agree on the next one, and sum the metrics.
     seconds_per_call = 2.0
 
@@ -361,5 +362,5 @@ STRATEGY = MultiWorkerStrategy
 TRAITS = Traits(
     processes=True,
     elastic=True,
-    options=("communication", "compression", "shard", "timeout_seconds", "callback_timeout_seconds"),
+    options=("communication", "compression", "shard", "speeds", "timeout_seconds", "callback_timeout_seconds"),
 )

@@ -49,7 +49,7 @@ def pytest_configure(config):
         import tfdist
 
         # TensorFlow must know the others when it starts.
-        tfdist.strategy(names[0].partition("_shard_")[0].removesuffix("_recompute"))
+        tfdist.strategy(names[0].partition("_shard_")[0].removesuffix("_recompute").removesuffix("_uneven"))
 
 
 def use_gpus():

@@ -16,6 +16,7 @@ from tfdist.callbacks import Checkpoint
 from tfdist.data import DataSpec, IndexedSource
 from tfdist.data.pipeline import device_feed
 from tfdist.data.pipeline.arrays import label_type
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.source import Source
 
 EXAMPLES = 41  # the last batch of 8 has one example
@@ -56,7 +57,7 @@ def in_a_graph(source, budget=None, first=1, **options):
         batch, found = batches.fetch(state, step), []
         for index, device in enumerate(strategy.devices):
             with tf.device(device):
-                found.append(batches.part(state, batch, index, 2))
+                found.append(batches.part(state, batch, index, Division(2)))
         return found
 
     return [tf.nest.map_structure(np.asarray, parts(tf.constant(step))) for step in range(first, feed.num_batches)]

@@ -21,6 +21,7 @@ from tests.test_data_pipeline import (
 )
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import array_feed, augmentation, file_feed, order, permutation
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.permutation import Permutation
 from tfdist.errors import UsageError
 
@@ -177,7 +178,7 @@ def test_numbers_that_int32_cannot_hold_are_int64():
 @pytest.mark.parametrize(("batch_size", "world_size"), [(8, 1), (8, 2), (7, 3), (5, 4), (3, 5), (200, 3)])
 def test_parts_of_all_ranks_make_the_batches_from_any_step_to_any_other(batch_size, world_size):
     indices = order.epoch_order(100, SEED, 0)
-    ranks = [order.Parts(indices, batch_size, rank, world_size) for rank in range(world_size)]
+    ranks = [order.Parts(indices, batch_size, rank, Division(world_size)) for rank in range(world_size)]
     assert {len(of_rank) for of_rank in ranks} == {-(-100 // batch_size)}
     for step in range(len(ranks[0])):
         batch = np.concatenate([of_rank.joined(step, step + 1) for of_rank in ranks])

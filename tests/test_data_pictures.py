@@ -22,6 +22,7 @@ from tests.test_data_pipeline import assert_same_batches, batches_of_ranks, segm
 from tfdist.cluster.world import World
 from tfdist.data.formats import coco
 from tfdist.data.pipeline import augmentation, cache_folder, order, pictures
+from tfdist.data.pipeline.division import Division
 from tfdist.errors import DataError, UsageError
 
 SEED = 3
@@ -347,11 +348,25 @@ def test_a_rank_reads_only_what_its_replicas_take_of_a_global_batch(folder_of_cl
         fetched = feed.batches.fetch(feed.start(0, 0), tf.constant(0))
         assert len(fetched[0][1]) == (4 if rank == 0 else 3) and (feed.num_batches, feed.examples) == (2, 12)
         for index in range(rank * replicas_of_a_rank, (rank + 1) * replicas_of_a_rank):
-            (_, y), share = feed.batches.part(None, fetched, index, replicas)
+            (_, y), share = feed.batches.part(None, fetched, index, Division(replicas))
             labels += y.numpy().tolist()
             shares += float(share)
             assert float(share) == pytest.approx(len(y) / 7)
     assert labels == whole[1].tolist() and shares == pytest.approx(1)
+
+
+def test_a_rank_reads_its_proportion_of_a_global_batch(folder_of_classes):
+    data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
+    (whole, *_), labels = batches_of_ranks(data, 7, 1), []
+    for rank, examples in enumerate((5, 2)):
+        feed = data.feed("train", 7, seed=SEED, world=World(rank, 2, speeds=(2, 1)))
+        fetched = feed.batches.fetch(feed.start(0, 0), tf.constant(0))
+        (_, y), share = feed.batches.part(None, fetched, rank, Division(2, (2, 1)))
+        assert len(fetched[0][1]) == len(y) == examples and float(share) == pytest.approx(examples / 7)
+        labels += y.numpy().tolist()
+        with pytest.raises(UsageError, match="other `speeds` than the world"):
+            feed.batches.part(None, fetched, rank, Division(2))
+    assert labels == whole[1].tolist()
 
 
 def test_a_computed_order_of_files_is_the_same_for_any_number_of_ranks_and_from_any_batch(

@@ -14,6 +14,7 @@ from tfdist.cluster.world import World
 from tfdist.data import Source
 from tfdist.data.formats import text
 from tfdist.data.pipeline import augmentation, bad_examples, order, padding
+from tfdist.data.pipeline.division import Division
 from tfdist.errors import UnknownNameError, UsageError
 
 SEED = 3
@@ -41,7 +42,7 @@ def batches_of_feed(source: Source, batch_size: int, epoch: int = 0, first_batch
     batches = []
     for step in range(first_batch, feed.num_batches):
         batch = feed.batches.fetch(state, tf.constant(step))
-        parts = [feed.batches.part(state, batch, index, 2)[0] for index in range(2)]
+        parts = [feed.batches.part(state, batch, index, Division(2))[0] for index in range(2)]
         batches.append(tf.nest.map_structure(lambda *p: np.concatenate(p), *parts))
     return batches
 
@@ -177,7 +178,7 @@ def test_a_pipeline_can_have_threads_of_its_own_and_give_up_its_order():
 def test_shards_of_whole_files_have_every_example_once_and_no_file_twice(batch_size, world_size):
     files = np.random.default_rng(0).integers(9, size=100)
     indices = order.epoch_order(100, SEED, 0)
-    parts = [order.parts_by_file(indices, files, batch_size, rank, world_size) for rank in range(world_size)]
+    parts = [order.parts_by_file(indices, files, batch_size, rank, Division(world_size)) for rank in range(world_size)]
     ranks = [[of_rank.joined(step, step + 1) for step in range(len(of_rank))] for of_rank in parts]
     assert len({len(batches) for batches in ranks}) == 1
     mine = [np.concatenate(batches) for batches in ranks]

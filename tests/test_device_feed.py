@@ -18,6 +18,7 @@ from tests.interruption import InterruptionError, Interrupts
 from tfdist.callbacks import Checkpoint, StopAtNonFiniteLoss
 from tfdist.data.pipeline import device_feed
 from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.source import Source
 from tfdist.errors import DataError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -94,7 +95,7 @@ class TestTheResultDoesNotDependOnWhereTheArraysAre:
             placed, parts = device_feed.placed(feed, strategy), []
             state = placed.start(1, 1)  # as a run that is resumed begins within a pass
             for batch in placed.batches.take(state, 1, 2):
-                parts += [placed.batches.part(state, batch, index, 2) for index in range(2)]
+                parts += [placed.batches.part(state, batch, index, Division(2)) for index in range(2)]
             return [(x.numpy(), y.numpy(), float(share)) for (x, y), share in parts]
 
         assert_same(batches(budget), batches(READ_WHERE_THEY_ARE), 0)
@@ -158,7 +159,9 @@ class TestWhatThisProcessReadsIsSentAhead:
     def test_to_the_device_of_its_replica(self, source_of, folder):
         strategy = tfdist.strategy("custom", devices=["CPU:1", "CPU:2"], device_data_bytes=PREFETCHED)
         feed = source_of(folder).feed("train", 6, seed=4)
-        whole = [feed.batches.part(None, batch, 0, 1)[0] for batch in feed.batches.take(feed.start(1, 2), 2, 2)]
+        whole = [
+            feed.batches.part(None, batch, 0, Division(1))[0] for batch in feed.batches.take(feed.start(1, 2), 2, 2)
+        ]
         state = strategy.placed(feed).start(1, 2)
         for x, y in whole:
             parts = [data for data, _ in state.get_next()]

@@ -14,6 +14,7 @@ from tests import zoo
 from tests.test_train import refuse, run
 from tfdist import data, models, tasks, train
 from tfdist.data import Source
+from tfdist.data.pipeline.division import Division
 from tfdist.data.spec import TASKS
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.models.stateful_rnn import StreamLSTM
@@ -151,7 +152,7 @@ def test_the_feed_says_where_each_example_is_in_its_stream():
     feed = source.feed("train", 4, stream_positions=True)
     state = feed.start(0, 0)
     for step in range(feed.num_batches):
-        (x, _), _ = feed.batches.part(state, feed.batches.fetch(state, step), 0, 1)[0], None
+        (x, _), _ = feed.batches.part(state, feed.batches.fetch(state, step), 0, Division(1))[0], None
         assert x["stream"].numpy().tolist() == [0, 1, 2, 3]
         assert x["position"].numpy().tolist() == [step] * 4
         assert (x["tokens"].numpy() == text[[step + 3 * row for row in range(4)]]).all()

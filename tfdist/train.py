@@ -153,6 +153,7 @@ def _last_of_each(value: Any) -> Any:
 @_strategy("--communication", metavar="NAME", help="multiworker: how tensors are exchanged: auto, nccl, ring, sockets")
 @_strategy("--compression", metavar="NAME", help="type of gradients on the network: none, bf16; fp16 with horovod")
 @_strategy("--shard", metavar="NAME", help="horovod, multiworker: divide the state of the optimizer, or gradients too")
+@_strategy("--speeds", metavar="3,1|auto", help="parts of the replicas in proportion; auto measures them")
 @_strategy(
     "--staleness", type=int, metavar="N", help="parameter_server: largest number of updates between read and write"
 )

@@ -29,10 +29,15 @@ PIPELINES = ("pipeline", "pipeline_of_3")
 STAGED = {f"{name}_stages": name for name in ("horovod", "multiworker")}
 STAGES = {"pipeline": 2, "pipeline_of_3": 3, **dict.fromkeys(STAGED, 2)}
 
+# Strategies whose replicas have parts in these proportions.
+UNEVEN = {f"{name}_uneven": name for name in ("mirrored", "custom", "horovod", "multiworker")}
+SPEEDS = {2: "3,1", 3: "5,2,1"}
+
 # However many this job has.
 OF_THE_JOB = {
     **dict.fromkeys(("horovod", "multiworker", *STAGED, *SHARDED), (WORLD.world_size,)),
     **dict.fromkeys(("horovod_recompute", "multiworker_recompute"), (WORLD.world_size,)),
+    **dict.fromkeys(("horovod_uneven", "multiworker_uneven"), (WORLD.world_size,)),
     "parameter_server": (len(WORLD.tasks_of("worker")),),
 }
 
@@ -45,6 +50,8 @@ REPLICAS = OF_THE_JOB | {
     "single_recompute": (1,),
     "mirrored_recompute": (2,),
     "custom_recompute": (2,),
+    "mirrored_uneven": (2, 3),
+    "custom_uneven": (2, 3),
 }
 # Each way through the code once: alone, copies of the variables, one copy for several replicas.
 FEW = OF_THE_JOB | {
@@ -101,6 +108,8 @@ def start(name, replicas, **options):
         return StockMirrored(replicas)
     if name in RECOMPUTING:
         name, options["recompute"] = RECOMPUTING[name], "blocks"
+    if name in UNEVEN:
+        name, options["speeds"] = UNEVEN[name], SPEEDS[replicas]
     if name in SHARDED:
         name, options["shard"] = SHARDED[name]
     if name in STAGED:

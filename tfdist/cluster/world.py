@@ -60,6 +60,7 @@ class World:
         source: the variables that say so, or "alone".
         tasks: all processes of the job by rank: chief, workers, parameter servers; empty when alone, and where the
             source knows no addresses, as MPI.
+        speeds: how large the part of each process of a batch is, in proportion to the others; `None` if they are equal.
     """
 
     rank: int = 0
@@ -68,6 +69,7 @@ class World:
     local_world_size: int = 1
     source: str = "alone"
     tasks: tuple[Task, ...] = ()
+    speeds: tuple[int, ...] | None = None
 
     @classmethod
     def detect(cls, environment: Mapping[str, str] = os.environ) -> World:

@@ -24,6 +24,7 @@ from tfdist.core import building, exact_step, fused_optimizers, metrics, randomn
 from tfdist.core.metrics import Logs
 from tfdist.core.replica import Replica
 from tfdist.core.steps_per_call import AtNan
+from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
@@ -198,7 +199,7 @@ class StepProgram(Program):
         """One step on all replicas: whether the loop goes on, and the step's own logs."""
 
         def on_replica(replica: Replica) -> Logs:
-            part = self._batches.part(state, batch, replica.index, replica.count)
+            part = self._batches.part(state, batch, replica.index, self._strategy.division)
             replica.begin(*part, randomness.unseeded_of(self._strategy))
             logs, updated = exact_step.exactly(replica, self._model, self._step_function(replica))
             self._metrics_updated |= updated
@@ -307,7 +308,7 @@ class PredictProgram(Program):
 
     def _predict(self, state: Any, batch: Any) -> Any:
         def on_replica(replica: Replica) -> Any:
-            part = self._batches.part(state, batch, replica.index, replica.count)
+            part = self._batches.part(state, batch, replica.index, self._strategy.division)
             replica.begin(*part, randomness.unseeded_of(self._strategy))
             outputs, _ = exact_step.exactly(replica, self._model, self._model.predict_step)
             return keras_internals.tree.map_structure(replica.real_rows, outputs)
@@ -331,7 +332,7 @@ def _builder(strategy: Strategy, steps: Steps) -> Callable[[Any, Any], None]:
     def build(state: Any, batch: Any) -> None:
         nonlocal done
         if not done:
-            data, _ = steps.batches.part(state, batch, 0, 1)
+            data, _ = steps.batches.part(state, batch, 0, WHOLE)
             building.build_eagerly(strategy, steps.model, steps.kind, data)
         done = True
 

@@ -282,9 +282,18 @@ def _feed(strategy: Strategy, request: adapters.Request, *, for_prediction: bool
     feed = adapters.make(request, strategy.seed)
     if strategy.world.world_size > 1:
         if request.own:
+            _refuse_speeds(strategy)
             return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
         feed = together.shared(feed, strategy)
     return strategy.placed(feed)
+
+
+def _refuse_speeds(strategy: Strategy) -> None:
+    if strategy.speeds is not None:
+        raise UsageError(
+            "`speeds` is set, and each process brings its own part of the data, which is not divided",
+            "give each process as many examples as it is fast, or the whole data to each",
+        )
 
 
 def _check(strategy: Strategy, model: Any, method: str) -> None:

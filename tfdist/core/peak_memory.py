@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.core import building
 from tfdist.core.forward_pass import Key, key
 from tfdist.core.inner_loop import StepProgram, Steps
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Batches
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -64,8 +65,8 @@ class _OneBatch(Batches):
     def __init__(self, spec: Any, batch_size: int):
         self.spec, self.batch_size = spec, batch_size
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, float]:
-        del state, batch, index, count
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, float]:
+        del state, batch, index, division
         return tensorflow_internals.placeholders(self.spec), 1.0
 
 

@@ -46,6 +46,7 @@ OF_STRATEGIES = (
     "communication",
     "compression",
     "shard",
+    "speeds",
     "staleness",
     "shard_bytes",
     "sync_every",
@@ -78,6 +79,7 @@ class TrainConfig:
         communication: how replicas exchange tensors: "sockets", "ring", "nccl"; `None` is the strategy's default.
         compression: type of sent gradients: "none", "bf16", "fp16" with `horovod`; `None` is the strategy's default.
         shard: what the processes divide among them, "optimizer" or "gradients"; `None` is nothing.
+        speeds: sizes of the replicas' parts in proportion to each other, as "3,1", or "auto"; `None` makes them equal.
         staleness: largest number of other updates between a step's read and its update; `None` is no bound.
         shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
         sync_every: steps from one averaging of the weights to the next, or "epoch"; `None` is the strategy's default.
@@ -123,6 +125,7 @@ class TrainConfig:
     communication: str | None = None
     compression: str | None = None
     shard: str | None = None
+    speeds: str | None = None
     staleness: int | None = None
     shard_bytes: int | None = None
     sync_every: int | str | None = None

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.pipeline import batch_parts, order
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Batches, Feed
 from tfdist.data.pipeline.transforms import FromHeld
 from tfdist.internals import keras_data
@@ -54,7 +55,7 @@ class ArrayFeed(Feed):
         self.arrays = arrays
         self._order_of = order_of
         self._transform = transform
-        self._datasets: dict[tuple[int, int, bool], Callable[..., tf.data.Dataset]] = {}
+        self._datasets: dict[tuple[int, Division, bool], Callable[..., tf.data.Dataset]] = {}
         self.examples = len(order_of(0))
         self.batch_size = batch_size
         self.num_batches = -(-self.examples // batch_size)
@@ -70,17 +71,17 @@ class ArrayFeed(Feed):
             return self.arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
 
     def dataset(
-        self, index: int, count: int, epoch: int, first_batch: int, deterministic: bool = True
+        self, index: int, division: Division, epoch: int, first_batch: int, deterministic: bool = True
     ) -> tf.data.Dataset:
-        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on; one gather per batch."""
-        asked = (index, count, deterministic)
+        """Part `index` of each batch of a pass, from batch `first_batch` on; one gather per batch."""
+        asked = (index, division, deterministic)
         with tf.init_scope(), tf.device("CPU:0"):
             if asked not in self._datasets:
                 self._datasets[asked] = self._make_datasets(*asked)
             _, positions = self.start(epoch, first_batch)
             return self._datasets[asked](tf.constant(first_batch, tf.int64), *positions)
 
-    def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+    def _make_datasets(self, index: int, division: Division, deterministic: bool) -> Callable[..., tf.data.Dataset]:
         """A graph for all epochs: `dataset(first_batch, *positions)`."""
 
         @tf.function(autograph=False)
@@ -88,7 +89,7 @@ class ArrayFeed(Feed):
             @tf.autograph.experimental.do_not_convert
             def gather(step: tf.Tensor) -> Any:
                 state = self.arrays, positions
-                return self.batches.examples(state, self.batches.fetch(state, step), index, count)
+                return self.batches.examples(state, self.batches.fetch(state, step), index, division)
 
             steps = tf.data.Dataset.range(first_batch, self.num_batches, output_type=tf.int32)
             batches = steps.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic)
@@ -126,21 +127,23 @@ class ArrayBatches(Batches):
         begin, rest = step * self.batch_size, of_each.shape[1:]
         return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
 
-    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> tuple[Any, Any]:
+    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, division: Division) -> tuple[Any, Any]:
         with tf.device("CPU:0"):
-            positions, share = self.positions(batch, index, count)
+            positions, share = self.positions(batch, index, division)
             return self.gathered(state[0], positions), share
 
-    def positions(self, batch: tuple[tf.Tensor, ...], index: Any, count: int) -> tuple[tuple[tf.Tensor, ...], Any]:
-        """What `fetch` gave of the examples of part `index` of `count`, and the part's share."""
+    def positions(
+        self, batch: tuple[tf.Tensor, ...], index: Any, division: Division
+    ) -> tuple[tuple[tf.Tensor, ...], Any]:
+        """What `fetch` gave of the examples of part `index`, and the part's share."""
         begin, end, share = batch_parts.bounds(
-            self.batch_size if self.even else batch_parts.length(batch[0]), index, count
+            self.batch_size if self.even else batch_parts.length(batch[0]), index, division
         )
-        return (tuple(of_each[begin:end] for of_each in batch) if count > 1 else batch), share
+        return (tuple(of_each[begin:end] for of_each in batch) if division.count > 1 else batch), share
 
-    def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, count: int) -> Any:
-        """The examples of part `index` of `count` of a global batch, of which there may be none."""
-        begin, end = order.part(batch_parts.length(batch[0]), index, count)
+    def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, division: Division) -> Any:
+        """The examples of part `index` of a global batch, of which there may be none."""
+        begin, end = division.part(batch_parts.length(batch[0]), index)
         return self.gathered(state[0], [of_each[begin:end] for of_each in batch])
 
     def gathered(self, arrays: Any, positions: Sequence[tf.Tensor]) -> Any:

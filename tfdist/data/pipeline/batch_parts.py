@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data.pipeline import order
+from tfdist.data.pipeline.division import Division
 from tfdist.errors import DataError
 
 
@@ -78,14 +78,14 @@ def unequal_lengths(found: str) -> tuple[str, str]:
 UNEQUAL_LENGTHS = "The tensors of a batch have different lengths, so that it cannot be divided among replicas"
 
 
-def bounds(examples: Any, index: int, count: int) -> tuple[Any, Any, Any]:
-    """Where part `index` of `count` of so many examples begins and ends, and its share.
+def bounds(examples: Any, index: Any, division: Division) -> tuple[Any, Any, Any]:
+    """Where part `index` of so many examples begins and ends, and its share.
 
     A part without examples has the share 0, and is where another one is.
     """
-    if count == 1:
+    if division.count == 1:
         return 0, examples, 1.0
-    begin, end = order.part(examples, index, count)
+    begin, end = division.part(examples, index)
     if isinstance(examples, int):
         share = (end - begin) / examples if examples else 0.0
         first = min(begin, max(examples - 1, 0))

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.cluster.cores import cores
 from tfdist.data.pipeline import batch_parts, order
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Batches, Feed
 from tfdist.errors import CheckpointError, DataError
 from tfdist.internals import keras_data, tensorflow_data
@@ -160,14 +161,14 @@ class DatasetBatches(Batches):
         del step
         return next(state) if self.length_known else state.get_next_as_optional()
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         del state
         batch = tree.map_structure(batch_parts.none_if_empty, batch)
-        if count == 1:
+        if division.count == 1:
             return batch, 1.0
         with tf.device("CPU:0"):  # a replica's device then gets its part only
             flat = tree.flatten(batch)
-            begin, end, share = batch_parts.bounds(batch_parts.common_length(flat), index, count)
+            begin, end, share = batch_parts.bounds(batch_parts.common_length(flat), index, division)
             parts = [batch_parts.slice_examples(tensor, begin, end) for tensor in flat]
             if not self.length_is_known:
                 parts = [batch_parts.of_any_length(part) for part in parts]

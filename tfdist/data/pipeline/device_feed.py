@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.data.pipeline import batch_parts, order
+from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Batches, Feed, WrappedFeed
 from tfdist.data.pipeline.file_feed import FileFeed
 from tfdist.internals import keras_data, tensorflow_data
@@ -44,12 +45,12 @@ def placed(feed: Feed, strategy: Strategy) -> Feed:
             return feed  # they share the memory of the host
         budget_bytes = GPU_BYTES
     if isinstance(feed, FileFeed):
-        return PrefetchedFiles(feed, strategy.replica_devices, strategy.world.rank, strategy.num_replicas)
+        return PrefetchedFiles(feed, strategy.replica_devices, strategy.world.rank, strategy.division)
     if not isinstance(feed, ArrayFeed) or not is_dense(feed.arrays):
         return feed
     if size_bytes(feed.arrays) <= budget_bytes:
         return ResidentFeed(feed, strategy.replica_devices)
-    return PrefetchedFeed(feed, strategy.replica_devices, strategy.world.rank, strategy.num_replicas)
+    return PrefetchedFeed(feed, strategy.replica_devices, strategy.world.rank, strategy.division)
 
 
 class PlacedFeed(WrappedFeed):
@@ -94,10 +95,10 @@ class ResidentBatches(Batches):
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         return self.whole.fetch(state, step)
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         copies, _ = state
         with tf.device("CPU:0"):
-            positions, share = self.whole.positions(batch, index, count)
+            positions, share = self.whole.positions(batch, index, division)
         data, specs = keras_data.gather(copies[index % len(copies)], positions[0]), iter(self.specs)
         data = tree.map_structure(lambda one: _unpacked(one, next(specs)), data)
         return self.whole.transformed(data, positions), share
@@ -106,11 +107,11 @@ class ResidentBatches(Batches):
 class PrefetchedFeed(PlacedFeed):
     """Arrays on the host, of which each device receives the parts of its replica ahead of their use."""
 
-    def __init__(self, feed: ArrayFeed, devices: Sequence[str], rank: int, num_replicas: int):
+    def __init__(self, feed: ArrayFeed, devices: Sequence[str], rank: int, division: Division):
         super().__init__(feed)
         self._devices = list(devices)
         self._first_replica = rank * len(self._devices)
-        self._num_replicas = num_replicas
+        self._division = division
         self.batches = PrefetchedBatches(feed.batches, feed.examples, len(self._devices))
         self._parts = self._make_parts(feed)
 
@@ -122,7 +123,7 @@ class PrefetchedFeed(PlacedFeed):
 
     def _make_parts(self, feed: ArrayFeed) -> Callable[..., tf.data.Dataset]:
         """A graph, kept for all passes, of the parts of a pass: those of one batch follow each other."""
-        count, local = self._num_replicas, len(self._devices)
+        division, local = self._division, len(self._devices)
 
         @tf.function(autograph=False)
         def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
@@ -131,7 +132,7 @@ class PrefetchedFeed(PlacedFeed):
                 step, replica = tf.cast(number // local, tf.int32), tf.cast(number % local, tf.int32)
                 batch = feed.batches.fetch((feed.arrays, positions), step)
                 examples = tf.convert_to_tensor(batch_parts.length(batch[0]))
-                begin, end, _ = batch_parts.bounds(examples, self._first_replica + replica, count)
+                begin, end, _ = batch_parts.bounds(examples, self._first_replica + replica, division)
                 indices, *extras = (of_each[begin:end] for of_each in batch)
                 data = keras_data.gather(feed.arrays, indices)
                 return tree.map_structure(self._of_known_length, (data, tuple(extras)))
@@ -146,26 +147,25 @@ class PrefetchedFeed(PlacedFeed):
 
     def _of_known_length(self, tensor: Any) -> Any:
         """`tensor` with a static length where all parts have the same."""
-        even = self._feed.batches.even and self.batch_size % self._num_replicas == 0
-        length = self.batch_size // self._num_replicas if even else None
+        length = self._division.even_length(self.batch_size) if self._feed.batches.even else None
         return tf.ensure_shape(tensor, [length, *tensor.shape[1:]])
 
 
 class PrefetchedFiles(PlacedFeed):
     """Batches that this process reads, of which each device receives the parts of its replica ahead of their use."""
 
-    def __init__(self, feed: FileFeed, devices: Sequence[str], rank: int, num_replicas: int):
+    def __init__(self, feed: FileFeed, devices: Sequence[str], rank: int, division: Division):
         super().__init__(feed)
         self._files = feed
         self._devices = list(devices)
         self._replicas = range(rank * len(self._devices), (rank + 1) * len(self._devices))
-        self._num_replicas = num_replicas
+        self._division = division
         whole = ArrayBatches(feed.batch_size, feed.examples % feed.batch_size == 0)
         self.batches = PrefetchedBatches(whole, feed.examples, len(self._devices))
 
     def start(self, epoch: int, first_batch: int) -> Any:
         self._files.begin(epoch)
-        parts = self._files.parts(epoch, first_batch, self._replicas, self._num_replicas)
+        parts = self._files.parts(epoch, first_batch, self._replicas, self._division)
         return tensorflow_data.device_iterator(parts.map(lambda *data: (data, ())), self._devices)
 
 
@@ -193,20 +193,20 @@ class PrefetchedBatches(Batches):
         with tf.device("CPU:0"):
             return state.get_next(), tf.minimum(size, self.examples - step * size)
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         del state
         parts, size = batch
         held, extras = parts[index % self.local_replicas]
         data = self.whole.transformed(held, (None, *extras))
         if not self.length_is_known:
             data = tree.map_structure(batch_parts.of_any_length, data)
-        if count == 1:
+        if division.count == 1:
             return data, 1.0
         if self.whole.even:
-            begin, end = order.part(self.whole.batch_size, index, count)
+            begin, end = division.part(self.whole.batch_size, index)
             return data, (end - begin) / self.whole.batch_size
         with tf.device("CPU:0"):
-            begin, end = order.part(size, index, count)
+            begin, end = division.part(size, index)
             return data, (end - begin) / size
 
 

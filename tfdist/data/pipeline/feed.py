@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tfdist.data.pipeline.division import WHOLE, Division
 from tfdist.data.pipeline.origin import FeedOrigin
 
 NO_BATCHES = "The dataset has no batches", "pass at least one example"
@@ -55,7 +56,7 @@ class Feed:
     def first(self, count: int) -> list[Any]:
         """Up to `count` global batches that the first pass begins with; that pass has them all the same."""
         state, count = self.start(0, 0), min(count, self.num_batches or count)
-        return [self.batches.part(state, batch, 0, 1)[0] for batch in self.batches.take(state, 0, count)]
+        return [self.batches.part(state, batch, 0, WHOLE)[0] for batch in self.batches.take(state, 0, count)]
 
     def save(self) -> bytes | None:
         """What `resume` needs besides the place in the pass; `None` where that pass cannot be gone on with."""
@@ -124,8 +125,8 @@ class Batches:
         """Global batch number `step` (int32 scalar) of the pass; an optional where `length_known` is false."""
         raise NotImplementedError
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
-        """Part `index` of `count` of a global batch, and its share, a float or a float64 scalar.
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
+        """Part `index` of a global batch, and its share, a float or a float64 scalar.
 
         Where there are fewer examples than parts, an empty part holds an example of another one, so that no model sees
         a batch without examples; its share is 0.

@@ -11,9 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.cluster.world import World
-from tfdist.data.pipeline import order
 from tfdist.data.pipeline.batch_parts import at_least_one
 from tfdist.data.pipeline.dataset_feed import DatasetBatches
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import ONLY_PARTS, Feed
 from tfdist.errors import DataError, UsageError
 from tfdist.internals.keras import tree
@@ -67,7 +67,7 @@ class FileFeed(Feed):
         self.batches: Any = (
             DatasetBatches(length_known=True)
             if alone
-            else RankBatches(True, world.rank, world.world_size, examples, batch_size)
+            else RankBatches(True, world.rank, Division.among_processes(world), examples, batch_size)
         )
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -82,12 +82,12 @@ class FileFeed(Feed):
         """An iterator over some batches of a pass; no others are read."""
         return iter(self._pipeline(epoch, first_batch, end_batch))
 
-    def parts(self, epoch: int, first_batch: int, replicas: Sequence[int], count: int) -> tf.data.Dataset:
-        """The parts of these of `count` replicas, from batch `first_batch` of a pass on, batch by batch."""
+    def parts(self, epoch: int, first_batch: int, replicas: Sequence[int], division: Division) -> tf.data.Dataset:
+        """The parts of these `replicas`, from batch `first_batch` of a pass on, batch by batch."""
 
         def cut(step: tf.Tensor, batch: Any) -> tf.data.Dataset:
             fetched = self.batches.fetch(iter([batch]), tf.cast(step, tf.int32))
-            parts = [self.batches.part(None, fetched, index, count)[0] for index in replicas]
+            parts = [self.batches.part(None, fetched, index, division)[0] for index in replicas]
             datasets = [tf.data.Dataset.from_tensors(part) for part in parts]
             return functools.reduce(tf.data.Dataset.concatenate, datasets)
 
@@ -122,7 +122,7 @@ class RankBatches(DatasetBatches):
     """The iterator has only what the replicas of this rank take of a global batch."""
 
     rank: int
-    world_size: int
+    processes: Division
     examples: int
     batch_size: int
 
@@ -130,10 +130,15 @@ class RankBatches(DatasetBatches):
         whole, rest = divmod(self.examples, self.batch_size)
         return next(state), tf.where(step < whole, self.batch_size, rest)
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         del state
+        if division.speeds != self.processes.speeds:
+            raise UsageError(
+                "The strategy has other `speeds` than the world that these data were divided for",
+                "pass `world=strategy.world` to `feed`",
+            )
         mine, size = batch
-        of_rank, _ = order.part(size, self.rank, self.world_size)
-        begin, end = order.part(size, index, count)
+        of_rank, _ = self.processes.part(size, self.rank)
+        begin, end = division.part(size, index)
         part = tree.map_structure(lambda tensor: at_least_one(tensor[begin - of_rank : end - of_rank]), mine)
         return part, (end - begin) / size

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tfdist.cluster.cores import cores
 from tfdist.cluster.world import World
-from tfdist.data.pipeline import order, ranges, tf_datasets
+from tfdist.data.pipeline import ranges, tf_datasets
 from tfdist.data.pipeline.array_feed import OrderOf
 from tfdist.data.pipeline.batch_parts import length
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.file_feed import FileFeed
 from tfdist.data.pipeline.transforms import Transform
 from tfdist.errors import DataError
@@ -35,36 +36,36 @@ class LargePasses:
         self._examples_at = examples if callable(examples) else functools.partial(keras_data.gather, examples)
         self._order_of = functools.lru_cache(maxsize=2)(order_of)  # one that is drawn is drawn once
         self._transform = transform
-        self._datasets: dict[tuple[int, int, bool], Callable[..., tf.data.Dataset]] = {}
+        self._datasets: dict[tuple[int, Division, bool], Callable[..., tf.data.Dataset]] = {}
         self.batch_size = batch_size
         self.examples = len(order_of(0))
         self.num_batches = -(-self.examples // batch_size)
 
     def dataset(
-        self, index: int, count: int, epoch: int, first_batch: int, deterministic: bool = True
+        self, index: int, division: Division, epoch: int, first_batch: int, deterministic: bool = True
     ) -> tf.data.Dataset:
-        """Part `index` of `count` of each batch of a pass, from batch `first_batch` on."""
-        asked = (index, count, deterministic)
+        """Part `index` of each batch of a pass, from batch `first_batch` on."""
+        asked = (index, division, deterministic)
         with tf.init_scope(), tf.device("CPU:0"):
             if asked not in self._datasets:
                 self._datasets[asked] = self._make_datasets(*asked)
             steps = epoch, first_batch, self.num_batches
             return self._datasets[asked](*(tf.constant(number, tf.int64) for number in steps))
 
-    def batch(self, index: int, count: int, epoch: int, number: int) -> Any:
-        """Part `index` of `count` of one batch, read now."""
+    def batch(self, index: int, division: Division, epoch: int, number: int) -> Any:
+        """Part `index` of one batch, read now."""
         with tf.init_scope(), tf.device("CPU:0"):
             rows = [tf.constant(of_each) for of_each in self._rows(epoch, number, number + 1)]
-            return self._read(index, count, *rows)
+            return self._read(index, division, *rows)
 
-    def _make_datasets(self, index: int, count: int, deterministic: bool) -> Callable[..., tf.data.Dataset]:
+    def _make_datasets(self, index: int, division: Division, deterministic: bool) -> Callable[..., tf.data.Dataset]:
         specs = [tf.TensorSpec([None, *row.shape[1:]], row.dtype) for row in self._rows(0, 0, 1)]
 
         @tf.function(autograph=False)
         def dataset(*steps: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
             def read(*rows: tf.Tensor) -> Any:
-                return self._read(index, count, *rows)
+                return self._read(index, division, *rows)
 
             batches = ranges.by_step(self._rows, specs, self.batch_size, steps)
             return batches.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=deterministic).prefetch(
@@ -73,8 +74,8 @@ class LargePasses:
 
         return dataset
 
-    def _read(self, index: int, count: int, *rows: tf.Tensor) -> Any:
-        begin, end = order.part(length(rows[0]), index, count)
+    def _read(self, index: int, division: Division, *rows: tf.Tensor) -> Any:
+        begin, end = division.part(length(rows[0]), index)
         numbers, *extras = (of_each[begin:end] for of_each in rows)
         data = self._examples_at(numbers)
         return data if self._transform is None else self._transform(data, *extras)
@@ -97,12 +98,12 @@ class LargeFeed(FileFeed):
     def __init__(self, passes: LargePasses, world: World, problem: Callable[[], DataError | None] = lambda: None):
         def pipeline(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
             assert end_batch is None
-            dataset = passes.dataset(world.rank, world.world_size, epoch, first_batch)
+            dataset = passes.dataset(world.rank, Division.among_processes(world), epoch, first_batch)
             # The model's operations shall not wait behind reading, however few threads they have.
             return tf_datasets.with_options(dataset, cores(), True)
 
         super().__init__(pipeline, lambda *batches: problem(), passes.examples, passes.batch_size, world)
-        self._batch = functools.partial(passes.batch, world.rank, world.world_size)
+        self._batch = functools.partial(passes.batch, world.rank, Division.among_processes(world))
 
     def range(self, epoch: int, first_batch: int, end_batch: int | None) -> Any:
         if end_batch is None:

@@ -26,6 +26,7 @@ from typing import overload
 
 import numpy as np
 
+from tfdist.data.pipeline.division import WHOLE, Division
 from tfdist.data.pipeline.permutation import Permutation
 
 # Up to here an order is drawn as a whole: 40 MB, and a second per epoch. Above, it is computed: drawing takes 0.1 µs
@@ -202,14 +203,14 @@ class Parts:
         indices: the order of the epoch.
         batch_size: examples per global batch.
         rank: the rank.
-        world_size: the number of ranks that share a batch.
+        division: of a batch among the ranks.
         batches: the number of steps, if there are more than batches: the last ones then have no examples.
     """
 
     indices: Order
     batch_size: int
     rank: int = 0
-    world_size: int = 1
+    division: Division = WHOLE
     batches: int = 0
 
     def __len__(self) -> int:
@@ -217,7 +218,7 @@ class Parts:
 
     def length(self, batch: int) -> int:
         """The number of examples of the rank in batch number `batch`."""
-        begin, end = part(self._end(batch + 1) - self._end(batch), self.rank, self.world_size)
+        begin, end = self.division.part(self._end(batch + 1) - self._end(batch), self.rank)
         return end - begin
 
     def joined(self, first: int, last: int) -> np.ndarray:
@@ -238,7 +239,7 @@ class Parts:
 
     def _own(self, batches: np.ndarray) -> np.ndarray:
         """The part of the rank, of the last axis."""
-        begin, end = part(batches.shape[-1], self.rank, self.world_size)
+        begin, end = self.division.part(batches.shape[-1], self.rank)
         return batches[..., begin:end]
 
     def _end(self, batches: int) -> int:
@@ -246,7 +247,7 @@ class Parts:
         return min(batches * self.batch_size, len(self.indices))
 
 
-def parts_by_file(indices: Order, files: np.ndarray, batch_size: int, rank: int, world_size: int) -> Parts:
+def parts_by_file(indices: Order, files: np.ndarray, batch_size: int, rank: int, division: Division) -> Parts:
     """The examples of one rank in each step, if each rank reads whole files.
 
     The largest files are assigned first, each to the rank with the fewest examples. All ranks get the same number of
@@ -257,18 +258,18 @@ def parts_by_file(indices: Order, files: np.ndarray, batch_size: int, rank: int,
         files: the number of the file of each example, from 0, int `[examples]`, in stored order.
         batch_size: examples per step over all ranks.
         rank: the rank.
-        world_size: the number of ranks.
+        division: of a batch among the ranks.
     """
     files, sizes = files[: len(indices)], np.zeros(0, np.int64)
     for begin in range(0, len(files), LARGEST_DRAWN):
         more = np.bincount(files[begin : begin + LARGEST_DRAWN], minlength=len(sizes))
         more[: len(sizes)] += sizes
         sizes = more
-    loads, owners = np.zeros(world_size, np.int64), np.zeros(len(sizes), np.int64)
+    loads, owners = np.zeros(division.count, np.int64), np.zeros(len(sizes), np.int64)
     for file in np.argsort(-sizes, kind="stable"):
         owners[file] = loads.argmin()
         loads[owners[file]] += sizes[file]
-    ends = [part(batch_size, one, world_size) for one in range(world_size)]
+    ends = [division.part(batch_size, one) for one in range(division.count)]
     lengths = [max(1, end - begin) for begin, end in ends]
     steps = max(-(-int(load) // length) for load, length in zip(loads, lengths, strict=True))
 
@@ -277,13 +278,3 @@ def parts_by_file(indices: Order, files: np.ndarray, batch_size: int, rank: int,
         return np.concatenate([some[owners[files[some]] == rank] for some in ranges])
 
     return Parts(_drawn(int(loads[rank]), mine), lengths[rank], batches=steps)
-
-
-def part(examples: int, index: int, count: int) -> tuple[int, int]:
-    """The half-open range of a batch of `examples` that part `index` of `count` takes.
-
-    Parts are contiguous and in order, so that joining them returns the batch. Their sizes differ by at most one, and
-    part 0 of a batch with examples is never empty. The function works on Python integers and on TensorFlow's integer
-    tensors.
-    """
-    return (examples * index + count - 1) // count, (examples * (index + 1) + count - 1) // count

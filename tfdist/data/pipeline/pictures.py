@@ -21,6 +21,7 @@ from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import cache_folder, order, scan
 from tfdist.data.pipeline.arrays import Arrays, label_type
 from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.origin import Asked, Part
 from tfdist.data.pipeline.picture_files import Pictures
 from tfdist.data.pipeline.source import Source
@@ -139,7 +140,8 @@ class PictureSource(Source):
     def _make_decoded_batches(self, part: Part) -> DecodedBatches:
         from tfdist.data.pipeline import tf_datasets
 
-        files, ranks, size = self.files[part.split], (part.world.rank, part.world.world_size), part.global_batch_size
+        files, size = self.files[part.split], part.global_batch_size
+        ranks = part.world.rank, Division.among_processes(part.world)
         order_of = self._order_of(part.split, size, part.seed, part.shuffle)
         augmentation = self.augmentation(part.augment)
 

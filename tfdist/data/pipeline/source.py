@@ -23,6 +23,7 @@ from tfdist.cluster.world import World
 from tfdist.data.pipeline import augmentation as augmentations
 from tfdist.data.pipeline import order, padding
 from tfdist.data.pipeline.arrays import Arrays, as_numpy, checked, head, main_input, sentence_lengths
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.held import Held
 from tfdist.data.pipeline.origin import Asked, FeedOrigin, Origin, Part
 from tfdist.data.pipeline.transforms import FromHeld
@@ -295,7 +296,8 @@ class Source:
         passes = self.passes(
             part.split, part.global_batch_size, seed=part.seed, shuffle=part.shuffle, augment=part.augment
         )
-        return passes.dataset(part.world.rank, part.world.world_size, part.epoch, part.first_batch, part.deterministic)
+        division = Division.among_processes(part.world)
+        return passes.dataset(part.world.rank, division, part.epoch, part.first_batch, part.deterministic)
 
     def passes(
         self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"

@@ -21,6 +21,7 @@ from tfdist.cluster.world import World
 from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.dataset_feed import DatasetFeed
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import ONLY_PARTS, Batches, Feed, WrappedFeed
 from tfdist.data.pipeline.large_feed import LargeArrayFeed
 from tfdist.errors import UsageError
@@ -199,8 +200,8 @@ class SharedBatches(Batches):
             there = tf.reduce_all(self.numbers_of_all(tf.cast(there, tf.int32)) > 0)
         return Found(there, batch.get_value)
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
-        return self.whole.part(state, batch, index, count)
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
+        return self.whole.part(state, batch, index, division)
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,8 @@ class PartBatches(Batches):
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         return self.part_of.fetch(state, step)
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
-        return _local_part(self, state, batch, index, count)
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
+        return _local_part(self, state, batch, index, division)
 
 
 @dataclass(frozen=True)
@@ -249,17 +250,17 @@ class JoinedBatches(Batches):
             return mine, sizes
         return Found(tf.reduce_sum(sizes) > 0, lambda: (mine, sizes))
 
-    def part(self, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
+    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         mine, sizes = batch
-        data, share = _local_part(self, state, mine, index, count)
+        data, share = _local_part(self, state, mine, index, division)
         of_all = tf.cast(sizes[self.rank], tf.float64) / tf.cast(tf.reduce_sum(sizes), tf.float64)
         return tree.map_structure(batch_parts.at_least_one, data), share * of_all
 
 
-def _local_part(batches: Any, state: Any, batch: Any, index: int, count: int) -> tuple[Any, Any]:
-    """The part of replica `index` of `count` in the job, of a batch that this process' replicas share."""
-    replicas = count // batches.world_size
-    return batches.part_of.part(state, batch, index - batches.rank * replicas, replicas)
+def _local_part(batches: Any, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
+    """The part of replica `index` in the job, of a batch that this process' replicas share."""
+    replicas = division.count // batches.world_size
+    return batches.part_of.part(state, batch, index - batches.rank * replicas, Division(replicas))
 
 
 def _value_or_nothing(optional: Any) -> Any:

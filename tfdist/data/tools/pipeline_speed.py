@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.cluster.cores import cores
 from tfdist.data.pipeline.array_feed import ArrayFeed
 from tfdist.data.pipeline.decoding import Decoder
+from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.pictures import PictureSource
 from tfdist.data.pipeline.source import Source
 
@@ -69,7 +70,7 @@ def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str,
         if isinstance(feed, ArrayFeed):  # elsewhere it is a part of gathering
             seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / feed.examples
         whole_batches = max(1, feed.examples // batch_size)
-        dataset = feed.dataset(0, 1, 1, 0).take(whole_batches)
+        dataset = feed.dataset(0, WHOLE, 1, 0).take(whole_batches)
         seconds["gather" if name == "none" else name] = _seconds_an_element(dataset) / min(batch_size, feed.examples)
     if augment != "none":
         seconds[augment] = max(0.0, seconds[augment] - seconds["gather"])
