@@ -23,7 +23,7 @@ FIRST_TO_TRY = {
 
 def bound_of(shares: Mapping[str, float]) -> str:
     """The kind with the largest share, of those in `tfdist.profiling.breakdown`."""
-    return max(FIRST_TO_TRY, key=lambda kind: shares[kind])
+    return max(shares, key=lambda kind: shares[kind])
 
 
 def advice(shares: Mapping[str, float]) -> str:
