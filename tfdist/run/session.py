@@ -19,6 +19,7 @@ import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
 from tfdist.cluster import consensus
+from tfdist.core.verification_bounds import BoundReport
 from tfdist.data.formats import text
 from tfdist.data.pipeline import repeated
 from tfdist.data.tools import for_model
@@ -126,8 +127,11 @@ class Session:
         assert self.config.verify_steps is not None
         strategy, _, model, train = self._built()
         report = strategy.verify(model, train, steps=self.config.verify_steps)
-        replicas = terminal.counted(strategy.num_replicas, "replica")
-        self._show(f"{report}\n\nThe steps of `{self.config.strategy}` on {replicas} are those of one device.")
+        name, replicas = self.config.strategy, terminal.counted(strategy.num_replicas, "replica")
+        held = isinstance(report, BoundReport)
+        what = "stay within its bound" if held else f"on {replicas} are those of one device"
+        why = "" if held or strategy.bound is None else f", as its bound is: {strategy.bound.equality}"
+        self._show(f"{report}\n\nThe steps of `{name}` {what}{why}.")
 
     def _built(self) -> tuple[Any, data.Source, Any, Any]:
         """The strategy, the dataset, the compiled model, and the training batches."""
