@@ -353,6 +353,7 @@ def test_both_reports_say_what_bounds_the_training(tmp_path):
     for report in (text.report(found), page.html(found)):
         assert "What bounds the training" in report and "The step is bound by input: 67% of its time." in report
         assert "With synthetic input an epoch is 3.00 (3.00 to 3.00) times as fast." in report
+        assert "with cached input" not in report  # which was not measured
     assert summary.headline(found) == "cnn on digits, global batch 32: nothing is faster than `single`."
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 FIRST_TO_TRY = {
     "compute": "let more devices share the batch, use `--dtype-policy mixed_bfloat16` where the hardware has it, or a "
-    "smaller model; the layers at the top of the table are the ones to look at",
+    "smaller model; `tfdist profile RUN` lists the layers that take longest",
     "communication": "a larger global batch, which exchanges gradients less often; `--compression bf16`; fewer and "
     "larger processes; a faster link",
     "input": "prepare examples once: `cache` and `prefetch`, parallel `map`, smaller pictures, files on a faster disk",

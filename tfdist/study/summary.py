@@ -124,7 +124,9 @@ def bounds(found: Sequence[Verdict]) -> Table:
         ]
         for one in found
     ]
-    return Table(["training", "bound by", "times as fast with synthetic input", "with cached input", *kinds], rows)
+    headings = ["training", "bound by", "times as fast with synthetic input", "with cached input", *kinds]
+    there = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    return Table([headings[index] for index in there], [[row[index] for index in there] for row in rows])
 
 
 def verdicts(found: Sequence[Verdict]) -> list[str]:
