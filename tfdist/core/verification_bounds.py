@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfdist.core import building, exact_step, metrics, programs, verification
 from tfdist.core.inner_loop import Steps, as_traced
 from tfdist.core.verification_watch import MARK, Watch
+from tfdist.data.pipeline.array_feed import ArrayBatches
 from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import VerificationError
@@ -101,8 +102,8 @@ class Bound:
 
     equality: ClassVar[str]
 
-    def is_equality(self, model: Any) -> bool:
-        """Whether the steps of `model` are those of one device."""
+    def is_equality(self, strategy: Strategy, model: Any, feed: Feed) -> bool:
+        """Whether the steps of `model` on the batches of `feed` are those of one device."""
         raise NotImplementedError
 
     def compared(self, strategy: Strategy, model: Any, feed: Feed, steps: int) -> Report:
@@ -128,7 +129,7 @@ def verify(strategy: Strategy, model: Any, feed: Feed, steps: int) -> Report | B
     """
     bound = strategy.bound
     assert bound is not None
-    if bound.is_equality(model):
+    if bound.is_equality(strategy, model, feed):
         try:
             return bound.compared(strategy, model, feed, steps)
         except VerificationError as error:
@@ -153,9 +154,12 @@ class Averaging(Bound):
     equality: ClassVar[str] = "averaging after each step of SGD is synchronous training"
     sync_every: int | None
 
-    def is_equality(self, model: Any) -> bool:
+    def is_equality(self, strategy: Strategy, model: Any, feed: Feed) -> bool:
         at_once = self.sync_every == 1 and model.optimizer.gradient_accumulation_steps is None
-        return at_once and _is_sgd(model.optimizer) and not any(map(_is_of_rank, keras_internals.all_layers(model)))
+        # Each rank has its own share of arrays, of which it takes a share of each batch: equal ones where that divides.
+        other = isinstance(feed.batches, ArrayBatches) and feed.batch_size % strategy.world.world_size
+        of_rank = any(map(_is_of_rank, keras_internals.all_layers(model)))
+        return at_once and _is_sgd(model.optimizer) and not of_rank and not other
 
     def measured(self, strategy: Strategy, model: Any, feed: Feed, steps: int) -> BoundReport:
         batches = feed.first(steps)
@@ -194,8 +198,8 @@ class Staleness(Bound):
     most: int | None
     _WHAT: ClassVar[str] = "the largest staleness of a step"
 
-    def is_equality(self, model: Any) -> bool:
-        del model
+    def is_equality(self, strategy: Strategy, model: Any, feed: Feed) -> bool:
+        del strategy, model, feed
         return self.most == 0
 
     def compared(self, strategy: Strategy, model: Any, feed: Feed, steps: int) -> Report:
