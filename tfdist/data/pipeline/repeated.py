@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import tensorflow as tf
 
 from tfdist.data.pipeline import array_feed, order
 from tfdist.data.pipeline.source import Source
@@ -31,6 +33,21 @@ def feed(source: Source, split: str, global_batch_size: int, **options: Any) -> 
     replaced = source.feed(split, global_batch_size, **options)
     (batch,) = replaced.first(1)
     arrays, examples = array_feed.tensors(*batch), replaced.examples
-    rows, dtype = len(batch[1]), order.index_type(examples)
-    in_turn = order.Order(examples, lambda begin, end: np.arange(begin, end, dtype=dtype) % rows)
-    return array_feed.ArrayFeed(arrays, global_batch_size, lambda epoch: in_turn)
+    found = array_feed.ArrayFeed(arrays, global_batch_size, lambda epoch: order.as_stored(examples))
+    found.batches = RepeatedBatches(global_batch_size, found.batches.even, rows=len(batch[1]))
+    return found
+
+
+@dataclass(frozen=True)
+class RepeatedBatches(array_feed.ArrayBatches):
+    """Numbers of examples as they would be of all examples, in whose places are those of one batch, of `rows` rows."""
+
+    rows: int = field(kw_only=True)
+
+    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        numbers, *extras = super().fetch(state, step)
+        return (numbers % self.rows, *extras)
+
+    def gathered(self, arrays: Any, positions: Sequence[tf.Tensor]) -> Any:
+        # `mpi_split` fetches its own share of the numbers itself.
+        return super().gathered(arrays, [positions[0] % self.rows, *positions[1:]])
