@@ -52,7 +52,8 @@ class KerasMethods:
     def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
         """Compares a few steps of `model` on one device and on this strategy, on copies of `model`.
 
-        `tfdist.core.verification` says what is compared and how closely.
+        `tfdist.core.verification` says what is compared and how closely. A strategy whose steps differ from those of
+        one device by design is held to the bound that it states; see `tfdist.core.verification_bounds`.
 
         Args:
             model: compiled.
@@ -60,11 +61,11 @@ class KerasMethods:
             named: the same by name, and `steps`, the number of global batches, 3 unless set.
 
         Returns:
-            The `tfdist.core.verification_report.Report`.
+            The `tfdist.core.verification_report.Report`, or a `BoundReport`.
 
         Raises:
             VerificationError: the steps differ by more than rounding; the error names the layer and the likely cause.
-            UsageError: this strategy does not compute what one device does, by design.
+            UsageError: this strategy does not compute what one device does, by design, and states no bound.
         """
         return self._in_loop("verify", model, *arguments, **named)
 

@@ -52,6 +52,7 @@ from tfdist.strategies._keras_methods import KerasMethods
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
+    from tfdist.core.verification_bounds import Bound
 
 Step = Callable[[Replica], Any]
 
@@ -132,6 +133,11 @@ class Strategy(KerasMethods):
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         """The names of the devices that the replicas of this process run on."""
         return device_choice.choose(wanted, self.default_cpus)
+
+    @property
+    def bound(self) -> Bound | None:
+        """What the strategy states of steps that are not those of one device; `None` if it states nothing."""
+        return None
 
     @property
     def num_replicas(self) -> int:

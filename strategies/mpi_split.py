@@ -13,6 +13,7 @@ from typing import Any
 from tfdist.cluster import process_exit
 from tfdist.communicators import mpi
 from tfdist.core.inner_loop import Program, Steps
+from tfdist.core.verification_bounds import Averaging
 from tfdist.data.pipeline import together
 from tfdist.errors import UsageError
 from tfdist.strategies import _collective as collective
@@ -46,6 +47,10 @@ class MpiSplitStrategy(collective.MultiProcessStrategy):
 
     def connect(self) -> mpi.MpiCommunicator:
         return _join()
+
+    @property
+    def bound(self) -> Averaging | None:
+        return Averaging(self.sync_every) if self.world.world_size > 1 else None
 
     def options(self) -> dict[str, Any]:
         return super().options() | {"sync_every": self.sync_every or EPOCH}

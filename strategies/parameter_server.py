@@ -20,6 +20,7 @@ from tfdist.cluster import ports, rendezvous
 from tfdist.cluster.task import Task
 from tfdist.cluster.world import World
 from tfdist.core.inner_loop import Program, Steps
+from tfdist.core.verification_bounds import Staleness
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
@@ -139,6 +140,10 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
         self._job_settings = dict(job_settings or {})
         super().__init__(**options)
+
+    @property
+    def bound(self) -> Staleness:
+        return Staleness(self.staleness)
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if wanted is not None:

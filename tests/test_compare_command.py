@@ -96,6 +96,52 @@ def test_a_run_that_is_killed_and_says_nothing_is_told_by_its_exit_code(tmp_path
     assert "`single` failed in 1 of 1 runs" in (tmp_path / "study" / "report.md").read_text()
 
 
+SLOW = """
+import time
+import tfdist.data
+
+def load(data_dir=None):
+    x, y = tfdist.data.load("digits").arrays("train")
+    examples = {"train": 256, "validation": 0, "test": 0}
+    spec = tfdist.data.DataSpec("slow", "classification", x.shape[1:], 10, examples)
+
+    def read_at(split, indices):
+        time.sleep(0.1)
+        return x[indices], y[indices]
+
+    return tfdist.data.IndexedSource(spec, read_at)
+"""
+INPUTS = ("--input", "real,synthetic", "--strategies", "single", "--repeats", "2", "--epochs", "3", "--out", "study")
+
+
+def bounds(folder):
+    """What the report says bounds the training, by the row's name."""
+    report = (folder / "study" / "report.md").read_text()
+    table = report.partition("## What bounds the training")[2].partition("\n- ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    return {row[0]: row[1] for row in rows[2:]}
+
+
+@pytest.mark.slow
+def test_a_dataset_that_takes_its_time_for_each_batch_bounds_the_training(tmp_path):
+    (tmp_path / "own.py").write_text(SLOW)
+    done = tfdist("compare", *INPUTS, "--model", "mlp", "--dataset", "own:load", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The step is bound by input" in done.stdout and "Try first: prepare examples once" in done.stdout
+    assert bounds(tmp_path) == {"single, mlp on own:load, global batch 32": "input"}
+    runs = tmp_path / "study" / "runs"
+    assert load_record(runs / "mlp-own.load-32-synthetic-single-1" / "round-0").dataset.input == "synthetic"
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_digits_in_memory_do_not_bound_the_training_of_a_cnn(tmp_path):
+    done = tfdist("compare", *INPUTS, "--model", "cnn", "--dataset", "digits", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (bound,) = bounds(tmp_path).values()
+    assert bound in ("compute", "waiting (latency)")
+
+
 ONE = ("--strategies", "single", "--model", "mlp", "--dataset", "digits")
 
 
@@ -113,6 +159,7 @@ ONE = ("--strategies", "single", "--model", "mlp", "--dataset", "digits")
             ("--strategies", "single", "--model", "mlp", "--dataset", "digits", "--repeats", "0"),
             "`repeats` of the study",
         ),
+        ((*ONE, "--input", "real,imagined"), "Unknown input `imagined`"),
         ((*ONE, "--price", "dear"), "`--price` is `dear`"),
         (("--matrix", "nowhere.toml"), "The study `nowhere.toml` cannot be read"),
     ],

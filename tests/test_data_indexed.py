@@ -13,7 +13,7 @@ from benchmarks import large_order
 from tests.test_data_pipeline import SEED, assert_same_batches, batches_of_ranks, pictures, segmenter
 from tfdist.cluster.world import World
 from tfdist.data import DataSpec, IndexedSource, Source
-from tfdist.data.pipeline import indexed
+from tfdist.data.pipeline import indexed, repeated
 from tfdist.data.pipeline.origin import FeedOrigin
 from tfdist.errors import DataError, UsageError
 
@@ -150,3 +150,40 @@ def test_another_process_can_make_a_source_and_its_feed_from_their_origin():
     np.testing.assert_array_equal(again.arrays("train")[0], source.arrays("train")[0])
     x, y = source.arrays("train")
     assert Source.from_arrays("mine", classes=0, task="autoencoding", train=(x, y)).origin is None
+
+
+def test_a_cached_source_reads_each_example_once_and_has_the_same_batches():
+    read: list[int] = []
+    found = indexed_of(pictures(), read).cached().feed("train", 6, seed=SEED)
+    expected = pictures().feed("train", 6, seed=SEED)
+    for epoch in range(2):
+        for feed_of_both in zip(passed(found, epoch), passed(expected, epoch), strict=True):
+            for one, other in zip(*feed_of_both, strict=True):
+                np.testing.assert_array_equal(one, other)
+    assert sorted(read) == list(range(20))
+
+
+def passed(feed, epoch):
+    """The global batches of a pass."""
+    state = feed.start(epoch, 0)
+    return [feed.batches.part(state, batch, 0, 1)[0] for batch in feed.batches.take(state, 0, feed.num_batches)]
+
+
+def test_a_repeated_batch_takes_the_place_of_all_and_nothing_else_is_read():
+    read: list[int] = []
+    source = indexed_of(pictures(), read)
+    ((x, y),) = source.feed("train", 6, seed=SEED, augment="crop_flip").first(1)
+    found = repeated.feed(source, "train", 6, seed=SEED, augment="crop_flip")
+    assert (found.examples, found.batch_size, found.num_batches) == (20, 6, 4)
+    batches = [*passed(found, 0), *passed(found, 1)]
+    assert [len(of_batch) for of_batch, _ in batches] == [6, 6, 6, 2] * 2
+    for number, (found_x, found_y) in enumerate(batches):
+        np.testing.assert_array_equal(found_x, x[: len(found_x)], err_msg=f"batch {number}")
+        np.testing.assert_array_equal(found_y, y[: len(found_y)])
+    assert len(read) == 12  # the first batch, when it was looked at, and again
+
+
+def test_batches_of_different_widths_have_none_that_could_be_repeated():
+    source = tfdist.data.load("synthetic", task="text_classification", train=64, length=8, buckets=True)
+    with pytest.raises(UsageError, match="different widths"):
+        repeated.feed(source, "train", 8)

@@ -457,6 +457,14 @@ class TestNetwork:
         network.in_time([lambda: time.sleep(1000)], 0.1)
 
 
+@pytest.fixture
+def free_ports():
+    with socket.socket() as one, socket.socket() as two:
+        for each in (one, two):
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in (one, two)]
+
+
 def tf_config(*workers, index=0):
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
 
@@ -515,13 +523,6 @@ class TestJob:
     def test_slurm_is_found_by_its_program(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", program(tmp_path, "srun", "true"))
         assert f"`{tmp_path}/srun` starts the processes of a job" in told(self.found(), "ok", "Slurm")[0]
-
-    @pytest.fixture
-    def free_ports(self):
-        with socket.socket() as one, socket.socket() as two:
-            for each in (one, two):
-                each.bind(("", 0))
-            return [each.getsockname()[1] for each in (one, two)]
 
 
 class TestFolders:
@@ -612,6 +613,22 @@ class TestReadiness:
         few = ("prlimit", "--nofile=100:100") if shutil.which("prlimit") else pytest.skip("there is no `prlimit`")
         code = f"{IMPORTS}print([readiness.of(name).ready for name in ('single', 'multiworker')])"
         assert "[True, False]" in run_code(code, inside=few).stdout
+
+    def test_in_a_job_of_several_processes_those_of_one_process_are_not_ready(self, free_ports):
+        config = tf_config(*(f"localhost:{port}" for port in free_ports))
+        done = run_code(READY, TF_CONFIG=config)
+        found = json.loads(done.stdout.splitlines()[-1])
+        alone = {name for name, one in found.items() if "trains in one" in one["reason"]}
+        assert alone == {"single", "mirrored", "custom"} and not any(found[name]["ready"] for name in alone)
+        reason, command = found["mirrored"]["reason"], found["mirrored"]["command"]
+        assert reason.startswith("TF_CONFIG describes 2 processes, and `mirrored` trains in one: `tfdist train`")
+        assert command.startswith("unset TF_CONFIG to train") and "multiworker" in command
+        assert found["multiworker"]["ready"] and found["pipeline"]["ready"]
+
+    def test_a_pipeline_has_a_stage_in_each_process_of_a_job_and_needs_what_jobs_need(self, free_ports):
+        config = tf_config(*(f"no-such-host.invalid:{port}" for port in free_ports))
+        code = f"{IMPORTS}print(readiness.of('pipeline').reason)"
+        assert "`no-such-host.invalid`" in run_code(code, TF_CONFIG=config).stdout
 
     def test_an_unknown_name_is_refused(self):
         with pytest.raises(UnknownNameError, match="did you mean `mirrored`"):

@@ -1,7 +1,9 @@
 """The report as a page: what is in it, and what a browser makes of it."""
 
+import functools
 import json
 import re
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -202,12 +204,14 @@ def test_the_page_is_served_on_this_machine_alone():
 def test_the_command_serves_the_page_until_it_is_interrupted(tmp_path):
     made(tmp_path / "runs")
     command = [sys.executable, "-m", "tfdist.report", str(tmp_path / "runs"), "--out", str(tmp_path), "--serve"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background has interrupts ignored, by what it starts too.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard)  # noqa: PLW1509
     try:
         address = next(line for line in process.stdout if "http://" in line).split()[4]
         with urllib.request.urlopen(address, timeout=10) as answer:
             assert answer.read() == (tmp_path / "report.html").read_bytes()
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
     finally:
         process.kill()

@@ -15,12 +15,12 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.run import schema
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import EpochRecord
-from tfdist.study import events, measure, plan, prices, ratios, results, runs, summary, text
+from tfdist.study import events, measure, page, plan, prices, ratios, results, runs, summary, text, verdicts
 
 CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
 
 
-@pytest.mark.parametrize("module", [plan, ratios, prices])
+@pytest.mark.parametrize("module", [plan, ratios, prices, verdicts])
 def test_the_synopsis_runs(module):
     assert doctest.testmod(module).failed == 0
 
@@ -307,3 +307,88 @@ def wait_for(ask, is_there, seconds=60):
                 return found
         time.sleep(0.2)
     raise AssertionError("TensorBoard shows no runs")
+
+
+def measured_with(folder, input, seconds, rounds=5, traced=None, **changed):
+    """Runs with this input, whose traced steps, if there are any, took `traced` seconds for each kind."""
+    if traced is not None:
+        parts = zip(schema.BreakdownRecord.model_fields, traced, strict=True)
+        changed["breakdown"] = schema.BreakdownRecord(**dict(parts))
+    for number in range(rounds):
+        made(folder / input, round=number, seconds=seconds * (1 + number / 100), **changed)
+    for path in (folder / input).rglob(measure.MEASURED):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "input": input}))
+
+
+def verdict(folder):
+    (found,) = verdicts.of(results.of_runs(runs.load([folder])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "traced", "bound", "input_share"),
+    [
+        (3.0, (0.05, 0.0, 0.05, 0.5), "input", 2 / 3),
+        (1.0, (0.07, 0.02, 0.0, 0.5), "compute", 0),
+        (1.0, (0.03, 0.09, 0.0, 0.0), "communication", 0),
+        (1.0, (0.02, 0.03, 0.01, 0.0), "waiting", 0),  # the rest of a step of 0.1 s
+        (1.25, (0.09, 0.0, 0.0, 0.0), "compute", 0.2),  # a difference, and yet not the largest part
+        (3.0, None, "input", 2 / 3),
+        (1.0, None, "", 0),
+    ],
+)
+def test_what_bounds_the_training_is_the_largest_part_of_an_epoch(tmp_path, seconds, traced, bound, input_share):
+    measured_with(tmp_path, "real", seconds)
+    measured_with(tmp_path, "synthetic", 1.0, traced=traced)
+    found = verdict(tmp_path)
+    assert found.bound == bound and found.input_share == pytest.approx(input_share, abs=1e-3)
+    assert sum(found.shares.values()) == pytest.approx(1 if traced else 0)
+    assert ("Try first" in found.advice) == bool(bound)
+
+
+def test_both_reports_say_what_bounds_the_training(tmp_path):
+    measured_with(tmp_path, "real", 3.0)
+    measured_with(tmp_path, "synthetic", 1.0, traced=(0.05, 0.0, 0.0, 0.0))
+    found = results.of_runs(runs.load([tmp_path]))
+    for report in (text.report(found), page.html(found)):
+        assert "What bounds the training" in report and "The step is bound by input: 67% of its time." in report
+        assert "With synthetic input an epoch is 3.00 (3.00 to 3.00) times as fast." in report
+        assert "with cached input" not in report  # which was not measured
+    assert summary.headline(found) == "cnn on digits, global batch 32: nothing is faster than `single`."
+
+
+def test_one_round_does_not_tell_what_input_costs(tmp_path):
+    for input, seconds in (("real", 9.0), ("synthetic", 1.0)):
+        measured_with(tmp_path, input, seconds, rounds=1, traced=(0.1, 0.0, 0.0, 0.0))
+    found = verdict(tmp_path)
+    assert found.bound == "" and found.shares == {} and "--repeats" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("cached", "said"), [(1.0, "it is 3.00 (3.00 to 3.00) times as fast."), (3.0, "augmenting and handing over")]
+)
+def test_cached_input_tells_whether_reading_or_handing_over_takes_the_time(tmp_path, cached, said):
+    for input, seconds in (("real", 3.0), ("cached", cached), ("synthetic", 1.0)):
+        measured_with(tmp_path, input, seconds)
+    assert said in verdict(tmp_path).advice
+
+
+def test_losses_are_not_compared_between_inputs_and_unequal_steps_leave_no_verdict(tmp_path):
+    measured_with(tmp_path, "real", 3.0)
+    measured_with(tmp_path / "equal", "synthetic", 1.0, losses=(9.0, 9.0, 9.0))
+    measured_with(tmp_path / "unequal", "synthetic", 1.0, initial_weights="def")
+    both = runs.load([tmp_path / "real", tmp_path / "equal"])
+    (found,) = verdicts.of(results.of_runs(both))
+    assert found.bound == "input" and found.unequal == []
+    assert [row.marks for one in results.of_runs(both) for row in one.rows] == [[], []]
+    (found,) = verdicts.of(results.of_runs(runs.load([tmp_path / "real", tmp_path / "unequal"])))
+    assert found.bound == "" and "initial weights: def instead of abc" in found.advice
+
+
+def test_a_study_of_several_inputs_traces_the_cells_whose_input_costs_nothing(tmp_path):
+    (tmp_path / "study.toml").write_text(f'{STUDY[: STUDY.index("[train]")]}inputs = ["real", "synthetic"]\n')
+    study = plan.Plan(**plan.read(tmp_path / "study.toml"))
+    assert len(study.cells()) == 2 * 2 * 2 * 4 and len({cell.folder for cell in study.cells()}) == 32
+    assert {cell.case.input for cell in study.traced()} == {"synthetic"} and len(study.traced()) == 16
+    options = study.traced()[0].options(epochs=3, seed=1)
+    assert options[options.index("--input") + 1] == "synthetic"

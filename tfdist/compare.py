@@ -42,6 +42,7 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
 @_what("--dataset", metavar="NAMES", help="datasets, divided by commas, or your own as module:function")
 @_what("--workers", metavar="N,...", help="numbers of processes, or of devices of a strategy with one process [1]")
 @_what("--batch-size", metavar="N,...", help="examples per global batch [32]")
+@_what("--input", metavar="NAMES", help="real, cached, synthetic, divided by commas: says what bounds the training")
 @_what("--matrix", type=click.Path(path_type=Path), metavar="FILE", help="a study as a TOML file; options replace it")
 @_how("--repeats", type=int, metavar="N", help="runs of each strategy with each seed [5]")
 @_how("--seeds", type=int, metavar="N", help="seeds, from 0 [1]")
@@ -60,6 +61,7 @@ def _compare(
     dataset: str | None,
     workers: str | None,
     batch_size: str | None,
+    input: str | None,
     matrix: Path | None,
     run_seconds: float,
     out: Path | None,
@@ -78,6 +80,7 @@ def _compare(
         "contestants": None if names is None else tuple(plan.Contestant(name) for name in names),
         "workers": _numbers(workers, "--workers"),
         "batch_sizes": _numbers(batch_size, "--batch-size"),
+        "inputs": _list(input),
     }
     of_plan = {field.name for field in fields(plan.Plan)}
     given |= {name: options.pop(name) for name in list(options) if name in of_plan}

@@ -69,7 +69,7 @@ class NonFiniteLossError(TfdistError):
 
 
 class VerificationError(TfdistError):
-    """Steps on the replicas of a strategy differ from those of one device by more than rounding.
+    """Steps on the replicas of a strategy differ from those of one device by more than rounding, or break its bound.
 
     Attributes:
         layer: the layer, metric, loss or model with the first difference.

@@ -17,7 +17,7 @@ import click
 
 from tfdist import files, terminal
 from tfdist.errors import RunFolderError
-from tfdist.study import events, page, results, runs, serve, summary, text
+from tfdist.study import events, page, results, runs, serve, summary, text, verdicts
 from tfdist.study.prices import NO_PRICES, Prices
 
 _report = terminal.options_of("The report")
@@ -82,6 +82,8 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
     with terminal.any_stdout(needed=True):
         for one in comparisons:
             click.echo("\n".join([summary.answer(one), *summary.notes(one)]))
+        for line in summary.verdicts(verdicts.of(comparisons)):
+            click.echo(line)
         click.echo(out / "report.html")
     return html
 

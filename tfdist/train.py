@@ -131,6 +131,13 @@ def _last_of_each(value: Any) -> Any:
 @_data("--limit", type=int, metavar="N", help="train on the first N examples only")
 @_data("--augment", default="none", show_default=True, metavar="NAME", help=_names(augmentation.NAMES))
 @_data("--on-bad-example", metavar="NAME", help="what to do with a file or line that cannot be used: fail, skip")
+@_data(
+    "--input",
+    default="real",
+    show_default=True,
+    metavar="NAME",
+    help="of training steps: real, cached (read once, into memory), synthetic (one batch, repeated)",
+)
 @_model("--model", required=True, metavar="NAME", help=_names(models.names(), own="function"))
 @_model("--model-option", multiple=True, metavar="NAME=VALUE", help="an option of the model; may be repeated")
 @_model("--dtype-policy", default="float32", show_default=True, metavar="NAME", help=_names(configs.DTYPE_POLICIES))

@@ -16,6 +16,7 @@ _OF_TRAIN = (
     *("model", "model_option", "dtype_policy"),
     *("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "gradient_accumulation", "seed"),
     *("strategy", "strategy_option", "devices", "communication", "compression", "shard_bytes"),
+    *("sync_every", "staleness"),
     *("timeout_seconds", "callback_timeout_seconds", "workers", "ps", "expose"),
     *("run_dir", "quiet", "verbose", "verify_steps"),
 )

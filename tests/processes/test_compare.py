@@ -1,8 +1,11 @@
 """`tfdist compare` with jobs: what they send is counted, and a strategy that cannot run here is told by the doctor."""
 
 import os
+import shutil
 import subprocess
 import sys
+
+import pytest
 
 from tfdist.study import results, runs
 
@@ -39,3 +42,10 @@ def test_a_strategy_that_cannot_run_here_is_marked_with_the_doctors_reason(tmp_p
     assert "mpi4py" in comparison.rows[1].runs[0].cause
     report = (tmp_path / "study" / "report.md").read_text()
     assert "`mpi_split on 2` failed in 1 of 1 runs: error: " in report and "planted" in report
+
+
+def test_each_rank_of_mpi_split_has_its_share_of_input_that_costs_nothing(tmp_path):
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no `mpirun`: run `make horovod`")
+    done = compare("--strategies", "mpi_split", "--workers", "2", "--input", "synthetic", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -25,9 +25,10 @@ import keras
 
 from tfdist.checkpointing import writer
 from tfdist.cluster import consensus
-from tfdist.core import beginning, building, metrics, programs, verification
+from tfdist.core import beginning, building, metrics, programs, verification, verification_bounds
 from tfdist.core.epoch import EpochRunner
 from tfdist.core.metrics import Logs
+from tfdist.core.verification_bounds import BoundReport
 from tfdist.core.verification_report import Report
 from tfdist.data.pipeline import adapters, together
 from tfdist.data.pipeline.batch_feed import BatchFeed
@@ -241,15 +242,21 @@ def verify(
     sample_weight: Any = None,
     class_weight: Any = None,
     steps: int = verification.STEPS,
-) -> Report:
-    """Compares the first `steps` global batches on one device and on `strategy`; see `tfdist.core.verification`."""
-    verification.require_as_one_device(strategy)
+) -> Report | BoundReport:
+    """Compares the first `steps` global batches on one device and on `strategy`; see `tfdist.core.verification`.
+
+    A strategy that differs by design is held to its bound; see `tfdist.core.verification_bounds`.
+    """
+    if strategy.bound is None:
+        verification.require_as_one_device(strategy)
     _check(strategy, model, "verify")
     feed = _feed(
         strategy, adapters.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)
     )
     programs.build(strategy, model, "train", feed)
     with Passes(feed, steps):
+        if strategy.bound is not None:
+            return verification_bounds.verify(strategy, model, feed, steps)
         return verification.verify(strategy, model, feed.first(steps))
 
 

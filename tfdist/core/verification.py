@@ -36,6 +36,7 @@ from tfdist.core.verification_causes import explained
 from tfdist.core.verification_report import Comparison, Report, Step
 from tfdist.core.verification_watch import MARK, Watch
 from tfdist.data.pipeline.batch_feed import BatchFeed
+from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import UsageError, VerificationError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_variables
@@ -49,13 +50,22 @@ STEPS = 3
 _NUDGES = 2
 
 
-def verify(strategy: Strategy, model: Any, batches: Sequence[Any]) -> Report:
+def verify(
+    strategy: Strategy,
+    model: Any,
+    batches: Sequence[Any],
+    inside: bool = True,
+    in_one_call_from: Feed | None = None,
+) -> Report:
     """Compares steps of `model` on one device and on `strategy`, and restores the model.
 
     Args:
         strategy: in whose scope the model was made.
         model: compiled, and built for training.
         batches: global batches, as `train_step` takes them, the same in all processes of the job.
+        inside: compare what happens inside of steps too, and logs; else the variables after each step alone.
+        in_one_call_from: a feed whose first batches these are, to run all steps of the strategy in one call of its
+            inner loop, and compare the variables after the last one.
 
     Raises:
         VerificationError: the steps differ, in any of the processes.
@@ -65,21 +75,41 @@ def verify(strategy: Strategy, model: Any, batches: Sequence[Any]) -> Report:
     unseeded = [randomness.unseeded_of(strategy).state]
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
-    held = [*variables, *unseeded, *keras_internals.tensorflow_variables(model)]
+    held = _held(strategy, model)
     epsilon = _epsilon(strategy, model)
-    watch = Watch(strategy, model)
+    watch = Watch(strategy, model, sees=inside)
     with _state_kept(held), watch:
         seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
         with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
             steps = Steps(model, "train", BatchFeed.batches, own_logs=seen)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
-        program = strategy.program(Steps(model, "train", as_traced(strategy, model, BatchFeed.batches), own_logs=seen))
+        feed = in_one_call_from or BatchFeed(batches[0])
+        program = strategy.program(Steps(model, "train", as_traced(strategy, model, feed.batches), own_logs=seen))
         metrics.reset(strategy, model)
-        found = _run(program, batches, compared)
+        if in_one_call_from is None:
+            found = _run(program, batches, compared)
+        else:
+            with _state_kept(held):
+                _in_one_call(program, feed, len(batches), compared)  # in which graphs are built
+            reference, nudged = reference[-1:], [run[-1:] for run in nudged]
+            found = _in_one_call(program, feed, len(batches), compared)
+    if not inside:
+        found = [{key: value for key, value in step.items() if key[0] == "variable"} for step in found]
     sizes = {v.path: float(np.max(np.abs(_value(v)), initial=0)) for v in variables}
     report = Comparison(model, groups, sizes, watch.seen, epsilon).report(reference, nudged, found)
     _raise_if_different(strategy, model, report)
     return report
+
+
+def restored(strategy: Strategy, model: Any) -> contextlib.AbstractContextManager[None]:
+    """The context at whose end all variables of `model` and all random states are as before."""
+    return _state_kept(_held(strategy, model))
+
+
+def _held(strategy: Strategy, model: Any) -> list[Any]:
+    """The variables that steps change."""
+    variables = [variable for members in training_state.variables(model).values() for variable in members]
+    return [*variables, randomness.unseeded_of(strategy).state, *keras_internals.tensorflow_variables(model)]
 
 
 def require_as_one_device(strategy: Strategy) -> None:
@@ -135,6 +165,16 @@ def _run(program: Any, batches: Sequence[Any], variables: Sequence[Any]) -> list
         steps.append(step)
     program.end_epoch()
     return steps
+
+
+def _in_one_call(program: Any, feed: Feed, count: int, variables: Sequence[Any]) -> list[Step]:
+    """Runs the first `count` steps of `feed` in one call, and returns the variables after the last one."""
+    before = [_value(variable) for variable in variables]
+    program.begin_epoch()
+    program.run(feed.start(0, 0), 0, count)
+    program.end_epoch()
+    changed = ((v, np.asarray(_value(v) - start)) for v, start in zip(variables, before, strict=True))
+    return [{("variable", v.path): change for v, change in changed}]
 
 
 def _value(variable: Any) -> np.ndarray:

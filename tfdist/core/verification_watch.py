@@ -29,18 +29,24 @@ class _Seen(threading.local):
 class Watch(contextlib.AbstractContextManager[None]):
     """In this context, the model's `train_step` also returns the outputs of its layers, its losses and its gradients.
 
+    Args:
+        strategy: that the model is trained with.
+        model: the model.
+        sees: whether anything is recorded; if not, random numbers are drawn all the same for the whole global batch.
+
     Attributes:
         seen: the layer, loss or variable that each recorded value belongs to, by the value's kind and name.
         noise: the noise that steps on one device add to their gradients, relative to the gradients' size.
         keeps_state: a step draws random numbers by operations that keep their state in the graph.
     """
 
-    def __init__(self, strategy: Strategy, model: Any):
+    def __init__(self, strategy: Strategy, model: Any, sees: bool = True):
         self.seen: dict[tuple[str, str], Any] = {}
         self.keeps_state = False
         self.noise: tf.Variable | None = None
         self._unseeded = randomness.unseeded_of(strategy)
         self._model = model
+        self._sees = sees
         self._of_thread = _Seen()
 
     def __enter__(self) -> None:
@@ -66,8 +72,13 @@ class Watch(contextlib.AbstractContextManager[None]):
             self._of_thread.step = None
         return {**logs, **seen} if isinstance(logs, dict) else logs
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is being traced, here and not in a graph within its graph."""
+        return self._of_thread.step is not None and _graph() is self._of_thread.graph
+
     def _see(self, kind: str, of: Any, value: Any) -> Any:
-        if self._of_thread.step is None or _graph() is not self._of_thread.graph:
+        if not self._sees or not self.is_in_step:
             return value
         if kind == "gradients":
             for variable, gradient in zip(of, value, strict=True):

@@ -88,4 +88,6 @@ def load_origin(described: origin.Origin) -> Source:
     source = load(described.name, described.data_dir, **dict(described.options))
     if described.limit is not None:
         source = source.limit(described.limit)
-    return source.for_autoencoding() if described.autoencoding else source
+    if described.autoencoding:
+        source = source.for_autoencoding()
+    return source.cached() if described.cached else source

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 
+from tfdist import strategies
 from tfdist.cluster import cluster_file, ports, slurm
 from tfdist.cluster.world import PMI, VARIABLES_OF_RANKS, World
 from tfdist.doctor import network
@@ -42,6 +43,28 @@ def described(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     found = [*_other_descriptions(world, environment), *_hosts(world), *_own_address(world)]
     place = f"By {world.source}, this process is rank {world.rank} of {world.world_size}"
     return found if any(one.is_problem for one in found) else [ok(SUBJECT, place), *found]
+
+
+def of_several(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether variables describe a job of several processes, which can be."""
+    return not malformed(environment) and World.detect(environment).world_size > 1
+
+
+def of_one_process(strategy: str, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """The problem of a strategy that trains in one process, in a job of several; empty outside of one."""
+    if not of_several(environment):
+        return []
+    world = World.detect(environment)
+    others = ", ".join(strategies.having("processes"))
+    unset = f"unset {cluster_file.TF_CONFIG}" if world.source == cluster_file.TF_CONFIG else "start one process alone"
+    return [
+        problem(
+            SUBJECT,
+            f"{world.source} describes {world.world_size} processes, and `{strategy}` trains in one: `tfdist train` "
+            "refuses it there, and a script would train a model of its own in each process",
+            f"{unset} to train in this process alone, or use one of {others}",
+        )
+    ]
 
 
 def _other_descriptions(world: World, environment: Mapping[str, str]) -> Iterator[Finding]:

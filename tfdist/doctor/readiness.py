@@ -70,7 +70,10 @@ def _obstacles(strategy: str, tried: Sequence[links.Tried]) -> Iterator[Finding]
     yield from (found for found in packages.findings() if found.is_problem)
     yield from _not_loaded("tensorflow")
     yield from job.malformed()
-    if not traits.processes or strategy in ALONE_TOO:
+    if not traits.processes:
+        yield from job.of_one_process(strategy)
+        return
+    if strategy in ALONE_TOO and not job.of_several():
         return
     if traits.package is not None:
         yield from _package(traits.package)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 FIRST_TO_TRY = {
     "compute": "let more devices share the batch, use `--dtype-policy mixed_bfloat16` where the hardware has it, or a "
-    "smaller model; the layers at the top of the table are the ones to look at",
+    "smaller model; `tfdist profile RUN` lists the layers that take longest",
     "communication": "a larger global batch, which exchanges gradients less often; `--compression bf16`; fewer and "
     "larger processes; a faster link",
     "input": "prepare examples once: `cache` and `prefetch`, parallel `map`, smaller pictures, files on a faster disk",
@@ -23,7 +23,7 @@ FIRST_TO_TRY = {
 
 def bound_of(shares: Mapping[str, float]) -> str:
     """The kind with the largest share, of those in `tfdist.profiling.breakdown`."""
-    return max(FIRST_TO_TRY, key=lambda kind: shares[kind])
+    return max(shares, key=lambda kind: shares[kind])
 
 
 def advice(shares: Mapping[str, float]) -> str:

@@ -40,6 +40,8 @@ OPTIMIZERS = (
     "sgd",
 )
 SCHEDULES = ("constant", "cosine")
+# The examples of training steps: as the dataset reads them; read once, into memory; one batch, repeated.
+INPUTS = ("real", "cached", "synthetic")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 # The options of strategies that are also options of the command.
 OF_STRATEGIES = (
@@ -93,6 +95,7 @@ class TrainConfig:
         data_options: the options of the dataset, by name.
         augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
         on_bad_example: one of `tfdist.data.pipeline.bad_examples.POLICIES`; `None` is the dataset's default, "fail".
+        input: one of `INPUTS`, of training; validation and test are read as the dataset reads them.
         run_dir: the run's folder; `None` makes one below `runs/`.
         resume: continue the run in `run_dir`.
         checkpoint_steps: steps from one checkpoint to the next within an epoch; `None` saves only at its end.
@@ -139,6 +142,7 @@ class TrainConfig:
     data_options: Mapping[str, Any] = field(default_factory=dict)
     augment: str = "none"
     on_bad_example: str | None = None
+    input: str = "real"
     run_dir: Path | None = None
     resume: bool = False
     checkpoint_steps: int | None = None
@@ -158,9 +162,7 @@ class TrainConfig:
         if ":" not in self.dataset:
             registry.require_known(self.dataset, "dataset", data.names())
         _known("dtype policy", self.dtype_policy, DTYPE_POLICIES)
-        _known("augmentation", self.augment, augmentations.NAMES)
-        if self.on_bad_example is not None:
-            _known("policy for bad examples", self.on_bad_example, bad_examples.POLICIES)
+        _check_data(self)
         for name in ("epochs", "batch_size", "gradient_accumulation", "limit", "checkpoint_steps", "verify_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -199,6 +201,19 @@ def require_run_to_resume(resume: Any, run_dir: Any) -> None:
     """Raises `UsageError` for `--resume` without `--run-dir`."""
     if resume and run_dir is None:
         raise UsageError("`--resume` needs `--run-dir`, which is not set", "name the run's folder with `--run-dir`")
+
+
+def _check_data(config: TrainConfig) -> None:
+    _known("augmentation", config.augment, augmentations.NAMES)
+    _known("input", config.input, INPUTS)
+    if config.on_bad_example is not None:
+        _known("policy for bad examples", config.on_bad_example, bad_examples.POLICIES)
+    if config.input == "cached" and config.augment == "resized_crop":
+        raise UsageError(
+            "`--input cached` is set with `--augment resized_crop`, which needs whole pictures, which are not held in "
+            "memory",
+            "use another augmentation, or `--input real` with `--data-option cache=disk`",
+        )
 
 
 def _check_strategy_options(config: TrainConfig) -> None:

@@ -62,6 +62,7 @@ def begin_record(
             examples=dict(source.spec.examples),
             options={name: str(value) for name, value in config.load_options.items()},
             augment=config.augment,
+            input=config.input,
             skipped=len(source.skipped),
             class_names=list(source.spec.class_names),
         ),

@@ -25,6 +25,7 @@ def refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
         ("--dataset", earlier.dataset.name, config.dataset),
         *(("--data-option", _setting(name, before_options), _setting(name, now_options)) for name in names),
         ("--augment", earlier.dataset.augment, config.augment),
+        ("--input", earlier.dataset.input, config.input),
         ("--model", earlier.model.name, config.model),
         ("--batch-size", earlier.global_batch_size, config.batch_size),
         ("--seed", earlier.seed, config.seed),

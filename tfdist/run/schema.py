@@ -147,6 +147,7 @@ class DatasetRecord(_Part):
     examples: dict[str, int]
     options: dict[str, str] = {}
     augment: str = "none"
+    input: str = "real"
     skipped: int = 0
     class_names: list[str] = []
 

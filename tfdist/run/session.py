@@ -19,7 +19,9 @@ import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
 from tfdist.cluster import consensus
+from tfdist.core.verification_bounds import BoundReport
 from tfdist.data.formats import text
+from tfdist.data.pipeline import repeated
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.internals.tensorflow import runtime_started
@@ -125,8 +127,11 @@ class Session:
         assert self.config.verify_steps is not None
         strategy, _, model, train = self._built()
         report = strategy.verify(model, train, steps=self.config.verify_steps)
-        replicas = terminal.counted(strategy.num_replicas, "replica")
-        self._show(f"{report}\n\nThe steps of `{self.config.strategy}` on {replicas} are those of one device.")
+        name, replicas = self.config.strategy, terminal.counted(strategy.num_replicas, "replica")
+        held = isinstance(report, BoundReport)
+        what = "stay within its bound" if held else f"on {replicas} are those of one device"
+        why = "" if held or strategy.bound is None else f", as its bound is: {strategy.bound.equality}"
+        self._show(f"{report}\n\nThe steps of `{name}` {what}{why}.")
 
     def _built(self) -> tuple[Any, data.Source, Any, Any]:
         """The strategy, the dataset, the compiled model, and the training batches."""
@@ -134,7 +139,7 @@ class Session:
         strategy, source = self._strategy_and_source()
         keras.utils.set_random_seed(config.seed)
         keras.config.set_dtype_policy(config.dtype_policy)
-        train = self._feed(strategy, source, "train", augment=config.augment)
+        train = self._training_feed(strategy, source)
         with strategy.scope():
             model = models.build(config.model, source.spec, **self.model_options)
             compiled = model.compiled
@@ -144,10 +149,22 @@ class Session:
             self._advise(model, source, compiled)
         return strategy, source, model, train
 
+    def _training_feed(self, strategy: Any, source: data.Source) -> Any:
+        """The training batches, of the input that was asked for."""
+        config = self.config
+        if config.input == "synthetic":
+            return repeated.feed(source, "train", config.batch_size, augment=config.augment, **self._of_feed())
+        if config.input == "cached":
+            source = source.cached()
+        return self._feed(strategy, source, "train", augment=config.augment)
+
     def _feed(self, strategy: Any, source: data.Source, split: str, **options: Any) -> Any:
-        if _keeps_streams(self.config):
-            options["stream_positions"] = True
-        return source.feed(split, self.config.batch_size, world=strategy.world, seed=self.config.seed, **options)
+        return source.feed(split, self.config.batch_size, world=strategy.world, **self._of_feed(), **options)
+
+    def _of_feed(self) -> dict[str, Any]:
+        """The options of all feeds."""
+        streams = {"stream_positions": True} if _keeps_streams(self.config) else {}
+        return {"seed": self.config.seed, **streams}
 
     def close(self, status: schema.Status, reason: str | None) -> None:
         """Ends an open trace and writes the record with the final status of the run."""
@@ -330,6 +347,7 @@ def _job_settings(config: TrainConfig) -> dict[str, str]:
         "on_bad_example",
         "augment",
         "limit",
+        "input",
         "epochs",
         "batch_size",
         "model_options",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import altair as alt
@@ -250,7 +251,7 @@ def weak_scaling(comparisons: Sequence[Comparison], palette: Palette) -> dict[Ca
     by_case: dict[Case, list[tuple[Row, float | None]]] = {}
     for row in (row for one in comparisons for row in one.rows if row.weak_efficiency is not None):
         case = row.cell.case
-        of_one = Case(case.model, case.dataset, case.batch_size // row.cell.workers)
+        of_one = replace(case, batch_size=case.batch_size // row.cell.workers)
         by_case.setdefault(of_one, []).append((row, row.weak_efficiency))
     charts = {case: _scaling(rows, palette) for case, rows in by_case.items()}
     return {case: chart for case, chart in charts.items() if chart is not None}

@@ -36,7 +36,7 @@ class Measured(BaseModel):
     """`measured.json`.
 
     Attributes:
-        model, dataset, batch_size, strategy, workers, label: the cell.
+        model, dataset, batch_size, input, strategy, workers, label: the cell.
         study: when the study was begun, which tells rounds of several studies apart.
         round: the number of the round, from 0.
         seed: the seed of weights, order and random layers.
@@ -56,6 +56,7 @@ class Measured(BaseModel):
     model: str
     dataset: str
     batch_size: int
+    input: str = "real"
     strategy: str
     workers: int
     label: str
@@ -73,7 +74,8 @@ class Measured(BaseModel):
     @property
     def cell(self) -> Cell:
         """The cell, without its options."""
-        return Cell(Case(self.model, self.dataset, self.batch_size), self.strategy, self.workers, self.label)
+        case = Case(self.model, self.dataset, self.batch_size, self.input)
+        return Cell(case, self.strategy, self.workers, self.label)
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ def turns(plan: Plan, out: Path) -> list[Turn]:
         first = number % len(cells)
         for cell in [*cells[first:], *cells[:first]]:
             found.append(Turn(cell, number, seed, out / "runs" / cell.folder / f"round-{number}"))
-    traced = cells if plan.trace else []
-    return [*found, *(Turn(cell, 0, 0, out / "runs" / cell.folder / "traced", traced=True) for cell in traced)]
+    traced = (Turn(cell, 0, 0, out / "runs" / cell.folder / "traced", traced=True) for cell in plan.traced())
+    return [*found, *traced]
 
 
 def begin(plan: Plan, out: Path, resume: bool) -> str:

@@ -19,7 +19,7 @@ import jinja2
 import vl_convert
 from markupsafe import Markup, escape
 
-from tfdist.study import charts, summary
+from tfdist.study import charts, summary, verdicts
 from tfdist.study.charts import Palette
 from tfdist.study.results import Comparison
 
@@ -67,6 +67,7 @@ class Section:
 def html(comparisons: Sequence[Comparison]) -> str:
     """The page."""
     palette = Palette(comparisons)
+    found = verdicts.of(comparisons)
     sections = [_section(f"case-{index}", one, palette, len(comparisons)) for index, one in enumerate(comparisons)]
     first = _first(comparisons, palette)
     weak = [
@@ -91,6 +92,8 @@ def html(comparisons: Sequence[Comparison]) -> str:
         any_mark=any(row.marks for one in comparisons for row in one.rows),
         first=first,
         first_legend=_legend(comparisons, palette) if len(comparisons) > 1 else [],
+        bounds=summary.bounds(found) if found else None,
+        verdicts=summary.verdicts(found),
         sections=sections,
         weak=weak,
         colors={"light": charts.LIGHT, "dark": charts.DARK},

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import strategies
-from tfdist.errors import UsageError
+from tfdist.errors import UnknownNameError, UsageError
+from tfdist.run.config import INPUTS
 
 # Options of `tfdist train` that every run of a study has alike, as an option of `compare` or in a file's `[train]`.
 OF_TRAIN = (
@@ -30,6 +31,8 @@ OF_TRAIN = (
 )
 # Those that a strategy of a study's file may have besides.
 OF_A_STRATEGY = ("strategy_option", "ps", "communication", "compression", "staleness", "sync_every", "shard_bytes")
+
+REAL, SYNTHETIC = "real", "synthetic"
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,24 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Case:
-    """The work that strategies are compared on."""
+    """The work that strategies are compared on.
+
+    Attributes:
+        model, dataset: by name.
+        batch_size: examples in a global batch.
+        input: of training steps, one of `tfdist.run.config.INPUTS`.
+    """
 
     model: str
     dataset: str
     batch_size: int
+    input: str = REAL
 
     @property
     def title(self) -> str:
         """Such as `cnn on digits, global batch 32`."""
-        return f"{self.model} on {self.dataset}, global batch {self.batch_size}"
+        of = "" if self.input == REAL else f", {self.input} input"
+        return f"{self.model} on {self.dataset}, global batch {self.batch_size}{of}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,8 @@ class Cell:
     def folder(self) -> str:
         """A name for the folder of its runs."""
         case = self.case
-        whole = f"{case.model}-{case.dataset}-{case.batch_size}-{self.label}-{self.workers}"
+        of = "" if case.input == REAL else f"{case.input}-"
+        whole = f"{case.model}-{case.dataset}-{case.batch_size}-{of}{self.label}-{self.workers}"
         return re.sub(r"[^A-Za-z0-9_.-]", ".", whole)
 
     def options(self, epochs: int, seed: int) -> list[str]:
@@ -102,6 +114,7 @@ class Cell:
         alike |= {"batch_size": self.case.batch_size, "epochs": epochs, "seed": seed}
         if self.strategy != "single":
             alike["workers" if strategies.traits(self.strategy).processes else "devices"] = self.workers
+        alike |= {} if self.case.input == REAL else {"input": self.case.input}
         return as_options({**alike, **self.train})
 
 
@@ -115,6 +128,8 @@ class Plan:
         contestants: the strategies; the first one is what the others are compared with, unless `single` is there.
         workers: numbers of workers.
         batch_sizes: examples in a global batch.
+        inputs: of training steps, of `tfdist.run.config.INPUTS`. With "real" and "synthetic" among them, the report
+            says what bounds the training, for which each cell with synthetic input is run once more, with a trace.
         repeats: how many times each cell is measured with each seed.
         seeds: how many seeds, from 0.
         epochs: epochs of each run, of which the first one warms up.
@@ -132,6 +147,7 @@ class Plan:
     contestants: tuple[Contestant, ...]
     workers: tuple[int, ...] = (1,)
     batch_sizes: tuple[int, ...] = (32,)
+    inputs: tuple[str, ...] = (REAL,)
     repeats: int = 5
     seeds: int = 1
     epochs: int = 5
@@ -141,7 +157,7 @@ class Plan:
     train: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("models", "datasets", "contestants", "workers", "batch_sizes"):
+        for name in ("models", "datasets", "contestants", "workers", "batch_sizes", "inputs"):
             if not getattr(self, name):
                 raise UsageError(f"The study has no `{name}`", "name at least one")
         counts: dict[str, tuple[int, ...]] = {name: (getattr(self, name),) for name in ("repeats", "seeds", "epochs")}
@@ -151,6 +167,9 @@ class Plan:
             for value in values:
                 if not isinstance(value, int) or value < 1:
                     raise UsageError(f"`{name}` of the study is {value!r}", "give whole numbers from 1 on")
+        for name in self.inputs:
+            if name not in INPUTS:
+                raise UnknownNameError("input", name, INPUTS)
         if self.steps is not None and "limit" in self.train:
             raise UsageError(
                 "`steps` is set beside `limit`, which both say how many examples an epoch has", "leave one out"
@@ -163,10 +182,16 @@ class Plan:
 
     def cells(self) -> list[Cell]:
         """All cells, those of a case together."""
-        cases = itertools.starmap(Case, itertools.product(self.models, self.datasets, self.batch_sizes))
+        work = itertools.product(self.models, self.datasets, self.batch_sizes, self.inputs)
+        cases = list(itertools.starmap(Case, work))
         return [
             self._cell(case, one, count) for case in cases for one in self.contestants for count in self._counts(one)
         ]
+
+    def traced(self) -> list[Cell]:
+        """The cells that are run once more, with a trace."""
+        verdict = {REAL, SYNTHETIC} <= set(self.inputs)
+        return [cell for cell in self.cells() if self.trace or (verdict and cell.case.input == SYNTHETIC)]
 
     def _counts(self, contestant: Contestant) -> Sequence[int]:
         if contestant.strategy == "single":

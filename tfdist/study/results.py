@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tfdist.profiling import breakdown
 from tfdist.study import ratios, work
@@ -95,10 +95,20 @@ class Row:
         return self.median(_network_bytes_a_step)
 
     @property
-    def breakdown(self) -> dict[str, float]:
-        """The parts of a step by what they are spent on, 0 to 1, of the last run with a trace; empty without one."""
+    def step_seconds(self) -> float | None:
+        """Of a step in those epochs."""
+        return self.median(lambda run: _median(epoch.step_seconds for epoch in run.later_epochs))
+
+    @property
+    def traced_step(self) -> breakdown.Breakdown | None:
+        """What a step is spent on, of the last run with a trace; `None` without one."""
         found = [run.record.breakdown for run in [*self.runs, *self.traced] if run.record and run.record.breakdown]
-        return breakdown.Breakdown(**found[-1].model_dump()).shares() if found else {}
+        return breakdown.Breakdown(**found[-1].model_dump()) if found else None
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """The parts of a traced step by what they are spent on, 0 to 1; empty without a trace."""
+        return {} if self.traced_step is None else self.traced_step.shares()
 
     @property
     def peak_memory_bytes(self) -> list[float]:
@@ -240,7 +250,7 @@ def _efficiency(cell: Cell, by_cell: Mapping[Cell, list[Run]], weak: bool) -> fl
     size = cell.case.batch_size
     if cell.workers == 1 or (weak and size % cell.workers):
         return None
-    case = Case(cell.case.model, cell.case.dataset, size // cell.workers if weak else size)
+    case = replace(cell.case, batch_size=size // cell.workers if weak else size)
     alone = by_cell.get(Cell(case, cell.strategy, 1, cell.label)) or by_cell.get(Cell(case, "single", 1, "single"), [])
     rate, of_one = _examples_per_second(by_cell[cell]), _examples_per_second(alone)
     return None if rate is None or not of_one else rate / of_one / cell.workers

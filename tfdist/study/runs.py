@@ -169,7 +169,7 @@ def _cell_of(record: RunRecord) -> Cell:
     """The cell of a run that was made alone."""
     name = record.strategy.name
     workers = record.world.world_size if record.world.world_size > 1 else record.strategy.replicas
-    case = Case(record.model.name, record.dataset.name, record.global_batch_size)
+    case = Case(record.model.name, record.dataset.name, record.global_batch_size, record.dataset.input)
     return Cell(case, name, 1 if name == "single" else workers, name)
 
 

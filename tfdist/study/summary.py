@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from tfdist import strategies
 from tfdist.study import work
+from tfdist.study.plan import REAL
 from tfdist.study.results import Comparison, Row
 from tfdist.study.runs import Run
+from tfdist.study.verdicts import Verdict
 from tfdist.terminal import counted
 
 MARK = "≠"  # before what is not equal work, or did not learn
@@ -61,7 +63,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def headline(comparisons: Sequence[Comparison]) -> str:
-    """What came out of all cases, in one sentence."""
+    """What came out of all cases, in one sentence; those with another input than real are there for comparison."""
+    comparisons = [one for one in comparisons if one.case.input == REAL] or comparisons
     if len(comparisons) == 1:
         return answer(comparisons[0])
     winners = [row for row in map(_winner, comparisons) if row is not None]
@@ -106,6 +109,33 @@ def figures(comparison: Comparison) -> Table:
     cells = {name: [text(row) for row in comparison.rows] for name, text in _COLUMNS.items()}
     there = {name: column for name, column in cells.items() if any(column)}
     return Table(list(there), [list(row) for row in zip(*there.values(), strict=True)])
+
+
+def bounds(found: Sequence[Verdict]) -> Table:
+    """What bounds the training, a row for each verdict."""
+    kinds = ("input", "compute", "communication", "waiting")
+    rows = [
+        [
+            f"{MARK} {_verdict_name(one)}" if one.unequal else _verdict_name(one),
+            {"waiting": "waiting (latency)", "": "not known"}.get(one.bound, one.bound),
+            one.synthetic.text,
+            "" if one.cached is None else one.cached.text,
+            *(percent(one.shares.get(kind)) for kind in kinds),
+        ]
+        for one in found
+    ]
+    headings = ["training", "bound by", "times as fast with synthetic input", "with cached input", *kinds]
+    there = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    return Table([headings[index] for index in there], [[row[index] for index in there] for row in rows])
+
+
+def verdicts(found: Sequence[Verdict]) -> list[str]:
+    """What bounds the training and what to do about it, a line for each verdict."""
+    return [f"{_code(one.cell.name)}, {one.cell.case.title}: {one.advice}" for one in found]
+
+
+def _verdict_name(found: Verdict) -> str:
+    return f"{found.cell.name}, {found.cell.case.title}"
 
 
 def checks(comparison: Comparison) -> Table:

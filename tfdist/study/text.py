@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tfdist.study import summary
+from tfdist.study import summary, verdicts
 from tfdist.study.results import Comparison
 
 
@@ -19,6 +19,10 @@ def report(comparisons: Sequence[Comparison], picture: str = "") -> str:
     parts = ["# Comparison of strategies"]
     parts += [_escaped(summary.headline(comparisons))] if len(comparisons) > 1 else []
     parts += [f"![Times as fast, by strategy]({picture})"] if picture else []
+    found = verdicts.of(comparisons)
+    if found:
+        lines = [f"- {_escaped(line)}" for line in summary.verdicts(found)]
+        parts += ["## What bounds the training", _markdown(summary.bounds(found)), "\n".join(lines)]
     for one in comparisons:
         parts += [f"## {_escaped(one.case.title)}", _escaped(summary.answer(one)), table(one)]
         notes = [f"- {_escaped(note)}" for note in summary.notes(one)]

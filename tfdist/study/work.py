@@ -11,6 +11,7 @@ from typing import Any
 
 from tfdist import strategies
 from tfdist.run.schema import RunRecord
+from tfdist.study.plan import SYNTHETIC
 from tfdist.study.runs import Run
 from tfdist.terminal import counted
 
@@ -47,13 +48,16 @@ def unequal(run: Run, base: Run) -> list[str]:
         mine, other = fact(run.record), fact(base.record)
         if mine is not None and other is not None and mine != other:
             found.append(f"{name}: {shown(mine)} instead of {shown(other)}")
-    if not any(strategies.traits(one.cell.strategy).asynchronous for one in (run, base)):
+    other_data = run.cell.case.input != base.cell.case.input
+    if not other_data and not any(strategies.traits(one.cell.strategy).asynchronous for one in (run, base)):
         found += _loss(run, base)
     return found
 
 
 def learnt(run: Run) -> str:
-    """Why it did not learn; "" if it did, or if a single epoch does not tell."""
+    """Why it did not learn; "" if it did, if a single epoch does not tell, or if there was nothing to learn from."""
+    if run.cell.case.input == SYNTHETIC:
+        return ""
     losses = [epoch.metrics.get("loss") for epoch in run.epochs]
     if any(loss is None for loss in losses):
         return "its loss is not finite"

@@ -59,6 +59,11 @@ class IndexedSource(Source):
         self._read_at = read_at
         self._problem: DataError | None = None
 
+    def cached(self) -> Source:
+        source = Source(self.spec, self._read)
+        source.origin = None if self.origin is None else dataclasses.replace(self.origin, cached=True)
+        return source
+
     def _feed(self, asked: Asked, world: World) -> Feed:
         from tfdist.data.pipeline.large_feed import LargeFeed
 

@@ -26,6 +26,7 @@ class Origin:
         options: of the dataset: pairs of a name and a value that JSON can carry.
         limit: the number of training examples that it was limited to, if it was.
         autoencoding: whether it was turned into one for autoencoding.
+        cached: whether its examples are read once, into memory.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Origin:
     options: tuple[tuple[str, Any], ...]
     limit: int | None = None
     autoencoding: bool = False
+    cached: bool = False
 
 
 @dataclass(frozen=True)

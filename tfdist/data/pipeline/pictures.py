@@ -100,6 +100,12 @@ class PictureSource(Source):
         spec = dataclasses.replace(spec, examples={split: len(pictures) for split, pictures in self.files.items()})
         super().__init__(spec, self._decode_all, skipped=bad.sentences)
 
+    def cached(self) -> Self:
+        source = self._with_spec()
+        source.cache = "memory"
+        source.origin = None if self.origin is None else dataclasses.replace(self.origin, cached=True)
+        return source
+
     def _feed(self, asked: Asked, world: World) -> Feed:
         split, global_batch_size = asked.split, asked.global_batch_size
         if self.in_memory(split, self.augmentation(asked.augment)):

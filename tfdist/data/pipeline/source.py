@@ -52,6 +52,7 @@ class Source:
         spec: its facts, known without reading an example.
         origin: how another process can load it; `None` if it was not made by `tfdist.data.load`.
         skipped: the bad examples that were left out, one sentence each.
+        bucketed: whether the batches of sentences have different widths.
         has_bytes: whether examples that were read are bytes (uint8) above 1, such as pixels that nobody has scaled.
     """
 
@@ -75,7 +76,7 @@ class Source:
         self.origin: Origin | None = None
         self._read = read
         self._divisor = divisor
-        self._bucketed = bucketed
+        self.bucketed = bucketed
         self._held: dict[str, Held] = {}
         self._made: dict[Any, ArrayFeed | LargePasses] = {}
 
@@ -115,10 +116,8 @@ class Source:
         x, y = splits["train"]
         spec = DataSpec(name, task, main_input(x).shape[1:], classes, counts, **{"target_shape": y.shape[1:]} | facts)
 
-        def read(split: str, count: int) -> Arrays:
-            return head(splits[split], count)
-
-        return cls(spec, read, divisor=divisor, bucketed=bucketed, skipped=skipped)
+        options: Any = {"divisor": divisor, "bucketed": bucketed, "skipped": skipped}
+        return cls(spec, lambda split, count: head(splits[split], count), **options)
 
     def arrays(self, split: str) -> Arrays:
         """All examples of "train", "validation" or "test", read once and then kept; do not write into them.
@@ -190,6 +189,10 @@ class Source:
         if self.origin is not None:
             source.origin = dataclasses.replace(self.origin, autoencoding=True)
         return source
+
+    def cached(self) -> Source:
+        """The same dataset, whose examples are read once and then kept in memory."""
+        return self
 
     def feed(
         self,
@@ -307,14 +310,12 @@ class Source:
 
     def _passes(self, *asked: Any) -> Any:
         if asked not in self._made:
-            self._made[asked] = self._make_passes(*asked)
+            from tfdist.data.pipeline.array_feed import ArrayFeed
+            from tfdist.data.pipeline.large_feed import LargePasses
+
+            kind = LargePasses if self._by_range(asked[0]) else ArrayFeed
+            self._made[asked] = kind(*self._made_of(*asked))
         return self._made[asked]
-
-    def _make_passes(self, *asked: Any) -> ArrayFeed | LargePasses:
-        from tfdist.data.pipeline.array_feed import ArrayFeed
-        from tfdist.data.pipeline.large_feed import LargePasses
-
-        return (LargePasses if self._by_range(asked[0]) else ArrayFeed)(*self._made_of(*asked))
 
     def _by_range(self, split: str) -> bool:
         """Whether a split has so many examples that their order is never a tensor as a whole."""
@@ -364,12 +365,10 @@ class Source:
             return lambda epoch: order.streams(examples, batch_size)
         if shuffle is None:
             shuffle = split == "train"
-        if not shuffle:
-            return lambda epoch: order.as_stored(examples)
-        return self._shuffled(split, batch_size, seed)
+        return self._shuffled(split, batch_size, seed) if shuffle else lambda epoch: order.as_stored(examples)
 
     def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
-        if self._bucketed:
+        if self.bucketed:
             lengths = np.sum([*sentence_lengths(self._examples(split).arrays[0]).values()], axis=0)
             return lambda epoch: order.bucketed_order(lengths, batch_size, seed, epoch)
         return lambda epoch: order.epoch_order(self.spec.examples[split], seed, epoch)
@@ -377,7 +376,7 @@ class Source:
     def _transform(
         self, arrays: Arrays, batch_size: int, augmentation: Augmentation | None, seed: int
     ) -> Transform | None:
-        if self._bucketed:
+        if self.bucketed:
             import tensorflow as tf
 
             # For GPUs XLA compiles the step once per width, and their matrix units work on multiples of 8.

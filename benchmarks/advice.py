@@ -1,0 +1,80 @@
+"""How far the cost model of `tfdist advise` is from a job of two processes of `multiworker`, measured in turns.
+
+Each round measures what the prediction is made of (steps of two processes side by side, the link between them) and then
+the job, so that other work on the machine affects both. The ratio is measured / predicted seconds of a step.
+Example: `python -m benchmarks.advice --model cnn --dataset fashion_mnist --batch-size 128 --steps 100`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfdist.advisor import costs, measured
+from tfdist.run.folder import load_record
+from tfdist.study import ratios
+from tfdist.study.plan import as_options
+
+
+def wide(spec: Any) -> keras.Model:
+    """6.6 million parameters: with small batches, their exchange takes longer than the computation."""
+    units = [keras.layers.Dense(count, "relu") for count in (2048, 2048, 1024)]
+    return keras.Sequential([keras.Input(spec.input_shape), keras.layers.Flatten(), *units, keras.layers.Dense(10)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="benchmarks.advice:wide")
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--optimizer", default="sgd")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=60, help="of an epoch")
+    parser.add_argument("--repeats", type=int, default=4, help="rounds")
+    arguments = parser.parse_args()
+    options = {name: getattr(arguments, name) for name in ("model", "dataset", "optimizer")}
+    steps, size = arguments.steps, arguments.batch_size
+    predicted: dict[object, float] = {}
+    found: dict[object, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(arguments.repeats):
+            of_round = Path(folder) / str(number)
+            predicted[number] = prediction(options, size, steps, of_round / "alone")
+            found[number] = job(options, size, steps, of_round / "job")
+            print(f"{1e3 * predicted[number]:.2f} ms predicted, {1e3 * found[number]:.2f} ms measured", flush=True)
+    ratio = ratios.of_rounds(found, predicted)
+    assert ratio is not None
+    print(
+        f"measured / predicted {ratio.median:.2f} ({ratio.low or ratio.median:.2f} to {ratio.high or ratio.median:.2f})"
+    )
+
+
+def prediction(options: dict[str, object], size: int, steps: int, folder: Path) -> float:
+    """Seconds of a step, as `tfdist advise` finds them: c(half a batch), and an all-reduce of the gradients."""
+    work = measured.Work(options, size, sys.maxsize, tuple(sorted(os.sched_getaffinity(0))), steps)
+    records = measured._side_by_side(work, size // 2, 2, folder)
+    seconds = [epoch.step_seconds for record in records for epoch in record.epochs[1:] if epoch.step_seconds]
+    half = costs.Compute(statistics.median(seconds), 0.0)
+    link = measured.link("multiworker")
+    assert link is not None
+    return costs.collective(half, link, 4.0 * (records[0].model.parameters or 0), size, 2)
+
+
+def job(options: dict[str, object], size: int, steps: int, folder: Path) -> float:
+    """Seconds of a step of two processes."""
+    more = {"batch_size": size, "limit": steps * size, "epochs": measured.EPOCHS, "run_dir": folder}
+    command = [sys.executable, "-m", "tfdist.train", "--strategy", "multiworker", "--workers", "2", "--quiet"]
+    subprocess.run([*command, *as_options({**options, **more})], check=True, stdout=subprocess.DEVNULL)
+    epochs = load_record(folder).epochs[1:]
+    return statistics.median(epoch.train_seconds / steps for epoch in epochs if epoch.train_seconds)
+
+
+if __name__ == "__main__":
+    main()
