@@ -27,6 +27,7 @@ from tfdist.core import metrics
 from tfdist.core.inner_loop import Outcome, StepProgram, Steps
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
+from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.array_feed import ArrayBatches
 from tfdist.data.pipeline.division import WHOLE, Division
 from tfdist.data.pipeline.feed import Batches
@@ -53,7 +54,11 @@ class AveragingProgram(StepProgram):
         self._job = strategy
         rank, size = strategy.communicator.rank, strategy.communicator.size
         in_memory = isinstance(steps.batches, ArrayBatches)
-        self._own: Any = (OwnBatches if in_memory else _PartBatches)(steps.batches, rank, size)  # type: ignore[arg-type]
+        self._own: Any = (
+            OwnBatches(steps.batches, rank, size)  # type: ignore[arg-type]
+            if in_memory
+            else _PartBatches(steps.batches, rank, size, _counter())
+        )
         self._sync_every = sync_every
         self._averages = averages or Averages(strategy.communicator, steps.model)
         self._state: tuple[Any, Any] = (None, None)
@@ -87,6 +92,7 @@ class AveragingProgram(StepProgram):
         return self._averages.end_epoch()
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
+        self._own.note(state, batch)
         has_examples = self._own.has_examples(state, batch)
         if has_examples is True:
             return super()._step(state, batch)
@@ -209,6 +215,11 @@ def _parts(variables: Sequence[Any], weights: int) -> list[_Part]:
     return parts
 
 
+def _counter() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False)
+
+
 def _size(variable: tf.Variable) -> int:
     return math.prod(variable.shape)
 
@@ -267,6 +278,9 @@ class OwnBatches(Batches):
         del index, division
         return self.whole.part(state[0], batch, 0, WHOLE)
 
+    def note(self, state: Any, batch: tuple[tf.Tensor, ...]) -> None:
+        """A step's examples need no counting: they follow from its number."""
+
     def has_examples(self, state: Any, batch: tuple[tf.Tensor, ...]) -> bool | tf.Tensor:
         """Whether this process has an example of the step's global batch."""
         del state
@@ -291,6 +305,7 @@ class _PartBatches(Batches):
     whole: Batches
     rank: int
     size: int
+    seen: tf.Variable  # an int64 scalar: the examples of this process that have not been asked for
 
     @property
     def length_known(self) -> bool:  # type: ignore[override]
@@ -300,8 +315,16 @@ class _PartBatches(Batches):
         return state
 
     def examples(self, state: Any, first: int, steps: int) -> int:
-        del state, first
-        return steps
+        del state, first, steps
+        seen = int(self.seen.numpy())
+        self.seen.assign(0)
+        return seen
+
+    def note(self, state: Any, batch: Any) -> None:
+        """Counts the examples that this process has of the step's global batch."""
+        data, share = self.whole.part(state, batch, self.rank, Division(self.size))
+        flat = [one for one in keras_internals.tree.flatten(data) if batch_parts.has_examples(one)]
+        self.seen.assign_add(tf.where(share > 0, tf.cast(batch_parts.length(flat[0]), tf.int64), 0))
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         return self.whole.fetch(state, step)

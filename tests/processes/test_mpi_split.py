@@ -64,7 +64,14 @@ without.own = keras.optimizers.SGD(0.1)
 without.own.build(without.trainable_variables)
 without.compile(None, "mse")
 strategy.fit(without, x, y, batch_size=12, verbose=0)
+streamed, single = compiled(), compiled()
+stream = tf.data.Dataset.from_tensor_slices((x, y)).batch(9)  # whose batches do not divide evenly
+strategy.fit(streamed, stream, verbose=0)
+for batch in stream:
+    single.train_on_batch(*batch)
+of_stream = [abs(a - b).max() for a, b in zip(streamed.get_weights(), single.get_weights())]
 said = {
+    "STREAMED": max(of_stream),
     "WITHOUT": sum(float(abs(w).sum()) for w in without.get_weights()),
     "DIFFERENCE": max(found),
     "DISAGREEMENT": history["disagreement"][-1],
@@ -99,6 +106,7 @@ def split(tmp_path):
 def test_averaging_each_step_with_sgd_is_synchronous_training(split, workers, examples):
     out = split(1, examples, workers)
     assert [float(found) < 2e-6 for found in said(out, "DIFFERENCE")] == [True] * workers
+    assert [float(found) < 2e-6 for found in said(out, "STREAMED")] == [True] * workers
     assert said(out, "EVALUATED") == said(out, "PREDICTED") == ["True"] * workers
     assert len(set(said(out, "WITHOUT"))) == 1  # a model without a compiled optimizer is averaged too
 
