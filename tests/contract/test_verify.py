@@ -239,7 +239,14 @@ def test_a_statistic_of_random_examples_is_not_hidden_by_how_they_are_drawn(cont
         verified(start(contestant), model)
 
 
-QUICK_CASES = ["remainder 1", "mixed bfloat16", "mixed float16, inf on one replica", "synchronized batch norm", "auc"]
+QUICK_CASES = [
+    "remainder 1",
+    "run eagerly",
+    "mixed bfloat16",
+    "mixed float16, inf on one replica",
+    "synchronized batch norm",
+    "auc",
+]
 ALL_CASES = [
     pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.thorough, id=name) for name in cases.CASES
 ]

@@ -80,6 +80,8 @@ def verify(
     watch = Watch(strategy, model, sees=inside)
     with _state_kept(held), watch:
         seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
+        if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
+            building.build_eagerly(strategy, model, "train", batches[0])
         with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
             steps = Steps(model, "train", BatchFeed.batches, own_logs=seen)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
