@@ -20,7 +20,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tfdist.cluster import cluster_file, slurm, tf_config
 from tfdist.cluster.environment_values import number
@@ -69,7 +69,7 @@ class World:
     local_world_size: int = 1
     source: str = "alone"
     tasks: tuple[Task, ...] = ()
-    speeds: tuple[int, ...] | None = None
+    speeds: tuple[int, ...] | None = field(default=None, repr=False)
 
     @classmethod
     def detect(cls, environment: Mapping[str, str] = os.environ) -> World:

@@ -2,8 +2,8 @@
 
 Synopsis:
 
-    >>> [Division(2).part(7, index) for index in range(2)]
-    [(0, 4), (4, 7)]
+    >>> [Division(4).part(10, index) for index in range(4)]
+    [(0, 3), (3, 5), (5, 8), (8, 10)]
     >>> [Division(2, (3, 1)).part(8, index) for index in range(2)]
     [(0, 6), (6, 8)]
 """

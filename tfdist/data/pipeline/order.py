@@ -1,4 +1,4 @@
-"""The order of examples, a pure function of (seed, epoch), and the division of batches into parts.
+"""The order of examples, a pure function of (seed, epoch), and the examples of each rank.
 
 Every strategy and every pipeline uses it, so that global batch k has the same examples for any number of replicas
 and processes (point 4 of the contract). An order is asked for by range; only a small one is drawn as a whole.
@@ -10,8 +10,6 @@ Synopsis:
     (5, True)
     >>> len(epoch_order(1_000_000_000, seed=1, epoch=0)[500_000_000:500_000_256])
     256
-    >>> [part(10, index, 4) for index in range(4)]
-    [(0, 3), (3, 5), (5, 8), (8, 10)]
     >>> streams(7, batch_size=3)[:].tolist()
     [0, 2, 4, 1, 3, 5]
 """
