@@ -15,8 +15,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
-
 from tfdist.cluster.world import World
 
 
@@ -57,6 +55,8 @@ class Division:
             return index
         if isinstance(index, int):
             return self._sums[index]
+        import tensorflow as tf  # commands divide batches before they start TensorFlow
+
         return tf.gather(tf.constant(self._sums, index.dtype), index)
 
     @functools.cached_property

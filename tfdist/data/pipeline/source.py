@@ -293,8 +293,7 @@ class Source:
     def _batches(self, part: Part) -> tf.data.Dataset:
         if part.by_file:
             raise UsageError(
-                f"The examples of `{self.spec.name}` are in no files that could be dealt out",
-                "leave `by_file` out",
+                f"The examples of `{self.spec.name}` are in no files that could be dealt out", "leave `by_file` out"
             )
         passes = self.passes(
             part.split, part.global_batch_size, seed=part.seed, shuffle=part.shuffle, augment=part.augment
