@@ -14,6 +14,7 @@ from tests.test_data_pipeline import SEED, assert_same_batches, batches_of_ranks
 from tfdist.cluster.world import World
 from tfdist.data import DataSpec, IndexedSource, Source
 from tfdist.data.pipeline import indexed, repeated
+from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.origin import FeedOrigin
 from tfdist.errors import DataError, UsageError
 
@@ -166,7 +167,7 @@ def test_a_cached_source_reads_each_example_once_and_has_the_same_batches():
 def passed(feed, epoch):
     """The global batches of a pass."""
     state = feed.start(epoch, 0)
-    return [feed.batches.part(state, batch, 0, 1)[0] for batch in feed.batches.take(state, 0, feed.num_batches)]
+    return [feed.batches.part(state, batch, 0, WHOLE)[0] for batch in feed.batches.take(state, 0, feed.num_batches)]
 
 
 def test_a_repeated_batch_takes_the_place_of_all_and_nothing_else_is_read():
