@@ -21,7 +21,7 @@ $(VENV)/.installed: requirements.lock pyproject.toml scripts/make_env.sh
 horovod: env
 	test $(VENV)/.horovod -nt scripts/install_horovod.sh || scripts/install_horovod.sh $(VENV) || true
 
-ifneq ($(filter horovod mpi_split,$(STRATEGY)),)
+ifneq ($(filter horovod mpi mpi_split,$(STRATEGY)),)
 train: horovod
 endif
 train: env

@@ -64,7 +64,7 @@ def measure(averagings: int) -> None:
     import tensorflow as tf
 
     import tfdist
-    from tfdist.strategies import _local_sgd as local_sgd
+    from tfdist.strategies import _averages
 
     strategy = tfdist.strategy("mpi_split", seed=1)
     communicator = strategy.communicator
@@ -87,10 +87,10 @@ def measure(averagings: int) -> None:
         model = keras.Model(inputs, [layer(inputs) for layer in layers])
         model.compile(keras.optimizers.Adam(), "mse")
         model.optimizer.build(model.trainable_variables)
-        averages = local_sgd.Averages(communicator, model)
+        averages = _averages.Averages(communicator, model)
         arrays = [np.zeros(min(3 * sum(sizes), 4 << 20), np.float32) for _ in range(-(-3 * sum(sizes) // (4 << 20)))]
 
-        def average(averages: local_sgd.Averages = averages) -> None:
+        def average(averages: _averages.Averages = averages) -> None:
             averages.note(1)
             averages.take()
 

@@ -15,6 +15,10 @@ CONTESTANTS = {
     "raw_horovod": "benchmarks.mpi_contestants:raw_horovod",
     "torch_ddp": "benchmarks.cluster_contestants:torch_ddp",
 }
+APART = {
+    "local_sgd": "benchmarks.mpi_contestants:local_sgd",
+    "diloco": "benchmarks.mpi_contestants:diloco",
+}
 SPLIT = {
     "single_core": CONTESTANTS["single_core"],
     "mpi_split": "benchmarks.mpi_contestants:mpi_split",
@@ -30,6 +34,9 @@ GOALS = {
         Goal("single_core", "horovod", 1.15),
         Goal("raw_horovod", "horovod", 1.5),
         Goal("torch_ddp", "horovod", 1.0),
+        Goal("single_core", "local_sgd", 1.5),
+        Goal("horovod", "local_sgd", 1.3),
+        Goal("horovod", "diloco"),
     ],
     "mlp": [Goal("single_core", "mpi_split", 1.9), Goal("single_core", "apart"), Goal("mpi_split", "apart")],
 }
@@ -38,7 +45,7 @@ BATCH_SIZE = {"cnn": 128, WIDE: 128, "mlp": 32}  # over all processes; per proce
 
 
 def main() -> None:
-    contestants = {model: SPLIT if model == "mlp" else CONTESTANTS for model in GOALS}
+    contestants = {"cnn": CONTESTANTS, WIDE: CONTESTANTS | APART, "mlp": SPLIT}
     race.run_models(__doc__, contestants, GOALS, BATCH_SIZE, EXAMPLES)
 
 

@@ -27,6 +27,17 @@ def horovod(job: Job, turns: Turns) -> None:
     _together(horovod, job, turns, lambda own: _tfdist(job, own, "horovod"))
 
 
+def local_sgd(job: Job, turns: Turns) -> None:
+    """tfdist `local_sgd` over MPI, averaging after 16 steps."""
+    _together(local_sgd, job, turns, lambda own: _tfdist(job, own, "local_sgd", engine="mpi", sync_every=16))
+
+
+def diloco(job: Job, turns: Turns) -> None:
+    """tfdist `local_sgd` over MPI with the rule `diloco`, meeting after 100 steps, or at the end of an epoch."""
+    options = {"engine": "mpi", "outer": "diloco", "sync_every": 100}
+    _together(diloco, job, turns, lambda own: _tfdist(job, own, "local_sgd", **options))
+
+
 def mpi_split(job: Job, turns: Turns) -> None:
     """tfdist `mpi_split`, averaging at the end of an epoch; each process takes batches of the race's size."""
     of_all = dataclasses.replace(job, batch_size=job.batch_size * PROCESSES)
@@ -69,9 +80,9 @@ def _count_steps_of_all(own: Any, wait_for_all: Callable[[], None] = lambda: Non
     own.begin, own.end = begin_with_all, end_with_all
 
 
-def _tfdist(job: Job, turns: Turns | NoTurns, name: str) -> None:
+def _tfdist(job: Job, turns: Turns | NoTurns, name: str, **options: Any) -> None:
     _as_launched()
-    contestants._tfdist(job, turns, name, timeout_seconds=3600.0)
+    contestants._tfdist(job, turns, name, timeout_seconds=3600.0, **options)
 
 
 def raw_horovod(job: Job, turns: Turns) -> None:

@@ -17,10 +17,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster import consensus, process_exit
+from tfdist.cluster import consensus
 from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, structures
+from tfdist.communicators.exchanged import Exchanged
 from tfdist.core import gradient_reduction
 from tfdist.core.sharded_optimizer import ShardedOptimizer
 from tfdist.errors import ClusterError, DisagreementError, UsageError
@@ -194,6 +195,9 @@ class MultiProcessStrategy(base.Strategy):
     def exchange(self, message: bytes) -> list[bytes]:
         return self.communicator.exchange(message)
 
+    def exchanged(self) -> Exchanged | None:
+        return self.communicator.exchanged() if self.world.world_size > 1 else None
+
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         return self.communicator.all_gather(number[tf.newaxis], "numbers")
 
@@ -205,15 +209,22 @@ class MultiProcessStrategy(base.Strategy):
         with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
             try:
                 yield
-            except tf.errors.OpError as error:
-                told = self._explain(str(error))
-                if told is None:
+            except (tf.errors.OpError, ClusterError) as error:
+                failure = self.communicator.failure
+                told = self.explained(failure) if failure is not None else self._explain(error)
+                if told is None or told is error:
                     raise
                 raise told from error
 
-    def _explain(self, message: str) -> ClusterError | None:
-        """The error to raise for a message of the engine; `None` if it is not about the other processes."""
-        mismatch = next((line for line in message.splitlines() if "Mismatched" in line), None)
+    def explained(self, failure: ClusterError) -> ClusterError:
+        """The error to raise for a `failure` of the engine, which names the processes that are gone."""
+        return failure
+
+    def _explain(self, error: Exception) -> ClusterError | None:
+        """The error to raise for one of the engine; `None` if it is not about the others, or says who they are."""
+        if isinstance(error, ClusterError):
+            return None
+        mismatch = next((line for line in str(error).splitlines() if "Mismatched" in line), None)
         if mismatch is not None:
             return DisagreementError(
                 "The processes of the job disagree on the model, or on the data: " + mismatch.strip(),
@@ -234,9 +245,6 @@ def summed(communicator: Communicator, tensors: Sequence[tf.Tensor], name: str) 
 @functools.cache
 def _heartbeat(communicator: Communicator, world: World, limits: Limits) -> Heartbeat:
     """The heartbeat of this process, whose threads live as long as the process."""
-
-    def give_up(error: ClusterError) -> None:
-        # The engine waits for silent processes without limit, and its wait cannot be interrupted.
-        process_exit.end_process(error, communicator.abort)
-
-    return Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)
+    heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, limits, communicator.give_up)
+    communicator.excuse(heartbeat.others_are_busy)
+    return heartbeat

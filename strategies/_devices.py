@@ -32,8 +32,8 @@ def choose(devices: int | Sequence[str] | None, default_cpus: int = 1) -> list[s
     return _first("CPU", count, len(tf.config.list_logical_devices("CPU")))
 
 
-def set_threads(threads: int, alone: bool) -> None:
-    """Lets each operation compute with `threads` threads; with `alone`, operations run one after the other.
+def set_threads(threads: int, operations: int | None) -> None:
+    """Lets each operation compute with `threads` threads, and so many `operations` run at the same time.
 
     Raises:
         UsageError: `threads` is below 1, or TensorFlow has already started with another number.
@@ -49,8 +49,8 @@ def set_threads(threads: int, alone: bool) -> None:
             "create the strategy before anything else uses TensorFlow",
         )
     tf.config.threading.set_intra_op_parallelism_threads(threads)
-    if alone:
-        tf.config.threading.set_inter_op_parallelism_threads(1)
+    if operations is not None:
+        tf.config.threading.set_inter_op_parallelism_threads(operations)
 
 
 def _first(kind: str, count: int, available: int) -> list[str]:

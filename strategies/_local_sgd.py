@@ -1,95 +1,91 @@
-"""The inner loop of local SGD: each process trains on its own part of the data, and the weights are averaged at times.
+"""The inner loop of local SGD: each process trains on its own part of the data, and they meet at times.
 
     run(state, first, count)
-        steps up to the next averaging         Keras' plain train_step, on this process' examples alone
-        weights and slots = their mean over the processes, weighted by the examples of each since the last averaging
+        steps up to the next meeting           Keras' plain train_step, on this process' examples alone
+        the weights = those of the meeting     see `tfdist.strategies._averages`
         metrics = their sums over the processes
 
-SGD with an averaging after each step is synchronous training: the mean of the new weights is a step along the mean
-gradient. Otherwise the weights drift apart between averagings; the distance is measured before each.
-
-Source: Stich, Local SGD converges fast and communicates little, ICLR 2019; on averaging the optimizer's slots, Wang et
-al., SlowMo, ICLR 2020.
+SGD whose weights are averaged after each step is synchronous training: the mean of the new weights is a step along the
+mean gradient. Otherwise the weights drift apart between meetings; the distance is measured before each.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.core import metrics
-from tfdist.core.inner_loop import Outcome, StepProgram, Steps
+from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
-from tfdist.data.pipeline import batch_parts
-from tfdist.data.pipeline.array_feed import ArrayBatches
-from tfdist.data.pipeline.division import WHOLE, Division
-from tfdist.data.pipeline.feed import Batches
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import tensorflow_variables
-from tfdist.internals.keras import tf_variable
-from tfdist.internals.tensorflow_variables import PIECE_BYTES, size_bytes
+from tfdist.strategies import _own_batches as own_batches
 from tfdist.strategies import base
+from tfdist.strategies._averages import Averages
 
 
-class AveragingProgram(StepProgram):
-    """Runs `model.train_step` on this process' part of the data.
+class ApartProgram(StepProgram):
+    """Runs `model.train_step` on this process' part of the data, without the other processes.
 
     Args:
         strategy: has the `communicator`.
         steps: of training, on the batches of all processes.
-        sync_every: average after this number of steps; `None` averages at the end of an epoch only.
-        averages: how the processes average; `None` is over all of them.
+        averages: their meetings.
+        split_once: see `tfdist.strategies._own_batches.own`.
     """
 
     meets_in_each_step = False
 
-    def __init__(self, strategy: Any, steps: Steps, sync_every: int | None, averages: Averages | None = None):
+    def __init__(self, strategy: Any, steps: Steps, averages: Averages, *, split_once: bool):
         self._job = strategy
-        rank, size = strategy.communicator.rank, strategy.communicator.size
-        in_memory = isinstance(steps.batches, ArrayBatches)
-        self._own: Any = (
-            OwnBatches(steps.batches, rank, size)  # type: ignore[arg-type]
-            if in_memory
-            else _PartBatches(steps.batches, rank, size, _counter())
-        )
-        self._sync_every = sync_every
-        self._averages = averages or Averages(strategy.communicator, steps.model)
-        self._state: tuple[Any, Any] = (None, None)
-        super().__init__(
-            base.OnThisProcess(strategy), dataclasses.replace(steps, batches=self._own, at_nan=AtNan.NOTHING)
-        )
+        self._averages = averages
+        self._state: tuple[Any, Any] = (None, None)  # of all processes, and of this one
+        communicator = strategy.communicator
+        self._own = own_batches.own(steps.batches, communicator.rank, communicator.size, split_once=split_once)
+        own = dataclasses.replace(steps, batches=self._own, at_nan=AtNan.NOTHING)
+        super().__init__(base.OnThisProcess(strategy), own)
 
     def begin_epoch(self) -> None:
         self._averages.begin_epoch()
+
+    def end_epoch(self) -> dict[str, float]:
+        """Meets the others, and returns the logs about the epoch's meetings."""
+        return self._averages.end_epoch()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Runs `count` global steps; in some of them this process may have no example."""
         if state is not self._state[0]:
             self._state = state, self._own.state(state)
+        self._averages.part()
         done, ended = 0, False
         own: Logs = {}
         while done < count and not ended:
-            wanted = count - done
-            if self._sync_every is not None:
-                wanted = min(wanted, self._sync_every - (first + done) % self._sync_every)
-            outcome = super().run(self._state[1], first + done, wanted)
-            self._averages.note(self._own.examples(self._state[1], first + done, outcome.steps))
+            at = first + done
+            self.before_steps()
+            outcome = super().run(self._state[1], at, min(count - done, self.steps_until_next(at) or count))
+            self._averages.note(self._own.examples(self._state[1], at, outcome.steps))
             done, ended, own = done + outcome.steps, outcome.data_ended, outcome.logs or own
-            if self._sync_every is not None and (first + done) % self._sync_every == 0:
-                self._averages.take()
+            if outcome.steps:
+                self.after_steps(first + done)
+        self.end_call()
         merged = metrics.results(self._job, self._model) if done else {}
         return Outcome(done, ended, own | {name: value for name, value in merged.items() if name in own})
 
-    def end_epoch(self) -> dict[str, float]:
-        """Averages, and returns the logs about the epoch's averagings."""
-        return self._averages.end_epoch()
+    def steps_until_next(self, step: int) -> int | None:
+        """The number of steps from `step` of the epoch to where the processes exchange something, within the epoch."""
+        raise NotImplementedError
+
+    def before_steps(self) -> None:
+        """Called before steps."""
+
+    def after_steps(self, step: int) -> None:
+        """Called after steps, of which the epoch has had `step`."""
+        raise NotImplementedError
+
+    def end_call(self) -> None:
+        """Called after the last step of a call."""
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
         self._own.note(state, batch)
@@ -100,239 +96,68 @@ class AveragingProgram(StepProgram):
         return tf.cond(has_examples, lambda: step(state, batch), lambda: (tf.constant(True), self._no_logs()))
 
 
-class Averages:
-    """Averages a model's weights and its optimizer's slots over the processes, one part after the other.
-
-    Attributes:
-        taken: the number of averagings so far.
-    """
-
-    def __init__(self, communicator: Any, model: Any):
-        self.communicator = communicator
-        self.taken = 0
-        # Seeds and counters, which are integers, are not averaged.
-        weights = [v for v in model.trainable_variables + model.non_trainable_variables if _is_float(v)]
-        self._parts = _parts([*weights, *_slots(model)], sum(math.prod(v.shape) for v in weights))
-        self._examples = 0
-        self._share = 0.0
-        self.begin_epoch()
-
-    def begin_epoch(self) -> None:
-        self._disagreements: list[float] = []
-        self._seconds = 0.0
-
-    def note(self, examples: int) -> None:
-        """Counts `examples` more that this process has trained on."""
-        self._examples += examples
-
-    def take(self) -> None:
-        """Gives every process the mean of the weights, and measures the time and the distance from it."""
-        began = time.perf_counter()
-        examples = np.array([self._examples], np.float64)
-        self.communicator.sum_in_place(examples)
-        if examples[0] == 0:
-            return
-        self._share, self._examples = self._examples / examples[0], 0
-        distance = np.array([sum(part.average(self.mean) for part in self._parts)], np.float64)
-        self.communicator.sum_in_place(distance)
-        self._disagreements.append(math.sqrt(distance[0] / self.communicator.size))
-        self.taken += 1
-        self._seconds += time.perf_counter() - began
-
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        """The mean of the processes' `values`, weighted by their examples since the last averaging.
-
-        It is called for each part of the weights and slots, whose number is the same in all processes. An algorithm
-        that averages otherwise overrides this; `values` must stay as they are.
-        """
-        mean = values * np.float32(self._share)
-        self.communicator.sum_in_place(mean)
-        return mean
-
-    def end_epoch(self) -> dict[str, float]:
-        self.take()
-        # The mean over the processes on the chief; on the others their own.
-        seconds = self.communicator.sum_on(self._seconds)
-        mean = self._seconds if seconds is None else seconds / self.communicator.size
-        disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
-        return {"disagreement": disagreement, "sync_seconds": mean}
-
-
-class _Part:
-    """Some of the weights and slots, which travel in one array.
+class AveragingProgram(ApartProgram):
+    """Runs steps apart, and meets at times.
 
     Args:
-        variables: small ones, or a large one.
-        weights: the number of their elements that are weights, which come before the slots.
+        strategy: has the `communicator`.
+        steps: of training, on the batches of all processes.
+        sync_every: meet after this number of steps; `None` meets at the end of an epoch only.
+        averages: what a meeting makes of the weights; `None` averages over all processes.
+        split_once: see `tfdist.strategies._own_batches.own`.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], weights: int):
-        self.weights = weights
-        self.size = sum(map(_size, variables))
-        self._variables = variables
-        # One copy to NumPy and one back, instead of one per variable.
-        self._pack_in_graph = tf.function(self._pack, autograph=False)
-        self._unpack_in_graph = tf.function(self._unpack, autograph=False)
+    def __init__(
+        self,
+        strategy: Any,
+        steps: Steps,
+        sync_every: int | None,
+        averages: Averages | None = None,
+        *,
+        split_once: bool = True,
+    ):
+        self._sync_every = sync_every
+        meetings = averages or Averages(strategy.communicator, steps.model)
+        super().__init__(strategy, steps, meetings, split_once=split_once)
 
-    def average(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Assigns the `mean` of the values, and returns the squared distance of the weights from it."""
-        if len(self._variables) == 1 and size_bytes(self._variables[0]) > PIECE_BYTES:
-            return self._average_large(mean)
-        local = self._pack_in_graph().numpy()
-        averaged = mean(local)
-        self._unpack_in_graph(tf.constant(averaged))
-        return _squared(local[: self.weights] - averaged[: self.weights])
+    def steps_until_next(self, step: int) -> int | None:
+        return None if self._sync_every is None else self._sync_every - step % self._sync_every
 
-    def _average_large(self, mean: Callable[[np.ndarray], np.ndarray]) -> float:
-        """As `average`, of one variable, in pieces."""
-        (variable,) = self._variables
-        whole = tensorflow_variables.read(variable).reshape(-1).copy()
-        distance = 0.0
-        for begin in range(0, whole.size, PIECE_BYTES // whole.itemsize):
-            piece = whole[begin : begin + PIECE_BYTES // whole.itemsize]
-            local = piece.astype(np.float32)
-            averaged = mean(local)
-            distance += _squared(local - averaged) if self.weights else 0.0
-            piece[:] = averaged
-        tensorflow_variables.fill(variable, whole)
-        return distance
-
-    def _pack(self) -> tf.Tensor:
-        return tf.concat([tf.reshape(tf.cast(variable, tf.float32), [-1]) for variable in self._variables], 0)
-
-    def _unpack(self, flat: tf.Tensor) -> None:
-        parts = tf.split(flat, list(map(_size, self._variables)))
-        for variable, part in zip(self._variables, parts, strict=True):
-            variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
+    def after_steps(self, step: int) -> None:
+        if self._sync_every is not None and step % self._sync_every == 0:
+            self._averages.take()
 
 
-def _parts(variables: Sequence[Any], weights: int) -> list[_Part]:
-    """The parts of `variables`, of whose elements the first `weights` are weights."""
-    parts: list[_Part] = []
-    for pack in tensorflow_variables.packs(variables, PIECE_BYTES):
-        parts.append(_Part([held[0] for held in pack], max(weights, 0)))
-        weights -= parts[-1].size
-    return parts
+class PostLocalProgram(Program):
+    """Trains in lock-step up to a step of the run, and apart from then on.
 
+    Source: Lin, Stich, Patel and Jaggi, Don't use large mini-batches, use local SGD, arXiv 1808.07217.
 
-def _counter() -> tf.Variable:
-    with tf.init_scope(), tf.device("CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False)
-
-
-def _size(variable: tf.Variable) -> int:
-    return math.prod(variable.shape)
-
-
-def _squared(difference: np.ndarray) -> float:
-    return float(np.dot(difference, difference))
-
-
-def _slots(model: Any) -> list[Any]:
-    """The slots of the model's optimizers: those of their variables that have the shape of a weight."""
-    shapes = {tuple(variable.shape) for variable in model.trainable_variables} - {()}
-    variables = [variable for optimizer in keras_internals.optimizers(model) for variable in optimizer.variables]
-    return [v for v in variables if _is_float(v) and tuple(v.shape) in shapes]
-
-
-def _is_float(variable: Any) -> bool:
-    return tf_variable(variable).dtype.is_floating
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnBatches(Batches):
-    """The examples of one process, which are the same in every epoch: its part of `np.array_split`.
-
-    Each step takes such a number of them that all processes end an epoch with the same step.
+    Args:
+        model: whose optimizer counts the steps of the run.
+        local_from: the number of steps in lock-step.
+        together: runs these.
+        apart: runs the others.
     """
 
-    whole: ArrayBatches
-    rank: int
-    size: int
-    length_known: bool = True
+    def __init__(self, model: Any, local_from: int, together: Program, apart: Program):
+        self._model, self._local_from = model, local_from
+        self._together, self._apart = together, apart
 
-    def state(self, state: Any) -> Any:
-        """This process' part of a pass, in the order of the pass, and the number of examples of all processes."""
-        arrays, positions = state
-        order = positions[0].numpy()
-        lengths = [len(part) for part in np.array_split(order, self.size)]
-        begin, end = sum(lengths[: self.rank]), sum(lengths[: self.rank + 1])
-        own = (begin <= order) & (order < end)
-        return (arrays, tuple(tf.constant(of_each.numpy()[own]) for of_each in positions)), len(order)
+    def begin_epoch(self) -> None:
+        self._together.begin_epoch()
+        self._apart.begin_epoch()
 
-    def examples(self, state: Any, first: int, steps: int) -> int:
-        """The number of examples of this process in `steps` steps from `first` on."""
-        return int(self._end(state, first + steps) - self._end(state, first))
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Runs `count` global steps."""
+        left = self._local_from - int(keras_internals.iterations(self._model.optimizer).numpy())
+        if left <= 0:
+            return self._apart.run(state, first, count)
+        begun = self._together.run(state, first, min(left, count))
+        if begun.steps == count or begun.data_ended:
+            return begun
+        rest = self._apart.run(state, first + begun.steps, count - begun.steps)
+        return Outcome(begun.steps + rest.steps, rest.data_ended, rest.logs or begun.logs)
 
-    def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        (_, positions), _ = state
-        if self._even:  # a static shape makes a faster graph
-            count = self.whole.batch_size // self.size
-            sizes = [[count, *of_each.shape[1:]] for of_each in positions]
-            starts = [[step * count, *[0] * (of_each.shape.rank - 1)] for of_each in positions]
-            return tuple(map(tf.slice, positions, starts, sizes))
-        begin, end = self._end(state, step), self._end(state, step + 1)
-        return tuple(of_each[begin:end] for of_each in positions)
-
-    def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, division: Division) -> tuple[Any, Any]:
-        del index, division
-        return self.whole.part(state[0], batch, 0, WHOLE)
-
-    def note(self, state: Any, batch: tuple[tf.Tensor, ...]) -> None:
-        """A step's examples need no counting: they follow from its number."""
-
-    def has_examples(self, state: Any, batch: tuple[tf.Tensor, ...]) -> bool | tf.Tensor:
-        """Whether this process has an example of the step's global batch."""
-        del state
-        return True if self._even else tf.shape(batch[0])[0] > 0
-
-    @property
-    def _even(self) -> bool:
-        return self.whole.even and self.whole.batch_size % self.size == 0
-
-    def _end(self, state: Any, step: Any) -> Any:
-        """The position of step `step` in this process' examples: the same fraction as in all examples, rounded."""
-        (_, positions), examples = state
-        seen = tf.minimum(tf.cast(step, tf.int64) * self.whole.batch_size, examples)
-        own_count, examples = tf.cast(tf.shape(positions[0])[0], tf.int64), tf.cast(examples, tf.int64)
-        return tf.cast((2 * own_count * seen + examples) // (2 * examples), tf.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PartBatches(Batches):
-    """Batches that are not in memory and so cannot be split once: each process takes its part of every batch."""
-
-    whole: Batches
-    rank: int
-    size: int
-    seen: tf.Variable  # an int64 scalar: the examples of this process that have not been asked for
-
-    @property
-    def length_known(self) -> bool:  # type: ignore[override]
-        return self.whole.length_known
-
-    def state(self, state: Any) -> Any:
-        return state
-
-    def examples(self, state: Any, first: int, steps: int) -> int:
-        del state, first, steps
-        seen = int(self.seen.numpy())
-        self.seen.assign(0)
-        return seen
-
-    def note(self, state: Any, batch: Any) -> None:
-        """Counts the examples that this process has of the step's global batch."""
-        data, share = self.whole.part(state, batch, self.rank, Division(self.size))
-        flat = [one for one in keras_internals.tree.flatten(data) if batch_parts.has_examples(one)]
-        self.seen.assign_add(tf.where(share > 0, tf.cast(batch_parts.length(flat[0]), tf.int64), 0))
-
-    def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        return self.whole.fetch(state, step)
-
-    def has_examples(self, state: Any, batch: Any) -> bool | tf.Tensor:
-        """Whether this process has an example of the step's global batch."""
-        return self.whole.part(state, batch, self.rank, Division(self.size))[1] > 0
-
-    def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
-        del index, division
-        return self.whole.part(state, batch, self.rank, Division(self.size))[0], 1.0
+    def end_epoch(self) -> Logs:
+        return self._together.end_epoch() | self._apart.end_epoch()

@@ -6,7 +6,7 @@
     files of a dataset that each worker can load      a closure has numbers: epoch, first batch, end; the worker reads
     anything else                                     the chief reads, and sends each batch, one per closure
 
-A closure is some steps, which one worker runs. Whoever reads, a step has the examples that it has on one device.
+See `tfdist.strategies._closure_data`.
 """
 
 from __future__ import annotations
@@ -14,47 +14,29 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster.world import World
 from tfdist.data.pipeline import device_feed
-from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
-from tfdist.data.pipeline.batch_feed import FetchedBatches
+from tfdist.data.pipeline.array_feed import ArrayFeed
 from tfdist.data.pipeline.dataset_feed import DatasetBatches
-from tfdist.data.pipeline.feed import Batches, Feed, WrappedFeed
+from tfdist.data.pipeline.feed import Feed, WrappedFeed
 from tfdist.data.pipeline.file_feed import FileFeed
 from tfdist.data.pipeline.origin import FeedOrigin
 from tfdist.errors import ClusterError
-from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
 from tfdist.strategies import _parameter_server_reader as reader
+from tfdist.strategies._closure_data import STEPS_OF_A_CLOSURE, Closure, ClosurePass, IndexedArrays, ReadByNumber
 
 if TYPE_CHECKING:
     from tfdist.strategies.parameter_server import ParameterServerStrategy
 
-STEPS_OF_A_CLOSURE = 10
 # Arrays that are sent whole, if the user states no bound; TensorFlow sends no message above 2 GiB.
 SENT_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Closure:
-    """Some steps, as the arguments of the function that a worker runs.
-
-    Attributes:
-        arguments: the data, and the number of steps.
-        steps: the number of steps.
-        whole: it has as many steps as a closure can have, each with a full batch.
-    """
-
-    arguments: tuple[Any, ...]
-    steps: int
-    whole: bool = False
 
 
 class Data:
@@ -129,46 +111,8 @@ class OfWorkers(WrappedFeed):
         return reader.errors_of_workers()
 
 
-class ArraysOfWorkers(OfWorkers):
+class ArraysOfWorkers(OfWorkers, IndexedArrays):
     """Arrays of which each worker has a copy or, where `held` is `None`, gets the examples of its steps."""
-
-    def __init__(self, feed: ArrayFeed, held: Any):
-        super().__init__(feed)
-        self.batches = feed.batches
-        self._held = held
-
-    def start(self, epoch: int, first_batch: int) -> Indices:
-        arrays, positions = self._feed.start(epoch, first_batch)
-        return Indices(self.batch_size, arrays, tuple(of_each.numpy() for of_each in positions), self._held)
-
-    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Indices:
-        del saved
-        return self.start(epoch, first_batch)
-
-
-@dataclass(frozen=True)
-class Indices:
-    """A pass over arrays, on the chief: the order of the examples, and what is known of each."""
-
-    batch_size: int
-    arrays: Any
-    positions: Sequence[np.ndarray]
-    held: Any
-
-    def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
-        """The steps from batch `first` on, `length` per closure."""
-        for begin in range(first, first + count, length):
-            steps = min(length, first + count - begin)
-            rows = slice(begin * self.batch_size, (begin + steps) * self.batch_size)
-            indices, *rest = (of_each[rows] for of_each in self.positions)
-            arrays = self.held
-            if arrays is None:
-                with tf.device("CPU:0"):
-                    arrays = keras_data.gather(self.arrays, tf.constant(indices))
-                indices = np.arange(len(indices), dtype=indices.dtype)
-            examples = tuple(tf.constant(of_each) for of_each in (indices, *rest))
-            whole = len(indices) == STEPS_OF_A_CLOSURE * self.batch_size
-            yield Closure(((arrays, examples), tf.constant(steps)), steps, whole)
 
 
 class ReadByWorkers(OfWorkers):
@@ -198,14 +142,13 @@ class ReadByWorkers(OfWorkers):
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(ClosurePass):
     """A pass whose batches are read by their numbers, on the chief."""
 
     epoch: int
     num_batches: int
 
     def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
-        """The steps from batch `first` on, `length` per closure."""
         for begin in range(first, min(first + count, self.num_batches), length):
             end = min(begin + length, first + count, self.num_batches)
             place = tf.constant([self.epoch, begin, end], tf.int64)
@@ -213,7 +156,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class ReadBatches(DatasetBatches):
+class ReadBatches(DatasetBatches, ReadByNumber):
     """A batch that the worker reads, by its number; the state is the place of the closure.
 
     Attributes:
@@ -233,28 +176,6 @@ class ReadBatches(DatasetBatches):
             number = state[1] + tf.cast(step, tf.int64)
             found = reader.batch_of_worker(self.origin, self.described, state, number, self.specs)
             return tree.pack_sequence_as(self.structure, found)
-
-
-def of_workers(batches: Batches) -> Batches:
-    """What the workers' graph reads of a closure."""
-    return batches if isinstance(batches, ArrayBatches | ReadBatches) else FetchedBatches()
-
-
-def closures(batches: Batches, state: Any, first: int, count: int, length: int) -> Iterator[Closure]:
-    """The closures of `count` steps from batch `first` of the pass on; fewer when the data end.
-
-    Args:
-        batches: as the feed has them.
-        state: of the pass.
-        first: the number of the first batch.
-        count: the number of steps.
-        length: the largest number of steps per closure.
-    """
-    if isinstance(state, Indices | Numbers):
-        yield from state.closures(first, count, length)
-    else:
-        for batch in batches.take(state, first, count):
-            yield Closure((batch, tf.constant(1)), 1)
 
 
 @tf.function(autograph=False)

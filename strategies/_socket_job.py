@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
-
-import tensorflow as tf
 
 from tfdist.cluster import rendezvous
-from tfdist.cluster.heartbeat import Heartbeat, Limits
 from tfdist.cluster.world import World
 from tfdist.communicators.sockets import SocketCommunicator
-from tfdist.errors import ClusterError, UsageError
+from tfdist.errors import UsageError
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
 from tfdist.transport import star
@@ -26,31 +21,23 @@ class SocketStrategy(collective.MultiProcessStrategy):
     communicator: SocketCommunicator
 
     def connect(self) -> SocketCommunicator:
-        if self.world.tasks_of("ps"):
-            raise UsageError(
-                f"`TF_CONFIG` has parameter servers, and `{self.name}` has no use for them",
-                "use the strategy `parameter_server`, or a cluster of workers alone",
-            )
-        distribute.require_addresses(self.world, self.name)
-        return _connected(self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)
+        return join(self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)
 
-    def heartbeat(self, limits: Limits) -> Heartbeat:
-        return _heartbeat(self.communicator, self.world, limits)
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        try:
-            with self._heartbeat.work() if self._heartbeat is not None else contextlib.nullcontext():
-                yield
-        except (tf.errors.OpError, ClusterError) as error:
-            failure = self.communicator.sockets.failure
-            if failure is None:
-                raise
-            raise self.explained(failure) from error
+def join(world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> SocketCommunicator:
+    """Joins the job of the strategy `name` by sockets that live as long as this process, which can do so once.
 
-    def explained(self, failure: ClusterError) -> ClusterError:
-        """The error to raise for a `failure` of the sockets, which names the processes that are gone."""
-        return failure
+    Raises:
+        UsageError: the addresses of the processes are not known, or some are parameter servers.
+        ClusterError: a process is missing, or has other settings.
+    """
+    if world.tasks_of("ps"):
+        raise UsageError(
+            f"`TF_CONFIG` has parameter servers, and `{name}` has no use for them",
+            "use the strategy `parameter_server`, or a cluster of workers alone",
+        )
+    distribute.require_addresses(world, name)
+    return _connected(world, name, timeout_seconds, start_timeout_seconds)
 
 
 @functools.cache
@@ -59,12 +46,3 @@ def _connected(world: World, name: str, timeout_seconds: float, start_timeout_se
     rendezvous.meet(world, {"strategy": name}, start_timeout_seconds)
     with star.joined(world, start_timeout_seconds) as exchange:
         return SocketCommunicator(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
-
-
-@functools.cache
-def _heartbeat(communicator: SocketCommunicator, world: World, limits: Limits) -> Heartbeat:
-    """The heartbeat of this process, whose threads live as long as the process."""
-    give_up = communicator.sockets.give_up
-    heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, limits, give_up)
-    communicator.sockets.excuse(heartbeat.others_are_busy)
-    return heartbeat

@@ -51,6 +51,7 @@ from tfdist.strategies import _speeds as of_replicas
 from tfdist.strategies._keras_methods import KerasMethods
 
 if TYPE_CHECKING:
+    from tfdist.communicators.exchanged import Exchanged
     from tfdist.core.inner_loop import Program, Steps
     from tfdist.core.verification_bounds import Bound
 
@@ -82,11 +83,13 @@ class Strategy(KerasMethods):
 
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
+    one_device: ClassVar[bool] = False  # it trains on one device, also where there are several GPUs
     takes_speeds: ClassVar[bool] = False  # its replicas can have parts of different sizes
     as_one_device: bool = True  # N replicas compute what one device does
     metrics_by_process: bool = False  # each process has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback asks for shorter calls
     speeds: tuple[int, ...] | None = None  # of the replicas, where they differ
+    steps_at_once: int = 1  # of workers that do not wait for each other, in this process
     parallel_steps: int = 10  # the largest number of steps that the inner loop runs at the same time
 
     def __init__(
@@ -117,7 +120,7 @@ class Strategy(KerasMethods):
         self.threads = threads
         if threads is not None:
             one_cpu = devices in (None, 1) and self.default_cpus == 1 and not tf.config.get_visible_devices("GPU")
-            device_choice.set_threads(threads, alone=threads == 1 and one_cpu)
+            device_choice.set_threads(threads, self.steps_at_once if threads == 1 and one_cpu else None)
         self.devices = self.choose_devices(devices)
         keras_variables.fill_large_variables_in_place()
         self.set_up()
@@ -132,7 +135,13 @@ class Strategy(KerasMethods):
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         """The names of the devices that the replicas of this process run on."""
-        return device_choice.choose(wanted, self.default_cpus)
+        chosen = device_choice.choose(1 if self.one_device and wanted is None else wanted, self.default_cpus)
+        if self.one_device and len(chosen) != 1:
+            raise UsageError(
+                f"The strategy `{self.name}` uses one device, and {len(chosen)} were set",
+                "use `--strategy mirrored` or `--strategy custom` for several devices",
+            )
+        return chosen
 
     @property
     def bound(self) -> Bound | None:
@@ -198,6 +207,10 @@ class Strategy(KerasMethods):
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all processes of the job, by rank; all processes must call it."""
         return [message]
+
+    def exchanged(self) -> Exchanged | None:
+        """What this process has exchanged with others so far; `None` where nobody counts it."""
+        return None
 
     def coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
         """What all processes do next, asked before each call of the inner loop, which all then run alike.
@@ -281,7 +294,7 @@ class Strategy(KerasMethods):
         model.optimizer.finalize_variable_values(model.trainable_weights)
 
     def begin_anew(self, model: Any) -> None:
-        """Called after a checkpoint within an epoch: the next step is that of a training which is resumed from it."""
+        """Called before a checkpoint within an epoch: the next step is that of a training which is resumed from it."""
 
     def whole_state(self, model: Any) -> contextlib.AbstractContextManager[Any]:
         """The context in which the chief can save `model` with its optimizers; all processes must enter it."""

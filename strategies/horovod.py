@@ -14,83 +14,40 @@ import os
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, gloo
 from tfdist.communicators import horovod as engine
 from tfdist.communicators import horovod_timeline as timelines
-from tfdist.core import gradient_reduction
-from tfdist.errors import UnknownNameError
-from tfdist.strategies import _collective as collective
-from tfdist.strategies import _staging as staging
+from tfdist.strategies import _reducing as reducing
 from tfdist.strategies._traits import Traits
-from tfdist.transport import costs
 
 # The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step. At each
 # look rank 0 hears from every other process.
 SHORTEST_CYCLE_MS, LONGEST_CYCLE_MS = 0.1, 1.0
 CYCLE_MS_PER_PROCESS = 0.05
-WIRE_DTYPES = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
 
-class HorovodStrategy(staging.StagingStrategy):
+class HorovodStrategy(reducing.ReducingStrategy):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
-        compression: "none"; "bf16" or "fp16" send gradients in that type, half the bytes.
-        buffer_bytes: gradients below this size are sent together, in buffers of this size; `None` is 1 MiB, and 128 KiB
-            per process from nine processes on, since Horovod's rings send each process' part of a buffer by itself.
-        dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
-            optimizers, see `tfdist.communicators.Communicator`.
         timeline: the file to write Horovod's timeline of this job to, see `tfdist.communicators.horovod_timeline`.
-        options: see `tfdist.strategies._staging.StagingStrategy`; `shard`, see `tfdist.strategies._sharding`.
+        options: see `tfdist.strategies._reducing.ReducingStrategy`.
     """
 
     name = "horovod"
-    takes_speeds = True
 
-    def __init__(
-        self,
-        *,
-        compression: str = "none",
-        buffer_bytes: int | None = None,
-        dense_below_bytes: int = 0,
-        timeline: str | os.PathLike[str] | None = None,
-        **options: Any,
-    ):
-        if compression not in WIRE_DTYPES:
-            raise UnknownNameError("compression", compression, WIRE_DTYPES)
-        self.compression = compression
-        self._buffer_bytes = buffer_bytes
-        self._dense_below_bytes = dense_below_bytes
+    def __init__(self, *, timeline: str | os.PathLike[str] | None = None, **options: Any):
         self._timeline = timeline
         super().__init__(**options)
 
-    @property
-    def packing(self) -> gradient_reduction.Packing:
-        chosen = costs.buffer_bytes(self.world.world_size) if self._buffer_bytes is None else self._buffer_bytes
-        return gradient_reduction.Packing(chosen, WIRE_DTYPES[self.compression])
-
-    def connect(self) -> Communicator:
+    def join(self) -> Communicator:
         timeline = None if self._timeline is None else Path(self._timeline).absolute()
-        communicator = _join(self.world, self.timeout_seconds, self._start_timeout_seconds, timeline)
-        communicator.dense_below_bytes = self._dense_below_bytes
-        return communicator
-
-    def replica(self) -> collective.CollectiveReplica:
-        return collective.CollectiveReplica(self.communicator, self.packing, self.sharded)
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {
-            "compression": self.compression,
-            "buffer_bytes": self.packing.buffer_bytes,
-            "dense_below_bytes": self._dense_below_bytes,
-        }
+        return join(self.world, self.timeout_seconds, self._start_timeout_seconds, timeline)
 
 
 @functools.cache
-def _join(world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: Path | None) -> Communicator:
+def join(world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: Path | None) -> Communicator:
     """Joins the job, which a process can do once."""
     engine.load()
     settings = _settings(world.world_size, timeout_seconds)

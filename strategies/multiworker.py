@@ -21,6 +21,7 @@ from tfdist.cluster import watchdog
 from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
 from tfdist.communicators.collective_counter import CollectiveCounter
+from tfdist.communicators.exchanged import Exchanged
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
@@ -146,7 +147,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
             )
         distribute.require_addresses(self.world, self.name)
         alike = {"communication": self._communication, "compression": self.compression}
-        self.tf_strategy, watch = _join(
+        self.tf_strategy, watch, self._collectives_counted = _join(
             self.world,
             self._collectives,
             self._timeout_seconds,
@@ -227,6 +228,10 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
 
     def exchange(self, message: bytes) -> list[bytes]:
         return _exchange_by(self.tf_strategy, self.communicator)(message)
+
+    def exchanged(self) -> Exchanged | None:
+        counter = self._collectives_counted if self.communicator is None else self.communicator
+        return None if counter is None else counter.exchanged()
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         one = number[tf.newaxis]
@@ -335,11 +340,11 @@ def _join(
     timeout_seconds: float,
     start_timeout_seconds: float,
     job_settings: tuple[Any, ...],
-) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, watchdog.Watch | None]:
-    """Joins the job, which a process can do once; a job of several processes has a watch on its collectives."""
+) -> tuple[tf.distribute.MultiWorkerMirroredStrategy, watchdog.Watch | None, CollectiveCounter | None]:
+    """Joins the job, which a process can do once; a job of several processes watches and counts its collectives."""
     options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATIONS[communication])
     if world.world_size == 1:
-        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), None
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options), None, None
     if not distribute.meet(world, "multiworker", job_settings, start_timeout_seconds):
         raise ClusterError(
             f"The job of {world.named(0)} has begun without {world.named(world.rank)}",
@@ -355,7 +360,8 @@ def _join(
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
     counter = CollectiveCounter()
     tensorflow_patches.around_collectives(counter.around)
-    return strategy, watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
+    watch = watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
+    return strategy, watch, counter
 
 
 STRATEGY = MultiWorkerStrategy

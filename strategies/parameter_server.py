@@ -12,26 +12,27 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import tensorflow as tf
+from pydantic import Field
 
 from tfdist.cluster import ports, rendezvous
 from tfdist.cluster.task import Task
 from tfdist.cluster.world import World
 from tfdist.core.inner_loop import Program, Steps
-from tfdist.core.verification_bounds import Staleness
+from tfdist.core.verification_bounds import Bound
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
-from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches, tensorflow_coordinator
-from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals.keras import tf_variable
-from tfdist.options import checked_seconds
+from tfdist.internals import tensorflow_coordinator
+from tfdist.options import Count, Fraction, checked_seconds
+from tfdist.strategies import _closures as closures
 from tfdist.strategies import _distribute as distribute
+from tfdist.strategies import _parameter_server_copies as copies
 from tfdist.strategies import _parameter_server_data as parameter_server_data
 from tfdist.strategies import _parameter_server_job as parameter_server_job
-from tfdist.strategies import _parameter_server_loop as parameter_server_loop
+from tfdist.strategies import _parameter_server_modes as modes
+from tfdist.strategies import _parameter_server_waiting as waiting
 from tfdist.strategies import _sharded_variable as sharded_variable
 from tfdist.strategies import base
 from tfdist.strategies._traits import Traits
@@ -40,72 +41,30 @@ from tfdist.strategies._traits import Traits
 SHARD_BYTES = 8 << 20
 
 
-class ServedReplica(base.Replica):
-    """A worker's step on a whole batch, while other workers update the same variables."""
-
-    alone = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._home: str | None = None  # the server that counts the steps
-
-    def apply(
-        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
-    ) -> None:
-        del variables
-        # An update reads more than the gradients, all of it from the servers; on a server it need not be sent to the
-        # worker and back.
-        with tf.device(self._home), sharded_variable.by_part(optimizer):
-            self.update_each_copy(apply, list(gradients))
-
-    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
-        with tensorflow_internals.without_strategy():
-            function(values)
-
-    @contextlib.contextmanager
-    def measuring_staleness(self, optimizer: Any) -> Iterator[Callable[[], tf.Tensor]]:
-        """Measures the staleness: the updates by others between the reads of variables here and `optimizer`'s update.
-
-        Yields a function that returns it, an int32 scalar, to be called at the end. The count of updates is read as the
-        step begins, together with the variables and not before them: waiting for it costs a third of a small step.
-        """
-        if optimizer is None:
-            yield lambda: tf.constant(0)
-            return
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        counter = tf_variable(keras_internals.iterations(inner))
-        counted: list[tf.Tensor] = []
-
-        def count(variable: Any) -> None:
-            counted.append(tf.convert_to_tensor(variable.assign_add(1, read_value=True)))
-
-        def staleness() -> tf.Tensor:
-            with tf.device(self._home):
-                # A count inside a condition, such as loss scaling's, is out of reach; it is read again, a little later.
-                inside = counted and counted[-1].graph is read.graph
-                written = counted[-1] if inside else counter.read_value()
-                return tf.maximum(tf.cast(written - read, tf.int32) - 1, 0)
-
-        self._home = counter.device
-        with tf.device(self._home):
-            read = tf.identity(counter.read_value())
-        with keras_patches.counting(inner, count):
-            yield staleness
-
-
 class ParameterServerStrategy(distribute.DistributeStrategy):
     """Trains on the workers of a job, with the variables on its parameter servers.
 
     Every process of the job runs the same program and makes the strategy. On the chief the constructor returns, and the
     program continues; a worker or a parameter server serves the chief until the chief ends, and exits.
 
-    Each step runs on one worker, on a whole batch, with the variables as they are when it reads them: steps do not wait
-    for each other. The staleness of a step is the number of updates by others between its reads and its own update.
+    In the mode "asp" each step runs on one worker, on a whole batch, with the variables as they are when it reads them:
+    steps do not wait for each other. The staleness of a step is the number of updates by others between its reads and
+    its own update. The other modes are listed in `tfdist.strategies._parameter_server_modes`.
 
     Args:
-        staleness: the largest staleness of a step; `None` for no bound. Bounds as in Ho et al., More Effective
-            Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013; with 0 the steps run one
-            after the other, and the result is that of one device.
+        mode: what workers do with the weights on the servers, and when: "asp", "rounds", "ssp", "bsp", "downpour",
+            "easgd" or "eamsgd"; if not said, "rounds" where a staleness is given, else "asp".
+        staleness: of `rounds`, the largest staleness of a step: with 0 the steps run one after the other, and the
+            result is that of one device. Of `ssp`, the number of steps that a worker may be ahead of the slowest (Ho et
+            al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013). 3 if not
+            said.
+        push_every: of `downpour`, the steps from one push of what has changed to the next; 10 if not said.
+        fetch_every: of `downpour`, the steps from one fetch of the weights to the next; 10 if not said.
+        sync_every: of `easgd` and `eamsgd`, the steps of a worker from one exchange with the centre to the next; 10 if
+            not said.
+        moving_rate: of `easgd` and `eamsgd`, the part of their distance by which worker and centre move towards each
+            other; 0.9 divided by the number of workers if not said.
+        momentum: of `eamsgd`; 0.99 if not said.
         shard_bytes: the rows of a variable that is larger than this are spread over the servers.
         timeout_seconds: how long to wait for a worker that is silent, before its steps are given to another.
         start_timeout_seconds: how long the start waits for all processes; `None` is the launcher's setting, else 60.
@@ -118,12 +77,18 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     """
 
     name = "parameter_server"
-    as_one_device = False
+    locks = True
 
     def __init__(
         self,
         *,
+        mode: str | None = None,
         staleness: int | None = None,
+        push_every: Count | None = None,
+        fetch_every: Count | None = None,
+        sync_every: Count | None = None,
+        moving_rate: Annotated[float, Field(ge=0, le=1)] | None = None,
+        momentum: Fraction | None = None,
         shard_bytes: int = SHARD_BYTES,
         timeout_seconds: float = 60.0,
         start_timeout_seconds: float | None = None,
@@ -134,7 +99,17 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             raise UsageError(f"`staleness` is {staleness}", "use 0 or more, or leave it out for no bound")
         if shard_bytes < 0:
             raise UsageError(f"`shard_bytes` is {shard_bytes}", "use 0 or more, or leave it out")
-        self.staleness = staleness
+        self.mode = modes.Mode(
+            mode,
+            {
+                "staleness": staleness,
+                "push_every": push_every,
+                "fetch_every": fetch_every,
+                "sync_every": sync_every,
+                "moving_rate": moving_rate,
+                "momentum": momentum,
+            },
+        )
         self.shard_bytes = shard_bytes
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
         self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
@@ -142,8 +117,16 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         super().__init__(**options)
 
     @property
-    def bound(self) -> Staleness:
-        return Staleness(self.staleness)
+    def as_one_device(self) -> bool:  # type: ignore[override]
+        return self.mode.as_one_device
+
+    @property
+    def bound(self) -> Bound | None:
+        return self.mode.bound(self.num_workers)
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        self.mode.check(model)
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if wanted is not None:
@@ -166,6 +149,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         self.tf_strategy, self._coordinator = parameter_server_job.join(
             self._job, self._start_timeout_seconds, job_settings
         )
+        self.mode.settle(self.num_workers)
         self._data = parameter_server_data.Data(self, self._job)
 
     @contextlib.contextmanager
@@ -191,7 +175,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return {f"{task.host}-{task.role}-{task.index}": task.address for task in tasks}
 
     def options(self) -> dict[str, Any]:
-        own = {"staleness": self.staleness, "shard_bytes": self.shard_bytes}
+        own = {"mode": self.mode.name, **self.mode.options, "shard_bytes": self.shard_bytes}
         return super().options() | own | {"workers": self.num_workers, "ps": len(self._job.tasks_of("ps"))}
 
     def placed(self, feed: Feed) -> Feed:
@@ -199,15 +183,25 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     def program(self, steps: Steps) -> Program:
         if steps.kind == "predict":
-            return parameter_server_loop.ClosurePredictProgram(self, steps)
-        return parameter_server_loop.ClosureProgram(self, steps)
+            return closures.ClosurePredictProgram(self, steps)
+        if steps.kind == "test":
+            return closures.ClosureProgram(self, steps)
+        return self.mode.program(self, steps)
 
     def run(self, step: base.Step) -> list[Any]:
-        return base.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(ServedReplica())))
+        return base.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(self.mode.replica())))
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""
         return self._coordinator.schedule(function, args=tuple(arguments))
+
+    def results_of(self, scheduled: Sequence[Any]) -> list[Any]:
+        """The results of what was scheduled, as NumPy arrays, once all of it has ended.
+
+        Raises:
+            ClusterError: no worker has finished a closure for too long.
+        """
+        return waiting.results_of(self, scheduled)
 
     def wait_for_schedule(self, seconds: float) -> bool:
         """Waits until all that was scheduled has ended, for at most `seconds`; whether it has."""
@@ -217,9 +211,10 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         """The results of `function` on all workers, to be passed as an argument to `schedule`."""
         return tensorflow_coordinator.on_each_worker(self._coordinator, function, *arguments)
 
-    def answers(self, function: Callable[..., Any]) -> list[Any] | None:
+    def answers(self, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
         """The results of `function` on all workers, as NumPy arrays; `None` if one fails, or is silent for too long."""
-        return tensorflow_coordinator.answers_of_workers(self.on_each_worker(function), self.timeout_seconds)
+        per_worker = self.on_each_worker(function, *arguments)
+        return tensorflow_coordinator.answers_of_workers(per_worker, self.timeout_seconds)
 
     def names_of(self, role: str) -> list[str]:
         """The tasks of a role, as messages name them."""
@@ -247,6 +242,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         try:
             yield
         except tf.errors.OpError as error:
+            copies.require_finite(error)
             gone = self.unreachable("ps")
             if not gone:
                 raise
@@ -259,5 +255,8 @@ def _counted(world: World) -> str:
 
 STRATEGY = ParameterServerStrategy
 TRAITS = Traits(
-    processes=True, servers=True, asynchronous=True, options=("staleness", "shard_bytes", "timeout_seconds")
+    processes=True,
+    servers=True,
+    asynchronous=True,
+    options=("staleness", "sync_every", "shard_bytes", "timeout_seconds"),
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.errors import UsageError
 from tfdist.strategies import _gpus, base
 
 
@@ -25,6 +24,7 @@ class SingleStrategy(base.Strategy):
     """
 
     name = "single"
+    one_device = True
 
     def __init__(self, *, exclusive: bool = False, **options: Any):
         self._exclusive = exclusive
@@ -32,13 +32,7 @@ class SingleStrategy(base.Strategy):
 
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         wanted = 1 if wanted is None else wanted
-        chosen = super().choose_devices(_gpus.hide_others(wanted) if self._exclusive else wanted)
-        if len(chosen) != 1:
-            raise UsageError(
-                f"The strategy `single` uses one device, and {len(chosen)} were set",
-                "use `--strategy mirrored` or `--strategy custom` for several devices",
-            )
-        return chosen
+        return super().choose_devices(_gpus.hide_others(wanted) if self._exclusive else wanted)
 
     @property
     def alone(self) -> bool:

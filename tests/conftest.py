@@ -3,6 +3,7 @@
 No test uses a GPU but with `--gpu` (`make test-gpu`): a single one is then divided into three logical devices.
 """
 
+import functools
 import os
 import sys
 
@@ -49,7 +50,8 @@ def pytest_configure(config):
         import tfdist
 
         # TensorFlow must know the others when it starts.
-        tfdist.strategy(names[0].partition("_shard_")[0].removesuffix("_recompute").removesuffix("_uneven"))
+        own = ("_recompute", "_uneven", "_bsp")
+        tfdist.strategy(functools.reduce(str.removesuffix, own, names[0].partition("_shard_")[0]))
 
 
 def use_gpus():

@@ -1,5 +1,6 @@
 """`tfdist advise`: the cost model, what it predicts, and what it refuses."""
 
+import dataclasses
 import doctest
 import os
 
@@ -40,6 +41,12 @@ def test_a_slow_link_makes_one_device_the_fastest_of_those_that_are_exact():
     # A ring of 4 sends 2 * 3/4 of 4 MB at 10 MB/s, and averages only once in 100 steps.
     assert 1024 / found["multiworker on 4"] == pytest.approx(0.0276 + 6e-3 + 0.6)
     assert 1024 / found["mpi_split on 4"] == pytest.approx(0.0276 + 0.606 / 100)
+
+
+def test_an_averaging_copies_what_it_sends_once_in_its_steps():
+    copied = dataclasses.replace(facts(SLOW), copy_seconds=3.0)
+    found = {one.name: one.examples_per_second for one in predictions.all_of(copied, [4])}
+    assert 1024 / found["mpi_split on 4"] == pytest.approx(0.0276 + (3.0 + 0.606) / 100)
 
 
 def test_servers_are_bound_by_their_link_and_a_pipeline_by_its_bubble():

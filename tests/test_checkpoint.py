@@ -30,7 +30,7 @@ from keras import layers
 import tfdist
 from tfdist.callbacks import Checkpoint, LearningRateWarmup
 from tfdist.checkpointing import format as checkpoint_format
-from tfdist.checkpointing import state as training_state
+from tfdist.checkpointing import random_states
 from tfdist.checkpointing.format import Entry, Header
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
 
@@ -563,11 +563,11 @@ class TestResume:
         keras.utils.set_random_seed(0)
         tf.random.set_global_generator(tf.random.Generator.from_seed(0))
         draw()
-        state = training_state.random_state()
+        state = random_states.snapshot()
         expected = draw()
         keras.utils.set_random_seed(1)
         assert draw() != expected
-        training_state.restore_random_state(state)
+        random_states.restore(state)
         assert draw() == expected
 
 

@@ -600,7 +600,8 @@ class TestReadiness:
         found = json.loads(done.stdout.splitlines()[-1])
         not_ready = {name: (one["reason"], one["command"]) for name, one in found.items() if not one["ready"]}
         assert not_ready.pop("horovod") == ("horovod is not installed", "make horovod")
-        assert not_ready.pop("mpi_split") == ("mpi4py is not installed", "pip install 'tfdist[mpi]'")
+        for name in ("mpi", "mpi_split"):
+            assert not_ready.pop(name) == ("mpi4py is not installed", "pip install 'tfdist[mpi]'")
         assert {one[1] for one in not_ready.values()} == {"export no_proxy=localhost"}
         assert set(not_ready) == {"multiworker", "parameter_server"}
 
@@ -619,7 +620,7 @@ class TestReadiness:
         done = run_code(READY, TF_CONFIG=config)
         found = json.loads(done.stdout.splitlines()[-1])
         alone = {name for name, one in found.items() if "trains in one" in one["reason"]}
-        assert alone == {"single", "mirrored", "custom"} and not any(found[name]["ready"] for name in alone)
+        assert alone == {"single", "mirrored", "custom", "hogwild"} and not any(found[name]["ready"] for name in alone)
         reason, command = found["mirrored"]["reason"], found["mirrored"]["command"]
         assert reason.startswith("TF_CONFIG describes 2 processes, and `mirrored` trains in one: `tfdist train`")
         assert command.startswith("unset TF_CONFIG to train") and "multiworker" in command

@@ -29,6 +29,8 @@ WITH_SYNOPSIS = [
     "tfdist.strategies",
     "tfdist.cluster.slurm",
     "tfdist.cluster.world",
+    "tfdist.communicators.compression",
+    "tfdist.core.outer_rules",
 ]
 
 

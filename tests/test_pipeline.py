@@ -357,9 +357,7 @@ def test_2bw_refuses_a_layer_that_assigns_to_a_trained_variable():
     normalized = layers.SpectralNormalization(layers.Dense(4))
     model = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), normalized, layers.Dense(3)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with pytest.raises(
-        RuntimeError, match=r"assigns to `.*kernel`, which is trained.*"
-    ):  # raised within a layer's call
+    with pytest.raises(UsageError, match=r"assigns to `.*kernel`, which is trained.* \(in `Dense.call`\)"):
         trained(pipeline(schedule="2bw"), model)
 
 

@@ -20,6 +20,7 @@ AT_THE_TOP = {
     "profile",
     "registry",
     "report",
+    "simulate",
     "startup",
     "terminal",
     "train",

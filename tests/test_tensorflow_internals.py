@@ -25,6 +25,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
 
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_coordinator, tensorflow_data, tensorflow_patches
 
@@ -100,6 +101,24 @@ def test_a_graph_can_call_a_function_that_its_process_serves_by_name():
         return tensorflow_coordinator.call_served("doubled", [numbers], [tf.TensorSpec([2], tf.int64)])
 
     assert doubled(tf.constant([3, 4], tf.int64))[0].numpy().tolist() == [6, 8]
+
+
+def test_a_variable_of_a_process_is_found_by_name_and_stands_for_another_with_keras_optimizers():
+    like, optimizer = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(1.0)
+    optimizer.build([like])
+
+    @tf.function
+    def step():
+        own = tensorflow_coordinator.variable_of_process("test.own", [2], tf.float32, stands_for=like.value)
+        known = tf.raw_ops.VarIsInitializedOp(resource=own.handle)
+        tf.cond(known, lambda: tf.constant(True), lambda: own.assign([3.0, 4.0]) is not None)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(own**2)
+        own.assign_sub(tape.gradient(loss, own) / 4)
+        return own.read_value(), keras_internals.variable_index(optimizer, own)
+
+    assert [step()[0].numpy().tolist() for _ in range(2)] == [[1.5, 2.0], [0.75, 1.0]]
+    assert int(step()[1]) == 0
 
 
 def test_what_tells_that_all_closures_have_ended_exists():

@@ -153,7 +153,7 @@ def test_options_are_checked_without_importing_tensorflow():
         (["--strategy", "multiworker", "--timeout-seconds", "inf"], ["`--timeout-seconds` is inf"]),
         (["--strategy", "horovod", "--callback-timeout-seconds", "nan"], ["`--callback-timeout-seconds` is nan"]),
         (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["has no use for it", "`mpi_split`"]),
-        (["--strategy", "mirrored", "--shard", "optimizer"], ["has no use for it", "`horovod` or `multiworker`"]),
+        (["--strategy", "mirrored", "--shard", "optimizer"], ["has no use for it", "`horovod`, `mpi`, `multiworker`"]),
         (["--strategy", "mine:Mine", "--sync-every", "2"], ["no use", "hint: set it with `--strategy-option sync_"]),
         (["--strategy", "mine:Mine", "--workers", "2"], ["has no use for it", "`TRAITS = Traits(processes=True)`"]),
         (["--devices", "0"], ["`--devices` is 0"]),

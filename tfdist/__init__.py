@@ -43,9 +43,13 @@ def strategy(name: str, **options: Any) -> Strategy:
     | "single" | one device |
     | "mirrored" | several devices of this machine, by `tf.distribute.MirroredStrategy` |
     | "custom" | several devices of this machine, by tfdist's own data-parallel loop |
+    | "hogwild" | several threads on one device, which update the same weights without locks |
     | "multiworker" | several processes, by `tf.distribute.MultiWorkerMirroredStrategy` |
     | "parameter_server" | several processes, whose variables are on servers |
     | "horovod" | several processes, by Horovod over MPI or Gloo |
+    | "mpi" | several processes, by MPI through mpi4py |
+    | "local_sgd" | several processes that train apart, and make new weights of their mean now and then |
+    | "gossip" | several processes that train apart, and average with few others around each step |
     | "mpi_split" | several processes that average their weights now and then |
 
     All take the options of `tfdist.strategies.base.Strategy`; docs/strategies.md has those of each.

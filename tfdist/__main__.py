@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tfdist import __version__, advise, compare, launch, memory, profile, report, train, verify
+from tfdist import __version__, advise, compare, launch, memory, profile, report, simulate, train, verify
 from tfdist.data import __main__ as data
 from tfdist.doctor import __main__ as doctor
 from tfdist.doctor import environment
@@ -28,6 +28,7 @@ COMMANDS = {
     "compare": compare,
     "report": report,
     "advise": advise,
+    "simulate": simulate,
     "doctor": doctor,
     "env": environment,
 }

@@ -19,7 +19,7 @@ import click
 
 from tfdist import registry, strategies, terminal
 from tfdist.advisor import curves, measured, predictions
-from tfdist.advisor.costs import Compute, Link
+from tfdist.advisor.costs import Compute, Link, link_of
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.study import measure, plan, runs
@@ -28,8 +28,6 @@ BYTES_OF_FLOAT32 = 4
 MEASURED_LINKS = ("multiworker", "horovod", "mpi_split")
 # What a link between machines carries: every strategy by the same numbers.
 ON_A_LINK = (*MEASURED_LINKS, "parameter_server")
-_BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 @click.command("advise", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -55,7 +53,7 @@ def command(
 ) -> None:
     """Predict the throughput of strategies for a model, from short measurements on this machine."""
     counts, cores = _counts(workers), tuple(sorted(os.sched_getaffinity(0)))
-    between = _link(link, latency)
+    between = link_of(link, latency)
     _refuse_beyond(counts, cores, batch_size, between)
     if picture is not None:
         curves.require_format(picture)
@@ -94,7 +92,12 @@ def _facts(work: measured.Work, counts: Sequence[int], between: Link | None, fol
         links = {name: one for name, one in found.items() if one is not None}
     bytes_ = (record.model.parameters or 0) * BYTES_OF_FLOAT32
     steps = max(1, work.examples // work.batch_size)
-    return predictions.Facts(work.batch_size, steps, bytes_, compute, links, between is not None)
+    copies = 0.0
+    if "mpi_split" in links:
+        terminal.say("Measuring how long an averaging is ...")
+        here = 0.0 if between else links["mpi_split"].all_reduce_seconds(bytes_, 2)
+        copies = max(0.0, (measured.averaging_seconds(work, folder / "averaging") or 0.0) - here)
+    return predictions.Facts(work.batch_size, steps, bytes_, compute, links, between is not None, copies)
 
 
 def _table(found: Sequence[predictions.Prediction], counts: Sequence[int]) -> str:
@@ -167,20 +170,6 @@ def _refuse_beyond(counts: Sequence[int], cores: Sequence[int], batch_size: int,
             f"{terminal.counted(len(cores), 'core')}",
             "describe the network between machines with `--link` and `--latency`, or ask for fewer workers",
         )
-
-
-def _link(rate: str | None, latency: str | None) -> Link | None:
-    if rate is None and latency is None:
-        return None
-    if rate is None or latency is None:
-        raise UsageError("Only one of `--link` and `--latency` is set", "set both: a link has a rate and a latency")
-    bits = re.fullmatch(r"([\d.]+) ?([kmg]?)bit(?:/s)?", rate.lower())
-    time = re.fullmatch(r"([\d.]+) ?(s|ms|us|ns)", latency.lower())
-    if bits is None or float(bits[1]) <= 0:
-        raise UsageError(f"`--link` is `{rate}`", "give bits a second, such as 10Gbit or 800Mbit")
-    if time is None:
-        raise UsageError(f"`--latency` is `{latency}`", "give a time, such as 50us or 1ms")
-    return Link(float(time[1]) * _SECONDS[time[2]], float(bits[1]) * _BITS[bits[2]] / 8)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ Synopsis:
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 EXIT_DIFFERENT = 1  # a verification has found a difference
@@ -39,10 +40,26 @@ class TfdistError(Exception):
 
     exit_code = EXIT_USAGE
 
-    def __init__(self, sentence: str, hint: str):
+    def __init__(self, sentence: str, hint: str | None = None):
+        if hint is None:
+            sentence, hint = _in_layer(sentence)
         super().__init__(f"{sentence}\n\nhint: {hint}")
         self.sentence = sentence
         self.hint = hint
+
+
+def _in_layer(message: str) -> tuple[str, str]:
+    """The sentence and the hint of an error that Keras has made again, from its message, where a layer raised it."""
+    found = _OF_LAYER.fullmatch(message)
+    return (f"{found['sentence']} (in `{found['layer']}`)", found["hint"]) if found else (message, "see above")
+
+
+# As in Keras 3.15.1, `keras.src.utils.traceback_utils.inject_argument_info_in_traceback`.
+_OF_LAYER = re.compile(
+    r"Exception encountered when calling (?P<layer>.*?)\(?\)?\.\n\n"
+    r"\x1b\[1m(?P<sentence>.*?)\n\nhint: (?P<hint>.*?)\x1b\[0m\n\n.*",
+    re.DOTALL,
+)
 
 
 class UsageError(TfdistError, ValueError):

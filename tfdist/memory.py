@@ -33,7 +33,7 @@ def command(
     registry.require_known(strategy, "strategy", strategies.names())
     if strategy not in WHOLE_COPIES:
         raise UsageError(
-            f"The memory of `{strategy}` is not estimated: its devices do not each have a whole model",
+            f"The memory of `{strategy}` is not estimated: its devices have more, or less, than a model",
             "use `tfdist pipeline --balance memory` for stages, or `--strategy single` for the model on one device",
         )
     if options["batch_size"] < replicas:

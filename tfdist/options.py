@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
@@ -82,6 +82,23 @@ def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: s
         option: _value(known[option], value, option, f"The {kind} `{name}`") if option in known else value
         for option, value in options.items()
     }
+
+
+def require_owned(given: Iterable[str], owners: Mapping[str, Collection[str]], chosen: str, selector: str) -> None:
+    """Raises `UsageError` for an option that belongs to another choice.
+
+    Args:
+        given: the options that are set, as messages name them.
+        owners: the options of each choice.
+        chosen: the choice that was made.
+        selector: the option that makes the choice, as messages name it.
+    """
+    for option in given:
+        if option not in owners.get(chosen, ()):
+            names = " and ".join(f"`{name}`" for name, options in owners.items() if option in options)
+            raise UsageError(
+                f"`{option}` is an option of {names}, and `{selector}` is `{chosen}`", f"leave `{option}` out"
+            )
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:

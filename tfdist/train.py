@@ -158,14 +158,14 @@ def _last_of_each(value: Any) -> Any:
 @_strategy("--strategy-option", multiple=True, metavar="NAME=VALUE", help="an option of the strategy; may be repeated")
 @_strategy("--devices", metavar="N|NAMES", help="number or names of the devices of a process, such as GPU:0,GPU:1")
 @_strategy("--communication", metavar="NAME", help="multiworker: how tensors are exchanged: auto, nccl, ring, sockets")
-@_strategy("--compression", metavar="NAME", help="type of gradients on the network: none, bf16; fp16 with horovod")
+@_strategy("--compression", metavar="NAME", help="on the network: none, bf16; fp16 with horovod; int8 with local_sgd")
 @_strategy("--shard", metavar="NAME", help="horovod, multiworker: divide the state of the optimizer, or gradients too")
 @_strategy("--speeds", metavar="3,1|auto", help="parts of the replicas in proportion; auto measures them")
 @_strategy(
     "--staleness", type=int, metavar="N", help="parameter_server: largest number of updates between read and write"
 )
 @_strategy("--shard-bytes", type=int, metavar="N", help="parameter_server: divide larger variables among the servers")
-@_strategy("--sync-every", metavar="epoch|N", help="mpi_split: average the weights every epoch, or every N steps")
+@_strategy("--sync-every", metavar="epoch|N", help="local_sgd, mpi_split: meet every epoch, or every N steps")
 @_strategy(
     "--timeline", type=click.Path(path_type=Path), metavar="FILE", help="horovod: write the timeline of all ranks"
 )

@@ -17,7 +17,7 @@ WORLD = World.detect(os.environ)
 # Strategies whose processes divide the optimizer's state: the strategy, and its option `shard`.
 SHARDED = {
     f"{name}_shard_{shard}": (name, shard)
-    for name in ("horovod", "multiworker")
+    for name in ("horovod", "multiworker", "mpi")
     for shard in ("optimizer", "gradients")
 }
 
@@ -26,19 +26,19 @@ RECOMPUTING = {f"{name}_recompute": name for name in ("single", "mirrored", "cus
 
 # The number of stages of a pipeline, whose replicas are its micro-batches, or of that of each process of a job.
 PIPELINES = ("pipeline", "pipeline_of_3")
-STAGED = {f"{name}_stages": name for name in ("horovod", "multiworker")}
+STAGED = {f"{name}_stages": name for name in ("horovod", "multiworker", "mpi")}
 STAGES = {"pipeline": 2, "pipeline_of_3": 3, **dict.fromkeys(STAGED, 2)}
 
 # Strategies whose replicas have parts in these proportions.
-UNEVEN = {f"{name}_uneven": name for name in ("mirrored", "custom", "horovod", "multiworker")}
+UNEVEN = {f"{name}_uneven": name for name in ("mirrored", "custom", "horovod", "multiworker", "mpi")}
 SPEEDS = {2: "3,1", 3: "5,2,1"}
 
 # However many this job has.
 OF_THE_JOB = {
-    **dict.fromkeys(("horovod", "multiworker", *STAGED, *SHARDED), (WORLD.world_size,)),
+    **dict.fromkeys(("horovod", "multiworker", "mpi", *STAGED, *SHARDED), (WORLD.world_size,)),
     **dict.fromkeys(("horovod_recompute", "multiworker_recompute"), (WORLD.world_size,)),
-    **dict.fromkeys(("horovod_uneven", "multiworker_uneven"), (WORLD.world_size,)),
-    "parameter_server": (len(WORLD.tasks_of("worker")),),
+    **dict.fromkeys(("horovod_uneven", "multiworker_uneven", "mpi_uneven"), (WORLD.world_size,)),
+    **dict.fromkeys(("parameter_server", "parameter_server_bsp"), (len(WORLD.tasks_of("worker")),)),
 }
 
 REPLICAS = OF_THE_JOB | {
@@ -115,8 +115,10 @@ def start(name, replicas, **options):
     if name in STAGED:
         in_parts = {"micro_batches": 2, "balance": "memory"} if STAGES[name] > 1 else {}
         name, options = STAGED[name], {"stages": STAGES[name]} | in_parts | options
-    if name == "parameter_server":
-        options["staleness"] = 0  # with more than that a result depends on the moment
+    if name in ("parameter_server", "parameter_server_bsp"):
+        # With another staleness, or in another mode, a result depends on the moment.
+        options |= {"staleness": 0} if name == "parameter_server" else {"mode": "bsp"}
+        name = "parameter_server"
         options["shard_bytes"] = 0  # where there are several servers, each has a part of every variable
     elif name in PIPELINES:  # to measure times would take longer than the tests
         where = {"devices": STAGES[name]} if WORLD.world_size == 1 else {}  # or a stage in each process of the job

@@ -94,6 +94,17 @@ class RunningJob:
         return [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+def signalled(job, run_dir, number):
+    """Sends a signal to worker 1 after two epochs: the exit code of the job, which soon ends, and what it has said."""
+    job.wait_for(lambda: epochs_done(run_dir) >= 2)
+    job.process("worker", 1).send_signal(number)
+    began = time.monotonic()
+    code, out, err = job.end()
+    assert time.monotonic() - began < 30
+    assert job.left() == []
+    return code, out + err
+
+
 def _place(environment):
     if "OMPI_COMM_WORLD_RANK" in environment:
         return "worker", int(environment["OMPI_COMM_WORLD_RANK"])

@@ -102,6 +102,40 @@ def test_every_example_is_seen_once_an_epoch_through_two_losses_and_one_gain(tmp
         np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("gossip", ["algorithm=adpsgd"]),
+        pytest.param("gossip", ["algorithm=dpsgd"], marks=pytest.mark.thorough),
+        pytest.param("gossip", ["algorithm=sgp"], marks=pytest.mark.thorough),
+        pytest.param("gossip", ["algorithm=gosgd"], marks=pytest.mark.thorough),
+        pytest.param("local_sgd", ["outer=diloco", "sync_every=3"], marks=pytest.mark.thorough),
+    ],
+)
+def test_processes_that_train_apart_go_on_without_one_and_take_it_back(tmp_path, strategy, options):
+    hosts, run_dir, steps_file = tmp_path / "hosts", tmp_path / "run", tmp_path / "steps.txt"
+    hosts.write_text("localhost\n127.0.0.1\n127.0.0.2\n")
+    chosen = [argument for option in options for argument in ("--strategy-option", option)]
+    job = elastic(
+        run_dir, *chosen, "--hostfile", hosts, "--checkpoint-steps", COMMIT_STEPS, strategy=strategy, epochs=5
+    )
+    with job:
+        training(job, run_dir, 3, steps_file)[1].kill()
+        training(job, run_dir, 2, steps_file)
+        hosts.write_text("localhost\n127.0.0.2\n127.0.0.3\n")
+        training(job, run_dir, 3, steps_file)
+        code, _, err = job.end()
+        assert job.left() == []
+    assert code == 0, err
+    assert starts(err) == [3, 2, 3]
+    assert "without worker 1 on 127.0.0.1" in err
+    epochs = record(run_dir)["epochs"]
+    assert [epoch["epoch"] for epoch in epochs] == list(range(1, 6))
+    assert {epoch["metrics"]["seen_once"] for epoch in epochs} == {counting.EXAMPLES}
+    assert {epoch["metrics"]["seen_at_most"] for epoch in epochs} == {1.0}
+    assert epochs[-1]["metrics"]["loss"] < epochs[0]["metrics"]["loss"]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["horovod", "multiworker"])
 def test_a_host_that_leaves_the_list_is_given_up_at_a_checkpoint(tmp_path, strategy):

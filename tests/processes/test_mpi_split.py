@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.processes.jobs import ROOT, clean_environment, epochs_done, record, require_mpi, train, weights
+from tests.processes.jobs import ROOT, clean_environment, record, require_mpi, signalled, train, weights
 from tests.processes.test_horovod import run, said
 
 require_mpi()
@@ -124,7 +124,7 @@ PIECES = """
 import sys
 import keras, numpy as np, tfdist
 from tfdist.internals import tensorflow_variables
-from tfdist.strategies import _local_sgd as local_sgd
+from tfdist.strategies import _averages as averages
 
 strategy = tfdist.strategy("mpi_split", seed=1, sync_every=2)
 x = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
@@ -141,7 +141,7 @@ def trained():
 
 
 whole, disagreements = trained()
-tensorflow_variables.PIECE_BYTES = local_sgd.PIECE_BYTES = 100
+tensorflow_variables.PIECE_BYTES = averages.PIECE_BYTES = 100
 pieces, same = trained()
 sys.stdout.write(
     f"EQUAL {all((a == b).all() for a, b in zip(whole, pieces, strict=True))}\\n"
@@ -186,15 +186,10 @@ def test_a_run_resumed_at_the_end_of_an_epoch_equals_an_unbroken_one(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
 def test_all_end_when_a_rank_is_killed_or_stopped_and_it_is_named(tmp_path, number):
     with train(*LONG, run_dir=tmp_path / "run", strategy="mpi_split") as job:
-        job.wait_for(lambda: epochs_done(tmp_path / "run") >= 2)
-        job.process("worker", 1).send_signal(number)
-        began = time.monotonic()
-        code, out, err = job.end()
-        assert time.monotonic() - began < 30
-        assert job.left() == []
+        code, told = signalled(job, tmp_path / "run", number)
     assert code != 0
     expected = "rank 1 with PID" if number == signal.SIGKILL else "Gone, or silent for 8 s: rank 1"
-    assert expected in out + err
+    assert expected in told
 
 
 def test_an_error_in_one_rank_ends_the_job(tmp_path):

@@ -67,7 +67,7 @@ print("DATASET", strategy.fit(model, data, epochs=1, verbose=0).history["total"]
 """
 
 
-def run_script(tmp_path, script, *arguments, workers, ps):
+def run_script(tmp_path, script, *arguments, workers, ps=1):
     """What the script said in the chief, by its first word."""
     (tmp_path / "script.py").write_text(script)
     with RunningJob("--workers", workers, "--ps", ps, "script.py", *arguments, cwd=tmp_path) as job:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.processes.jobs import launched, require_horovod, train
+from tests.processes.jobs import launched, require_horovod, require_mpi, train
 from tests.processes.test_contract import EQUALITY, equality_cases, run_together
 
 # One of each kind: split, whole variables, several exchanges within an update, sparse rows, own steps.
@@ -116,23 +116,29 @@ refused(keras.Input((4,)), [keras.layers.Dense(1)], keras.optimizers.Adam, callb
 """
 
 
+REQUIRED = {"horovod": require_horovod, "mpi": require_mpi}
+
+
+def together(strategy, shard, workers, *tests, cwd):
+    """What the contract's `tests` say in a job of this strategy."""
+    REQUIRED.get(strategy, lambda: None)()
+    by = ("--mpi",) if strategy == "mpi" else ()
+    return run_together(f"{strategy}_shard_{shard}", workers, *tests, cwd=cwd, options=by)
+
+
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-@pytest.mark.parametrize("strategy", ["multiworker", "horovod"])
+@pytest.mark.parametrize("strategy", ["multiworker", "horovod", "mpi"])
 def test_its_weights_are_those_of_one_device(tmp_path, strategy, shard):
-    if strategy == "horovod":
-        require_horovod()
-    name = f"{strategy}_shard_{shard}"
-    assert f"{len(QUICK)} passed" in run_together(name, 2, *equality_cases(name, 2, QUICK), cwd=tmp_path)
+    tests = equality_cases(f"{strategy}_shard_{shard}", 2, QUICK)
+    assert f"{len(QUICK)} passed" in together(strategy, shard, 2, *tests, cwd=tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-@pytest.mark.parametrize("strategy", ["multiworker", "horovod"])
+@pytest.mark.parametrize("strategy", ["multiworker", "horovod", "mpi"])
 def test_all_cases_of_equality(tmp_path, strategy, shard, workers):
-    if strategy == "horovod":
-        require_horovod()
-    last = run_together(f"{strategy}_shard_{shard}", workers, EQUALITY, "-k", "equals", cwd=tmp_path)
+    last = together(strategy, shard, workers, EQUALITY, "-k", "equals", cwd=tmp_path)
     assert re.search(r"^\d+ passed", last), last
 
 

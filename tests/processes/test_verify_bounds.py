@@ -87,6 +87,12 @@ def test_steps_on_parameter_servers_stay_within_their_staleness(tmp_path, stalen
         assert "at most 2 updates of others" in said and "updates that are missing or too many 0 0" in said
 
 
+def test_steps_that_workers_take_together_are_held_to_equality(tmp_path):
+    code, said = verified(tmp_path, "--strategy", "parameter_server", "--ps", "1", "--strategy-option", "mode=bsp")
+    assert code == 0, said
+    assert "those of one device, as its bound is: the workers take each step together" in said
+
+
 def test_steps_that_do_not_wait_for_each_other_break_a_staleness_of_0(tmp_path):
     code, said = verified(tmp_path, "--strategy", "racing:Racing", "--ps", "1", "--staleness", "0")
     assert code == 1, said

@@ -3,7 +3,7 @@
     computation of n examples            c(n) = a + b n, from two measurements
     all-reduce of N processes (ring)     2 (N - 1) latency + 2 (N - 1) / N · bytes / bandwidth
     collective strategies                max of c(n_i) + max(0, all-reduce - overlap)
-    averaging after H steps              max of c(n_i) + all-reduce / H
+    averaging after H steps              max of c(n_i) + (copies + all-reduce) / H
     parameter servers, asynchronous      max(c(B) / W, 2 · bytes / (P · bandwidth))
     pipeline of S even stages            (M + S - 1) / M · c(B) / S
 
@@ -25,7 +25,13 @@ Synopsis:
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+
+from tfdist.errors import UsageError
+
+_BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,20 @@ def collective(
 
 
 def averaging(
-    compute: Compute, link: Link, weight_bytes: float, batch_size: int, processes: int, steps_between: int
+    compute: Compute,
+    link: Link,
+    weight_bytes: float,
+    batch_size: int,
+    processes: int,
+    steps_between: int,
+    copy_seconds: float = 0.0,
 ) -> float:
-    """A step of `mpi_split`, with its part of an averaging."""
-    averaged = link.all_reduce_seconds(weight_bytes, processes)
+    """A step of `mpi_split`, with its part of an averaging.
+
+    `copy_seconds` are those of an averaging in which nothing is sent but the weights' own bytes: the copies of weights
+    and slots to one array and back, and the slots' part of the sum.
+    """
+    averaged = copy_seconds + link.all_reduce_seconds(weight_bytes, processes)
     return compute.seconds(math.ceil(batch_size / processes)) + averaged / steps_between
 
 
@@ -84,3 +100,18 @@ def servers(compute: Compute, link: Link, gradient_bytes: float, batch_size: int
 def pipeline(compute: Compute, batch_size: int, stages: int, micro_batches: int) -> float:
     """A step of a pipeline of stages that take the same time."""
     return (micro_batches + stages - 1) / micro_batches * compute.seconds(batch_size) / stages
+
+
+def link_of(rate: str | None, latency: str | None, option: str = "--link") -> Link | None:
+    """The link that two options describe; `option` is the name of that for the rate."""
+    if rate is None and latency is None:
+        return None
+    if rate is None or latency is None:
+        raise UsageError(f"Only one of `{option}` and `--latency` is set", "set both: a link has a rate and a latency")
+    bits = re.fullmatch(r"([\d.]+) ?([kmg]?)bit(?:/s)?", rate.lower())
+    time = re.fullmatch(r"([\d.]+) ?(s|ms|us|ns)", latency.lower())
+    if bits is None or float(bits[1]) <= 0:
+        raise UsageError(f"`{option}` is `{rate}`", "give bits a second, such as 10Gbit or 800Mbit")
+    if time is None:
+        raise UsageError(f"`--latency` is `{latency}`", "give a time, such as 50us or 1ms")
+    return Link(float(time[1]) * _SECONDS[time[2]], float(bits[1]) * _BITS[bits[2]] / 8)

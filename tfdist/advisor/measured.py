@@ -81,6 +81,21 @@ def link(strategy: str) -> Link | None:
     return Link(found.latency_microseconds / 1e6 / HOPS_OF_TWO, found.gigabytes_per_second * 1e9)
 
 
+def averaging_seconds(work: Work, folder: Path) -> float | None:
+    """An averaging of two processes of `mpi_split` on this machine; `None` where they cannot run."""
+    options = {**work.options, "strategy": "mpi_split", "workers": 2, "batch_size": work.batch_size}
+    process = _begin({**options, "limit": 2 * work.batch_size, "epochs": EPOCHS}, folder, work.cores)
+    try:
+        code = limited.wait(process, SECONDS_OF_A_RUN)
+    finally:
+        limited.kill(process)
+    if code != 0:
+        return None
+    # The first epoch's traces the graphs.
+    found = [epoch.metrics.get("sync_seconds") for epoch in load_record(folder).epochs[1:]]
+    return min((seconds for seconds in found if seconds is not None), default=None)
+
+
 def _side_by_side(work: Work, size: int, processes: int, folder: Path) -> list[RunRecord]:
     shares = [work.cores[rank::processes] for rank in range(processes)]
     folders = [folder / str(rank) for rank in range(processes)]

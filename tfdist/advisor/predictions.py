@@ -42,6 +42,7 @@ class Facts:
         compute: by the number of processes that share the machine; with 1 alone, workers are machines of their own.
         links: by strategy.
         machines: whether each worker has a machine of its own.
+        copy_seconds: of an averaging, see `costs.averaging`.
     """
 
     batch_size: int
@@ -50,6 +51,7 @@ class Facts:
     compute: Mapping[int, Compute]
     links: Mapping[str, Link]
     machines: bool
+    copy_seconds: float = 0.0
 
     def compute_of(self, workers: int) -> Compute:
         """The cost of computation in each of so many workers."""
@@ -72,7 +74,7 @@ def _steps(facts: Facts, count: int) -> dict[str, float]:
     found = {}
     for name, link in facts.links.items():
         if name == "mpi_split":
-            found[name] = costs.averaging(compute, link, facts.bytes, size, count, facts.steps)
+            found[name] = costs.averaging(compute, link, facts.bytes, size, count, facts.steps, facts.copy_seconds)
         elif name == "parameter_server":
             found[name] = costs.servers(compute, link, facts.bytes, size, count, servers=1)
         else:

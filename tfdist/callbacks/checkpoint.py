@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpointing import resume, writer
+from tfdist.checkpointing import random_states, resume, writer
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.checkpointing.position import Position
@@ -265,8 +265,8 @@ class Checkpoint(ClockedCallback):
             strategy, data = self._strategy, self._data_state()
             if strategy is None or data is None:
                 return self._note_only_at_epoch_ends()
-            self._save(self._position.epoch, self._position.batch, logs, data)
             strategy.begin_anew(self.model)
+            self._save(self._position.epoch, self._position.batch, logs, data)
             elastic.leave_if_told(self._peers, self._finish_write)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -349,7 +349,7 @@ class Checkpoint(ClockedCallback):
             callbacks=states,
             data=None if data is None or self._data is None else self._data.position_in_passes,
         )
-        entries += [*arrays, *training_state.random_state(), *(data or [])]
+        entries += [*arrays, *random_states.snapshot(), *(data or [])]
         self._writer.start(functools.partial(self._store.write, header, entries))
 
     def _finish_write(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from tfdist.checkpointing import random_states
 from tfdist.checkpointing import state as training_state
-from tfdist.checkpointing.format import Header, Stored
+from tfdist.checkpointing.format import Stored
 from tfdist.cluster.consensus import ProcessGroup
+from tfdist.communicators import strategy_state
 from tfdist.errors import CheckpointError
 
 
@@ -39,7 +41,7 @@ def refuse_another_run(model: Any, stored: Stored, steps_per_epoch: int | None, 
         raise CheckpointError(
             f"The checkpoint `{header.path}` has the optimizer `{header.optimizer}`, and the model `{ours}`", hint
         )
-    difference = training_state.first_difference(model, stored.entries, _groups(header))
+    difference = training_state.first_difference(model, stored.entries, _groups(model, stored))
     if difference is not None:
         theirs, ours = difference
         raise CheckpointError(
@@ -71,13 +73,20 @@ def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: Process
     All processes must call it. `send` gives the variables to the processes besides the chief too.
     """
     header, entries = stored.header, training_state.of_this(stored.entries, peers)
-    in_chief = training_state.assign(model, stored, entries, _groups(header), peers)
+    in_chief = training_state.assign(model, stored, entries, _groups(model, stored), peers)
     if send:
-        peers.broadcast_variables(in_chief)
+        own = strategy_state.of(model)
+        peers.broadcast_variables([variable for variable in in_chief if not own.has_own(variable)])
+    training_state.assign_own(model, stored.entries, peers)
     training_state.restore_callbacks_state(callbacks, header.callbacks, entries, header.train_seconds)
-    training_state.restore_random_state(entries)
+    random_states.restore(entries)
 
 
-def _groups(header: Header) -> tuple[str, ...]:
-    """The groups of variables to restore: a new epoch resets the metrics, so that the model may have other ones."""
-    return ("model", "optimizer", "metrics") if header.batch else ("model", "optimizer")
+def _groups(model: Any, stored: Stored) -> tuple[str, ...]:
+    """The groups of variables to restore: a new epoch resets the metrics, so that the model may have other ones.
+
+    What a strategy remembers is restored where both know such variables: another strategy begins without.
+    """
+    known = {entry.group for entry in stored.entries}
+    of_strategy = ("strategy",) if "strategy" in known and training_state.variables(model)["strategy"] else ()
+    return ("model", "optimizer", *(("metrics",) if stored.header.batch else ()), *of_strategy)

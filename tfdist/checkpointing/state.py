@@ -6,7 +6,6 @@ variable are read and assigned one by one.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,18 +15,16 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.random import seed_generator
-from tensorflow.python.ops import stateful_random_ops
 
 from tfdist.checkpointing.format import Entry, Stored
-from tfdist.cluster.consensus import ProcessGroup, any_of
+from tfdist.cluster.consensus import ProcessGroup, all_gather_object, any_of
 from tfdist.cluster.world import World
-from tfdist.communicators import parts
+from tfdist.communicators import parts, strategy_state
 from tfdist.communicators import variables as shared_variables
 from tfdist.errors import CheckpointError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
-from tfdist.internals.keras import global_state, tf_variable
+from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow_variables import copies
 
 COPY_THREADS = 4
@@ -46,11 +43,15 @@ REMEMBERED: dict[type, tuple[str, ...]] = {
 
 
 def variables(model: Any) -> dict[str, list[Any]]:
-    """The variables of a compiled model and of all its optimizers, by group; the model's include its seeds."""
+    """The variables of a compiled model, of all its optimizers and of its strategy, by group.
+
+    The model's include its seeds; of the strategy are those that are the same in all processes.
+    """
     groups = {
         "metrics": model.metrics_variables,
         "optimizer": [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables],
         "model": model.variables,
+        "strategy": strategy_state.of(model).shared,
     }
     seen: set[int] = set()
     for group, members in groups.items():
@@ -75,7 +76,7 @@ def snapshot(model: Any, peers: ProcessGroup) -> list[Entry]:
             elif peers.world.is_chief:
                 value = _copied(tensorflow_variables.read(copies(variable)[0]))
                 entries.append(Entry(group, variable.path, value))
-    return entries
+    return entries + [_of_all(_parts("own", variable), peers) for variable in strategy_state.of(model).own]
 
 
 def _parts(group: str, variable: Any) -> Entry:
@@ -129,7 +130,7 @@ def _of_this(entry: Entry, world: World) -> Entry:
 
 def is_shared(entry: Entry) -> bool:
     """Whether the value in the chief is that of all processes, to which it is sent."""
-    return entry.group in ("model", "optimizer") and not entry.by_replica
+    return entry.group in ("model", "optimizer", "strategy") and not entry.by_replica
 
 
 def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: ProcessGroup) -> list:
@@ -151,6 +152,25 @@ def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequenc
             stored.unload()
             read_bytes = 0
     return [variable for variable, entry in pairs if is_shared(entry)]
+
+
+def assign_own(model: Any, entries: Iterable[Entry], peers: ProcessGroup) -> None:
+    """Gives each process the values of its own from a checkpoint; all must call it, after `assign`.
+
+    If another number of processes wrote it, or a strategy that keeps other values, all get those of the chief.
+    """
+    own = strategy_state.of(model).own
+    if not own:
+        return
+    stored = [entry for entry in entries if entry.group == "own"]
+    ours = [_unnumbered(_described("own", variable, variable.path)) for variable in own]
+    theirs = [_unnumbered(_described("own", entry, entry.name)) for entry in stored]
+    fits = ours == theirs and all(len(entry.value) == peers.world.world_size for entry in stored)
+    if all(all_gather_object(peers, fits, "restores the values that each process has of its own")):
+        for variable, entry in zip(own, stored, strict=True):
+            assign_all(variable, np.ascontiguousarray(entry.value[peers.world.rank]))
+    else:
+        shared_variables.broadcast_variables(own, peers.broadcast, peers.world.is_chief)
 
 
 def first_difference(model: Any, entries: Iterable[Entry], groups: Sequence[str]) -> tuple[str, str] | None:
@@ -207,51 +227,6 @@ def _is_finite(values: np.ndarray) -> bool:
     with np.errstate(all="ignore"):
         wide = np.float32 if values.dtype.itemsize < 4 else values.dtype
         return bool(np.isfinite(values.sum(dtype=wide))) or bool(np.isfinite(values).all())
-
-
-def random_state() -> list[Entry]:
-    """The states of the generators that belong to no model: Python's, NumPy's, Keras' and TensorFlow's global ones.
-
-    The state that TensorFlow's stateful operations (`tf.random.normal` and the like) keep in a graph cannot be read.
-    """
-    version, numbers, gauss = random.getstate()
-    del version
-    gauss = np.array([] if gauss is None else [gauss])
-    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
-    found = [("python", np.array(numbers, "uint32")), ("python_gauss", gauss)]
-    if name == "MT19937":
-        found += [
-            ("numpy", np.asarray(key, "uint32")),
-            ("numpy_rest", np.array([position, has_gauss, cached], "float64")),
-        ]
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    if generator is not None:
-        found.append(("keras", copies(generator.state)[0].numpy()))
-    generator = getattr(stateful_random_ops, "global_generator", None)
-    if generator is not None:
-        found += [
-            ("tensorflow", copies(generator.state)[0].numpy()),
-            ("tensorflow_kind", np.array(generator.algorithm)),
-        ]
-    return [Entry("random", name, value) for name, value in found]
-
-
-def restore_random_state(entries: Iterable[Entry]) -> None:
-    """Restores the generators from the result of `random_state`."""
-    found = {entry.name: entry.value for entry in entries if entry.group == "random"}
-    if "keras" in found:  # before Python's, from which a new generator draws its seed
-        _assign_all(seed_generator.global_seed_generator().state, found["keras"])
-    if "tensorflow" in found:
-        if getattr(stateful_random_ops, "global_generator", None) is None:
-            generator = tf.random.Generator.from_state(found["tensorflow"], int(found["tensorflow_kind"]))
-            tf.random.set_global_generator(generator)
-        else:
-            _assign_all(tf.random.get_global_generator().state, found["tensorflow"])
-    if "numpy" in found:
-        position, has_gauss, cached = found["numpy_rest"].tolist()
-        np.random.set_state(("MT19937", found["numpy"], int(position), int(has_gauss), cached))
-    gauss = found["python_gauss"].tolist()
-    random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
 
 
 def data_state(data: Any, peers: ProcessGroup) -> list[Entry] | None:
@@ -326,19 +301,20 @@ def _has_parts(variable: Any) -> bool:
 def _assign(variable: Any, entry: Entry) -> None:
     held, parts = copies(variable), list(entry.value) if entry.by_replica else [entry.value]
     if not _has_parts(variable):
-        _assign_all(variable, sum(parts[1:], parts[0]))
+        assign_all(variable, sum(parts[1:], parts[0]))
     elif len(parts) == len(held):
         for copy, part in zip(held, parts, strict=True):
             copy.assign(part)
     elif tf_variable(variable).aggregation == tf.VariableAggregation.SUM:
         # Another number of replicas wrote it: only the sum counts.
-        _assign_all(variable, np.zeros_like(parts[0]))
+        assign_all(variable, np.zeros_like(parts[0]))
         held[0].assign(sum(parts[1:], parts[0]))
     else:
-        _assign_all(variable, parts[0])
+        assign_all(variable, parts[0])
 
 
-def _assign_all(variable: Any, value: np.ndarray) -> None:
+def assign_all(variable: Any, value: np.ndarray) -> None:
+    """Gives all copies of a variable in this process the `value`."""
     for copy in copies(variable):
         tensorflow_variables.fill(copy, value)
 

@@ -29,7 +29,9 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import UsageError
+from tfdist.cluster import process_exit
+from tfdist.communicators.exchanged import Exchanged
+from tfdist.errors import ClusterError, UsageError
 
 # Engines count with 32 bits. Longer messages travel in pieces; the pieces of all processes have this size together.
 GATHERED_BYTES = 1 << 28
@@ -98,6 +100,11 @@ class Communicator:
         """The `values`, `[n]` uint8, of process 0; the others call it with as many. Not inside a graph."""
         return self.broadcast(tf.constant(values), "broadcast").numpy()
 
+    def sum_in_place(self, buffer: np.ndarray) -> None:
+        """Adds up a contiguous array over the processes, in place; not inside a graph."""
+        if self.size > 1:
+            buffer[...] = self._sum(tf.constant(buffer), "sum").numpy()
+
     def barrier(self) -> None:
         """Waits until every process has called this; not inside a graph."""
         self._all_gather(tf.zeros([1], tf.int32), "barrier")
@@ -143,8 +150,25 @@ class Communicator:
         """How many exchanges this process has begun, and how many have ended; read from any thread."""
         return 0, 0
 
+    def exchanged(self) -> Exchanged:
+        """What this process has exchanged so far."""
+        return Exchanged(0, 0.0, 0, 0)
+
     def abort(self, exit_code: int) -> None:
         """Ends the other processes too, if the engine can; called by a process that ends with an error."""
+
+    @property
+    def failure(self) -> ClusterError | None:
+        """Why the processes are no longer connected; `None` while they are, and of an engine that does not know."""
+        return None
+
+    def give_up(self, error: ClusterError) -> None:
+        """Ends the wait of this process for others, of which `error` tells; called from another thread."""
+        # Engines wait for silent processes without limit, and their wait cannot be interrupted.
+        process_exit.end_process(error, self.abort)
+
+    def excuse(self, excused: Callable[[], bool]) -> None:
+        """Has an engine that waits with a limit call `excused`, which returns whether to wait as long again."""
 
     def close(self) -> None:
         """Leaves the job."""

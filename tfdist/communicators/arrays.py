@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.communicators import Communicator, opaque
+from tfdist.communicators.exchanged import Exchanged
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.profiling import breakdown
 from tfdist.transport import messages
@@ -28,29 +30,53 @@ class ArrayCommunicator(Communicator):
     def __init__(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._begun = self._ended = 0
+        self._exchanged = Exchanged(0, 0.0, 0, 0)
         self.mailbox = messages.Mailbox()
 
     def counts(self) -> tuple[int, int]:
         return self._begun, self._ended
 
+    def exchanged(self) -> Exchanged:
+        return self._exchanged
+
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """The context of an exchange; exchanges run one at a time."""
+    def counted(self, sent_bytes: int = 0) -> Iterator[Callable[[int], None]]:
+        """The context of an exchange, in which it says how many bytes it has received.
+
+        Exchanges run one at a time; one that is a part of another is not counted in `exchanged`.
+        """
+        whole, received_bytes, began = self._begun == self._ended, 0, time.perf_counter()
+
+        def receive(count: int) -> None:
+            nonlocal received_bytes
+            received_bytes += count
+
         self._begun += 1
         try:
-            yield
+            yield receive
         finally:
             self._ended += 1
+            if whole:
+                seconds = time.perf_counter() - began
+                before = self._exchanged
+                self._exchanged = Exchanged(
+                    before.exchanges + 1,
+                    before.exchange_seconds + seconds,
+                    before.sent_bytes + sent_bytes,
+                    before.received_bytes + received_bytes,
+                )
 
     def _send(self, array: Any, to: int, tag: int) -> None:
         values = messages.sendable(array)
-        with self.counted():
+        with self.counted(values.nbytes):
             self._post(values, to, tag)
 
     def _receive(self, from_: int, tag: int) -> np.ndarray:
-        with self.counted():
+        with self.counted() as received:
             self._await_message(from_, tag)
-        return self.mailbox.take(from_, tag)
+            values = self.mailbox.take(from_, tag)
+            received(values.nbytes)
+        return values
 
     def _probe(self, tag: int) -> list[int]:
         self._take_in()
@@ -75,8 +101,10 @@ class ArrayCommunicator(Communicator):
         """
 
         def exchange(values: np.ndarray) -> np.ndarray:
-            with self.counted():
-                return function(values)
+            with self.counted(values.nbytes) as received:
+                result = function(values)
+                received(result.nbytes)
+            return result
 
         if tf.executing_eagerly():
             return tf.convert_to_tensor(exchange(tensor.numpy()))

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.communicators import Communicator, mpi
 from tfdist.communicators.collective_counter import CollectiveCounter
+from tfdist.communicators.exchanged import Exchanged
 from tfdist.errors import ClusterError, UsageError
 
 INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
@@ -68,6 +69,9 @@ class HorovodCommunicator(Communicator):
 
     def counts(self) -> tuple[int, int]:
         return self._counter.counts()
+
+    def exchanged(self) -> Exchanged:
+        return self._counter.exchanged()
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return self._run(self._hvd.allreduce, tensor, name, op=self._hvd.Sum)

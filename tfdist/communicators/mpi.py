@@ -67,19 +67,15 @@ class MpiCommunicator(ArrayCommunicator):
         return self._mpi.Get_library_version().partition(",")[0].partition("\n")[0]
 
     def sum_in_place(self, buffer: np.ndarray) -> None:
-        """Adds up a contiguous array over the processes, in place."""
-        with self.counted():
+        with self.counted(buffer.nbytes) as received:
+            received(buffer.nbytes)
             for piece in _pieces(buffer):
                 self._world.Allreduce(self._mpi.IN_PLACE, piece, op=self._mpi.SUM)
 
-    def sum_on(self, value: float, root: int = 0) -> float | None:
-        """The sum of `value` over the processes, on process `root`; `None` elsewhere."""
-        with self.counted():
-            return self._world.reduce(value, op=self._mpi.SUM, root=root)
-
     def broadcast_in_place(self, buffer: np.ndarray, root: int = 0) -> None:
         """Fills a contiguous array with the values of process `root`."""
-        with self.counted():
+        with self.counted(buffer.nbytes) as received:
+            received(buffer.nbytes)
             for piece in _pieces(buffer):
                 self._world.Bcast(piece, root=root)
 

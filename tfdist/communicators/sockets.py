@@ -5,11 +5,14 @@ TensorFlow itself sends tensors as gRPC messages, which copies them several time
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import tensorflow as tf
 
 from tfdist.cluster.world import World
 from tfdist.communicators.arrays import ArrayCommunicator
+from tfdist.errors import ClusterError
 from tfdist.transport.connections import Exchange
 from tfdist.transport.sockets import Sockets
 
@@ -38,6 +41,16 @@ class SocketCommunicator(ArrayCommunicator):
         self.rank, self.size = world.rank, world.world_size
         self.sockets = Sockets(world, exchange, connect_timeout_seconds, timeout_seconds, self.mailbox)
 
+    @property
+    def failure(self) -> ClusterError | None:
+        return self.sockets.failure
+
+    def give_up(self, error: ClusterError) -> None:
+        self.sockets.give_up(error)
+
+    def excuse(self, excused: Callable[[], bool]) -> None:
+        self.sockets.excuse(excused)
+
     def close(self) -> None:
         self.sockets.close()
 
@@ -48,12 +61,15 @@ class SocketCommunicator(ArrayCommunicator):
         # As a sum with zeros: what is gathered would go once around the ring before the next message begins.
         mine = values if self.rank == 0 else np.zeros_like(values)
         words = np.append(mine, np.zeros(-len(values) % 4, np.uint8)).view(np.int32)
-        with self.counted():
+        with self.counted(len(values)) as received:
+            received(len(values))
             return self.sockets.sum(words).view(np.uint8)[: len(values)]
 
     def exchange(self, message: bytes) -> list[bytes]:
-        with self.counted():
-            return self.sockets.exchange(message)
+        with self.counted(len(message)) as received:
+            messages = self.sockets.exchange(message)
+            received(sum(map(len, messages)))
+        return messages
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return self._call(self.sockets.sum, tensor, tensor.shape)

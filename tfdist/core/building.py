@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist.communicators import strategy_state
 from tfdist.core import exact_step, metrics, randomness, replica_context
 from tfdist.core.replica import Replica
 from tfdist.internals import keras as keras_internals
@@ -101,8 +102,9 @@ def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None
 
 
 def broadcast(strategy: Strategy, model: Any) -> None:
-    """Gives the variables of a model and its optimizers the chief's values in every process."""
-    strategy.broadcast_variables(_variables(model))
+    """Gives the variables of a model and its optimizers the chief's values in every process, but what each has own."""
+    state = strategy_state.of(model)
+    strategy.broadcast_variables([v for v in [*_variables(model), *state.shared] if not state.has_own(v)])
 
 
 def _broadcast_new(strategy: Strategy, model: Any, before: int) -> None:

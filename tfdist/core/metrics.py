@@ -159,7 +159,7 @@ def _update(metric: Any, update_state: Callable[..., Any], *arguments: Any, **na
 def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     if not keras_internals.values_per_example(None, metric, *arguments, **named):
         raise UsageError(
-            f"The metric `{metric.name}` may be no sum over the examples, and the processes of `{strategy_name}` do "
+            f"The metric `{metric.name}` may be no sum over the examples, and the workers of `{strategy_name}` do "
             "not meet in each step to compute it",
             "if what it counts can be added up, give it the attribute `additive = True`; else use it in `evaluate`",
         )

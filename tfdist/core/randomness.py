@@ -63,7 +63,7 @@ class _OfGlobalBatch:
             self._begin, self._total = tf.constant(0), self._rows
         else:
             count = tf.where(replica.real, self._rows, 0)
-            self._begin, self._total = replica_context.rows_before(replica, count[tf.newaxis])
+            self._begin, self._total = replica.examples_before(count)
 
     def draw(self, draw: Callable[[Any], Any], shape: Any) -> tf.Tensor:
         """The rows of this part of `draw(...)` for the global batch; `shape` is that of the part, `[k * rows, ...]`."""

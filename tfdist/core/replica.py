@@ -105,6 +105,10 @@ class Replica:
         """`structure` with the examples of all replicas of the job, in the order of the replicas, on every replica."""
         return structure
 
+    def examples_before(self, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The numbers of examples of the replicas before this one, and of all, from this one's `count`, int32."""
+        return replica_context.rows_before(self, count[tf.newaxis])
+
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """The sums of `gradients` over the replicas, sent in few buffers; `None` stays `None`, sparse stays sparse."""
         return gradient_reduction.without_none(gradient_reduction.packed(self.all_reduce, self.packing))(

@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpointing import random_states
 from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
+from tfdist.communicators import strategy_state
 from tfdist.core import building, exact_step, metrics, randomness
 from tfdist.core.inner_loop import StepProgram, Steps, as_traced
 from tfdist.core.verification_causes import explained
@@ -103,9 +105,15 @@ def verify(
     return report
 
 
-def restored(strategy: Strategy, model: Any) -> contextlib.AbstractContextManager[None]:
-    """The context at whose end all variables of `model` and all random states are as before."""
-    return _state_kept(_held(strategy, model))
+@contextlib.contextmanager
+def restored(strategy: Strategy, model: Any) -> Iterator[None]:
+    """The context at whose end the variables of `model` and its strategy, and all random states, are as before."""
+    before = strategy_state.of(model)
+    with _state_kept([*_held(strategy, model), *before.own]):
+        try:
+            yield
+        finally:
+            strategy_state.keep(model, before)
 
 
 def _held(strategy: Strategy, model: Any) -> list[Any]:
@@ -200,14 +208,14 @@ def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
         return [copy for variable in variables for copy in tensorflow_variables.copies(variable)]
 
     values = [copy.numpy() for copy in held()]
-    random_state, eager = training_state.random_state(), tensorflow_internals.eager_random_state()
+    random_state, eager = random_states.snapshot(), tensorflow_internals.eager_random_state()
 
     try:
         yield
     finally:
         for copy, value in zip(held(), values, strict=True):
             copy.assign(value)
-        training_state.restore_random_state(random_state)
+        random_states.restore(random_state)
         tensorflow_internals.restore_eager_random_state(eager)
 
 

@@ -4,8 +4,10 @@
                   gradients of norm at most G, a rank is at most r * G * n away from them
     Staleness     at most S updates of others come between the reads of a step and its own update; and each step is one
                   update
+    Together      each step is one update, by all workers
 
-Averaging after each step of SGD, and a staleness of 0, give the steps of one device: they are compared with these then.
+Averaging after each step of SGD, a staleness of 0, and steps taken together give those of one device: they are compared
+with these then.
 The weights, the norms of gradients and the updates are measured here; the staleness by the workers, who alone know when
 they read.
 """
@@ -149,13 +151,15 @@ class Averaging(Bound):
 
     Attributes:
         sync_every: the number of steps from one averaging to the next; `None` averages at the end of an epoch.
+        plain: the new weights are the mean, and nothing else is made of it.
     """
 
     equality: ClassVar[str] = "averaging after each step of SGD is synchronous training"
     sync_every: int | None
+    plain: bool = True
 
     def is_equality(self, strategy: Strategy, model: Any, feed: Feed) -> bool:
-        at_once = self.sync_every == 1 and model.optimizer.gradient_accumulation_steps is None
+        at_once = self.plain and self.sync_every == 1 and model.optimizer.gradient_accumulation_steps is None
         # Each rank has its own share of arrays, of which it takes a share of each batch: equal ones where that divides.
         other = isinstance(feed.batches, ArrayBatches) and feed.batch_size % strategy.world.world_size
         of_rank = any(map(_is_of_rank, keras_internals.all_layers(model)))
@@ -224,6 +228,14 @@ class Staleness(Bound):
         if self.most is not None:
             stated += f", and at most {counted(self.most, 'update')} of others may come between its reads and its own"
         return BoundReport(stated, (Held("updates that are missing or too many", lost, 0), stale), outcome.steps)
+
+
+@dataclass(frozen=True)
+class Together(Staleness):
+    """Workers take each step together, which is one update."""
+
+    equality: ClassVar[str] = "the workers take each step together, each with a part of the batch"
+    most: int | None = 0
 
 
 @dataclass

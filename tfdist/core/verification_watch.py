@@ -53,6 +53,8 @@ class Watch(contextlib.AbstractContextManager[None]):
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(keras_patches.watching(self._model, self._see))
         step = functools.partial(self._train_step, self._model.train_step)
+        if not self._sees:  # nobody looks at the gradients, which Keras' own step passes on as they are
+            vars(step)["__func__"] = getattr(self._model.train_step, "__func__", None)
         # Past Keras' attribute tracking, so that nothing of it is saved with the model.
         object.__setattr__(self._model, "train_step", step)
         self._stack.callback(object.__delattr__, self._model, "train_step")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import gen_script_ops, script_ops
+from tensorflow.python.ops import gen_script_ops, resource_variable_ops, script_ops
 
 
 def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
@@ -72,3 +72,22 @@ def wait_for_closures(coordinator: Any, seconds: float) -> bool:
         return queue._stop_waiting_condition.wait_for(
             lambda: queue._queue.empty() and not queue.inflight_closure_count, seconds
         )
+
+
+def variable_of_process(name: str, shape: Sequence[int], dtype: tf.DType, stands_for: Any = None) -> Any:
+    """In a graph: the variable called `name` of the process that runs it, which outlasts the graph.
+
+    It has no value before one is assigned.
+
+    Args:
+        name: of which a process has one variable for each device.
+        shape: of its values.
+        dtype: of its values.
+        stands_for: a variable whose slots Keras' optimizers find for it.
+    """
+    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
+    found = resource_variable_ops.VariableSpec(tf.TensorShape(shape), dtype, trainable=True)._from_components([handle])
+    if stands_for is not None:
+        whole = getattr(stands_for, "_distributed_container", lambda: stands_for)()
+        found._unique_id = whole._unique_id
+    return found

@@ -224,7 +224,7 @@ def _check_strategy_options(config: TrainConfig) -> None:
                 f"`{_option(name)}` is set, and `{config.strategy}` has no use for it",
                 f"set it with `--strategy-option {name}={getattr(config, name)}`"
                 if ":" in config.strategy
-                else f"leave it out, or use the strategy {' or '.join(f'`{s}`' for s in strategies.having(name))}",
+                else f"leave it out, or use one of {', '.join(f'`{s}`' for s in strategies.having(name))}",
             )
     for name in config.strategy_options:
         if name in ("devices", "seed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import time
@@ -21,7 +22,9 @@ from tfdist.run import resume, schema
 from tfdist.run.schema import RunRecord
 
 if TYPE_CHECKING:
+    from tfdist.communicators.exchanged import Exchanged
     from tfdist.run.session import Session
+    from tfdist.strategies.base import Strategy
 
 
 def begin_record(
@@ -82,15 +85,16 @@ def begin_record(
 class Recorder(keras.callbacks.Callback):
     """Updates the record after each epoch."""
 
-    def __init__(self, session: Session, peers: consensus.ProcessGroup, throughput: Any, timer: Any):
+    def __init__(self, session: Session, strategy: Strategy, throughput: Any, timer: Any):
         super().__init__()
         self._session = session
-        self._peers = peers
+        self._strategy = strategy
         self._throughput = throughput
         self._timer = timer
         found = session.record
         self._seconds_before = (found.epochs[-1].elapsed_seconds or 0.0) if found is not None and found.epochs else 0.0
         self._sent_before: int | None = None
+        self._exchanged_before: Exchanged | None = None
 
     def batches_until_hook(self, batch: int) -> int | None:
         return None
@@ -99,7 +103,7 @@ class Recorder(keras.callbacks.Callback):
         found = self._session.record
         assert found is not None
         found.epochs = [earlier for earlier in found.epochs if earlier.epoch <= epoch]
-        self._sent_before = _network_bytes()
+        self._sent_before, self._exchanged_before = _network_bytes(), self._strategy.exchanged()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.raise_if_interrupted()
@@ -131,20 +135,28 @@ class Recorder(keras.callbacks.Callback):
                 seconds=self._timer.seconds,
                 epoch=self._timer.epoch,
             )
-        found.processes = self._processes(found.epochs[-1])
+        self._record_processes(found)
         self._session.write_record()
         if self._session.folder.is_chief:
             self._session.folder.write_history(found)
 
-    def _processes(self, epoch: schema.EpochRecord) -> list[schema.ProcessRecord]:
-        """The figures of all processes, which tell them to each other at the end of an epoch."""
+    def _record_processes(self, found: RunRecord) -> None:
+        """Records the figures of all processes, which tell them to each other at the end of an epoch."""
+        epoch, exchanged = found.epochs[-1], self._strategy.exchanged()
         mine = {
             "peak_memory_bytes": memory.peak_resident_bytes(),
             "peak_gpu_memory_bytes": memory.peak_gpu_bytes(),
             "cpu_seconds": time.process_time(),
             "metrics": epoch.metrics,
         }
-        return schema.ProcessRecord.of_all(consensus.all_gather_object(self._peers, mine, "ends an epoch"))
+        in_epoch = {}
+        if exchanged is not None and self._exchanged_before is not None:
+            mine |= dataclasses.asdict(exchanged)
+            in_epoch = dataclasses.asdict(exchanged.since(self._exchanged_before))
+        of_all = consensus.all_gather_object(self._strategy, [mine, in_epoch], "ends an epoch")
+        found.processes = schema.ProcessRecord.of_all([figures for figures, _ in of_all])
+        for name in in_epoch:
+            setattr(epoch, name, sum(counted[name] for _, counted in of_all))
 
 
 def _parameters(model: Any) -> int | None:

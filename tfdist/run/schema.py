@@ -27,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 import tfdist
 from tfdist.cluster.cores import cores
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -162,6 +162,10 @@ class EpochRecord(_Part):
     step_seconds: Number
     elapsed_seconds: Number = None
     network_bytes: int | None = None
+    exchanges: int | None = None
+    exchange_seconds: Number = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
     metrics: dict[str, Number]
 
     @classmethod
@@ -187,6 +191,10 @@ class ProcessRecord(_Part):
     peak_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
     cpu_seconds: Number = None
+    exchanges: int | None = None
+    exchange_seconds: Number = None
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
     differing_metrics: dict[str, Number] | None = None
 
     @classmethod

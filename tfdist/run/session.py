@@ -240,7 +240,7 @@ class Session:
         options |= {name: value for name in OF_STRATEGIES if (value := getattr(config, name)) is not None}
         options |= config.strategy_options
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
-        if config.devices is None and strategy.devices[0].startswith("CPU") and config.strategy != "single":
+        if config.devices is None and strategy.devices[0].startswith("CPU") and not strategy.one_device:
             count = len(strategy.devices)
             what = "1 CPU device" if count == 1 else f"{count} logical CPU devices"
             other = " per process" if config.traits.processes else "; `--devices N` sets another number"

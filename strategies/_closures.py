@@ -1,11 +1,18 @@
-"""The inner loop of workers that share the variables of parameter servers, each at its own pace.
+"""The inner loop of workers that share variables, each at its own pace: processes with servers, or threads.
 
     run(state, first, count)            on the coordinator
         cut the steps into closures     a worker that is free takes the next one
-        on a worker: its steps          read the variables from the servers, and send updates to them
+        on a worker: its steps          read the variables, and update them
         sum the metrics                 a closure returns what its steps added to the metrics
 
 The metrics of a closure that ran twice, because its first worker died or was silent, count once.
+
+The strategy has
+
+    num_workers                       how many closures run at a time
+    locks                             whether updates lock the variables
+    schedule(function, arguments)     lets a free worker run a closure
+    results_of(scheduled)             the results of such closures, as NumPy arrays, once all have ended
 """
 
 from __future__ import annotations
@@ -13,9 +20,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,37 +32,39 @@ from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import Division
-from tfdist.errors import ClusterError
+from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
-from tfdist.strategies import _parameter_server_data as data
+from tfdist.strategies import _closure_data as data
 
 # More than one, so that a worker which is done early finds another closure.
 CLOSURES_OF_A_WORKER = 3
 # A closure unrolls its steps if a step has fewer operations: 10 steps of 1000 operations take some 5 s to trace.
 OPERATIONS_OF_A_SMALL_STEP = 1000
 BYTES_OF_A_SMALL_STATE = 1 << 16
-# How often the coordinator looks whether any closure has ended, while it waits for the last one.
-SECONDS_BETWEEN_LOOKS = 1.0
-# The time that TensorFlow takes to notice that a worker was dropped, and to give its steps to others.
-SECONDS_TO_GO_ON = 30.0
 
 
 class ClosureProgram(StepProgram):
-    """Runs `model.train_step` or `model.test_step` on the workers."""
+    """Runs `model.train_step` or `model.test_step` on the workers.
+
+    Args:
+        strategy: has what the module says.
+        steps: of a training or an evaluation.
+        measures_staleness: the logs have the staleness; one step after the other needs no measurement.
+    """
 
     _strategy: Any
 
     meets_in_each_step = False
 
-    def __init__(self, strategy: Any, steps: Steps):
+    def __init__(self, strategy: Any, steps: Steps, *, measures_staleness: bool = True):
+        self._measures_staleness = measures_staleness
         self._given = steps.batches
         self._trains = steps.kind == "train"
         self._staleness = _Staleness()
         self._operations = math.inf  # of a step, not known before it is traced
         super().__init__(strategy, dataclasses.replace(steps, batches=data.of_workers(steps.batches)))
-        self._codec = _Codec(_Result.spec(steps.model.metrics_variables, self._own_logs or {}))
+        self._codec = _Codec(Result.spec(steps.model.metrics_variables, self._own_logs or {}))
 
     def begin_epoch(self) -> None:
         self._staleness = _Staleness()
@@ -66,38 +74,48 @@ class ClosureProgram(StepProgram):
         done, ended = 0, False
         own: Logs = {}
         added: list[Sequence[np.ndarray]] = []
-        for wanted in self._rounds(count):
-            work = list(data.closures(self._given, state, first + done, wanted, self._closure_length(wanted)))
-            results = [self._codec.unpack(vector) for vector in self._send(work)]
+        for results, ended in self._results_in_turn(state, first, count):
             added += [result.metrics for result in results]
-            done += sum(int(result.steps) for result in results)
+            done += self._steps_of(results)
             if results:
                 own = results[-1].own_logs
             if self._trains:
                 self._staleness.note(results)
-            ended = sum(closure.steps for closure in work) < wanted
             if ended or not all(result.finite for result in results):
                 break
         with self._strategy.scope():
             metrics.add(self._model.metrics_variables, added)
         self._note_repeated(self._iterations() - before - done)
-        staleness = self._staleness.logs() if self._strategy.staleness != 0 else {}  # a bound of 0 needs no measurement
+        staleness = self._staleness.logs() if self._measures_staleness else {}
         return Outcome(done, ended, self._results(own) | staleness if done else {})
 
+    def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[Result], bool]]:
+        """The results of closures that all have ended, and whether the data have too, until `count` steps are done."""
+        done = 0
+        for wanted in self._rounds(count):
+            work = list(data.closures(self._given, state, first + done, wanted, self._closure_length(wanted)))
+            scheduled = list(map(self._schedule, work))
+            results = [self._codec.unpack(vector) for vector in self._strategy.results_of(scheduled)]
+            done += self._steps_of(results)
+            yield results, sum(closure.steps for closure in work) < wanted
+
+    def _steps_of(self, results: Sequence[Result]) -> int:
+        """The number of steps of the training that closures with these results have done."""
+        return sum(int(result.steps) for result in results)
+
     def _rounds(self, count: int) -> list[int]:
-        """The lengths of the rounds: in one of S + 1 steps, no step can be staler than S."""
-        if self._strategy.staleness is None or not self._trains:
-            return [count]
-        each = self._strategy.staleness + 1
-        return [min(each, count - begin) for begin in range(0, count, each)]
+        """The numbers of steps that are given out together, before the next are."""
+        return [count]
 
     def _closure_length(self, count: int) -> int:
         closures = CLOSURES_OF_A_WORKER * self._strategy.num_workers
         return max(1, min(data.STEPS_OF_A_CLOSURE, count // closures))
 
-    def _send(self, work: Sequence[data.Closure]) -> list[Any]:
-        scheduled = [self._strategy.schedule(self._function_of(closure), closure.arguments) for closure in work]
-        return results_of(self._strategy, scheduled)
+    def _schedule(self, closure: data.Closure) -> Any:
+        return self._strategy.schedule(self._function_of(closure), self._arguments(closure))
+
+    def _arguments(self, closure: data.Closure) -> tuple[Any, ...]:
+        return closure.arguments
 
     def _function_of(self, closure: data.Closure) -> Any:
         unrolled = closure.whole and self._operations <= OPERATIONS_OF_A_SMALL_STEP
@@ -115,7 +133,7 @@ class ClosureProgram(StepProgram):
         return looped, looped
 
     def _closure(self, state: Any, count: tf.Tensor, *, unrolled: bool) -> tf.Tensor:
-        """Up to `count` steps on a worker; returns a packed `_Result`.
+        """Up to `count` steps on a worker; returns a packed `Result`.
 
         If `unrolled`, it runs all steps of a whole closure, even after a loss that is not finite.
         """
@@ -132,7 +150,7 @@ class ClosureProgram(StepProgram):
                 self._operations = len(done.graph.get_operations())
             return done + 1, self._finite(values), total + staleness, tf.maximum(largest, staleness), values, own
 
-        states = _small_states(self._model)
+        states = small_states(self._model)
         begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in states]
         nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), nothing + begun, self._no_logs()]
@@ -143,11 +161,11 @@ class ClosureProgram(StepProgram):
         done, finite, total, largest, values, own = carried
         for variable, before, after in zip(states, begun, values[len(nothing) :], strict=True):
             tf_variable(variable).assign_add(after - before)  # other workers may have added to it meanwhile
-        return self._codec.pack(_Result(done, finite, total, largest, values[: len(nothing)], own))
+        return self._codec.pack(Result(done, finite, total, largest, values[: len(nothing)], own))
 
     def _worker_step(self, state: Any, batch: Any, values: Any) -> tuple[Any, tf.Tensor, Logs]:
         """One step of one worker: returns the carried values, the step's staleness, and its logs."""
-        carried = self._model.metrics_variables + _small_states(self._model)
+        carried = self._model.metrics_variables + small_states(self._model)
 
         def on_replica(replica: Any) -> Any:
             part = self._batches.part(state, batch, replica.index, Division(replica.count))
@@ -158,7 +176,7 @@ class ClosureProgram(StepProgram):
                 self._metrics_updated |= replica.updates.metrics_updated
                 return replica.updates.values, staleness(), tf.nest.map_structure(_as_float, logs)
 
-        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=True)
+        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=self._strategy.locks)
         with update, self._own_metrics(), self._recomputation.traced():
             ((values, staleness, logs),) = self._strategy.run(on_replica)
         return values, staleness, logs
@@ -192,7 +210,7 @@ class ClosurePredictProgram(Program):
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
         work = list(data.closures(self._given, state, first, count, 1))
         scheduled = [self._strategy.schedule(self._function, closure.arguments) for closure in work]
-        results = results_of(self._strategy, scheduled)
+        results = self._strategy.results_of(scheduled)
         outputs = [keras_internals.tree.map_structure(_as_tensor, output) for output in results]
         return Outcome(len(work), len(work) < count, {"outputs": joined(outputs)} if outputs else {})
 
@@ -207,7 +225,7 @@ class ClosurePredictProgram(Program):
         return self._strategy.run(on_replica)[0]
 
 
-class _Result(NamedTuple):
+class Result(NamedTuple):
     """The result of a closure: tensors on the worker, NumPy arrays on the coordinator.
 
     Attributes:
@@ -227,7 +245,7 @@ class _Result(NamedTuple):
     own_logs: Logs
 
     @classmethod
-    def spec(cls, metrics_variables: Sequence[Any], own_logs: Any) -> _Result:
+    def spec(cls, metrics_variables: Sequence[Any], own_logs: Any) -> Result:
         """The shapes and dtypes of a result."""
         count = tf.TensorSpec([], tf.int32)
         added = [tf.TensorSpec(variable.shape, tf_variable(variable).dtype) for variable in metrics_variables]
@@ -268,7 +286,7 @@ class _Staleness:
     def __init__(self) -> None:
         self._steps = self._total = self._max = 0
 
-    def note(self, results: Sequence[_Result]) -> None:
+    def note(self, results: Sequence[Result]) -> None:
         for result in results:
             self._steps += int(result.steps)
             self._total += int(result.staleness_total)
@@ -280,32 +298,18 @@ class _Staleness:
         return {"staleness_mean": self._total / self._steps, "staleness_max": float(self._max)}
 
 
-def results_of(strategy: Any, scheduled: Sequence[Any]) -> list[Any]:
-    """The results of `scheduled` closures, as NumPy arrays; closures of a silent worker are given to another one.
-
-    Raises:
-        ClusterError: no worker has finished a closure for too long.
-    """
-    left, last_news, patience = len(scheduled), time.monotonic(), strategy.timeout_seconds
-    while not strategy.wait_for_schedule(SECONDS_BETWEEN_LOOKS):
-        before, left = left, sum(not tensorflow_coordinator.finished(value, 0) for value in scheduled)
-        if left < before:
-            last_news, patience = time.monotonic(), strategy.timeout_seconds
-            continue
-        waited = time.monotonic() - last_news
-        if waited < patience:
-            continue
-        if patience > strategy.timeout_seconds:
-            names = strategy.unreachable("worker") or strategy.names_of("worker")
-            raise ClusterError.lost(f"No worker has finished a step for {waited:.0f} s: {', '.join(names)}")
-        silent = strategy.drop_silent_workers()
-        if silent:
-            warnings.warn(f"Silent for {strategy.timeout_seconds:g} s: {', '.join(silent)}", stacklevel=2)
-        patience += max(strategy.timeout_seconds, SECONDS_TO_GO_ON)
-    return [value.fetch() for value in scheduled]
+def refuse_accumulation(model: Any, what: str) -> None:
+    """Raises `UsageError` for an optimizer that accumulates gradients, of workers whose steps overlap."""
+    for optimizer in keras_internals.optimizers(model):
+        if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
+            raise UsageError(
+                f"The optimizer accumulates gradients, and with {what} the steps of an update would be those of "
+                "several workers",
+                "leave `gradient_accumulation_steps` out, and take larger batches",
+            )
 
 
-def _small_states(model: Any) -> list[Any]:
+def small_states(model: Any) -> list[Any]:
     """Seeds, moving averages and the like: a closure reads them once, and adds the change that its steps made."""
     return [
         variable

@@ -1,0 +1,157 @@
+"""`hogwild`: threads of one process take steps on the same variables, without waiting for each other.
+
+    thread    reads the variables, computes the gradients of a whole batch, and updates the variables
+
+Nobody locks: a thread may read what another one is about to change, and of two updates of the same number at the same
+time one may be lost. That seldom happens where a step changes few rows of a large table, as for a bag of words, and
+this is what the method is for.
+
+Source: Recht, Ré, Wright and Niu, Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent,
+NIPS 2011.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.cluster.cores import cores
+from tfdist.core.inner_loop import Program, Steps
+from tfdist.core.verification_bounds import Bound, Staleness
+from tfdist.data.pipeline.array_feed import ArrayFeed
+from tfdist.data.pipeline.feed import Feed
+from tfdist.errors import UsageError
+from tfdist.options import Count
+from tfdist.strategies import _closures as closures
+from tfdist.strategies import base
+from tfdist.strategies._closure_data import IndexedArrays
+from tfdist.strategies._closure_replica import ClosureReplica
+from tfdist.strategies._traits import Traits
+
+_numbers = itertools.count()
+
+
+class HogwildStrategy(base.Strategy):
+    """Trains on one device with several threads, each of which takes whole batches.
+
+    Args:
+        workers: the number of threads; the number of cores if not said. One thread computes what `single` does.
+        locks: one thread at a time updates the variables, for comparison.
+        options: see `tfdist.strategies.base.Strategy`.
+    """
+
+    name = "hogwild"
+    one_device = True
+
+    def __init__(self, *, workers: Count | None = None, locks: bool = False, **options: Any):
+        self.num_workers = self.steps_at_once = cores() if workers is None else workers
+        self.locks = locks
+        super().__init__(**options)
+
+    def set_up(self) -> None:
+        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix=self.name)
+        with tf.device("CPU:0"):
+            self._mutex = tf.raw_ops.MutexV2(shared_name=f"{self.name}_{next(_numbers)}") if self.locks else None
+
+    @property
+    def alone(self) -> bool:
+        return self.num_workers == 1
+
+    @property
+    def as_one_device(self) -> bool:  # type: ignore[override]
+        return self.alone
+
+    @property
+    def bound(self) -> Bound | None:
+        return None if self.alone else Staleness(None)
+
+    @property
+    def single_threaded(self) -> bool:
+        return self.alone and super().single_threaded
+
+    def runs_eagerly(self, model: Any) -> bool:
+        if model.run_eagerly and not self.alone:
+            raise UsageError(
+                f"The model `{model.name}` runs eagerly, where Python lets one thread at a time compute",
+                "compile without `run_eagerly`, or use `single`",
+            )
+        return super().runs_eagerly(model)
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        if not self.alone:
+            closures.refuse_accumulation(model, "several threads")
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"workers": self.num_workers, "locks": self.locks}
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(self.devices[0])
+
+    def placed(self, feed: Feed) -> Feed:
+        if self.alone or not isinstance(feed, ArrayFeed):
+            return super().placed(feed)
+        return IndexedArrays(feed, feed.arrays)
+
+    def program(self, steps: Steps) -> Program:
+        if self.alone:
+            return super().program(steps)
+        if steps.kind == "predict":
+            return closures.ClosurePredictProgram(self, steps)
+        return closures.ClosureProgram(self, steps)
+
+    def run(self, step: base.Step) -> list[Any]:
+        with tf.device(self.devices[0]):
+            return [step(base.Replica() if self.alone else HogwildReplica(self._mutex))]
+
+    def schedule(self, function: Any, arguments: Sequence[Any]) -> Future[Any]:
+        """Lets a free thread run the `tf.function` `function(*arguments)`."""
+        function.get_concrete_function(*arguments)  # one thread at a time may trace a step
+        return self._threads.submit(function, *arguments)
+
+    def results_of(self, scheduled: Sequence[Future[Any]]) -> list[Any]:
+        """The results of what was scheduled, as NumPy arrays, once all of it has ended."""
+        try:
+            return [tf.nest.map_structure(np.asarray, one.result()) for one in scheduled]
+        finally:  # after an error too, nobody changes the variables any more
+            for one in scheduled:
+                one.cancel()
+            wait(scheduled)
+
+
+class HogwildReplica(ClosureReplica):
+    """A thread's step on a whole batch.
+
+    Args:
+        mutex: a handle of what is locked during an update; `None` if nothing is.
+    """
+
+    def __init__(self, mutex: tf.Tensor | None):
+        super().__init__()
+        self._mutex = mutex
+
+    def apply(
+        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    ) -> None:
+        if self._mutex is None:
+            super().apply(apply, gradients, optimizer, variables)
+            return
+        graph = tf.compat.v1.get_default_graph()
+        with tf.control_dependencies(tf.nest.flatten(list(gradients), expand_composites=True)):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        before = len(graph.get_operations())
+        with tf.control_dependencies([lock]):
+            super().apply(apply, gradients, optimizer, variables)
+        updates = [operation for operation in graph.get_operations()[before:] if operation.op_def.is_stateful]
+        with tf.control_dependencies(updates):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+
+STRATEGY = HogwildStrategy
+TRAITS = Traits(asynchronous=True)

@@ -1,0 +1,229 @@
+"""`hogwild`: threads that update the same weights without waiting for each other."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdist
+from tfdist import callbacks
+from tfdist.errors import UsageError
+from tfdist.strategies import hogwild
+
+WORDS, EXAMPLES, BATCH = 500, 330, 16
+RNG = np.random.default_rng(0)
+X = RNG.integers(0, WORDS, (EXAMPLES, 8)).astype("int32")
+Y = (X.sum(1) % 2).astype("int32")
+
+
+class Count(keras.metrics.Metric):
+    """The number of examples."""
+
+    additive = True
+
+    def __init__(self, name="examples"):
+        super().__init__(name=name)
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.cast(tf.shape(y_pred)[0], "float32"))
+
+    def result(self):
+        return self.total.value
+
+
+def bag_of_words(optimizer="sgd"):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((8,), dtype="int32"),
+            layers.Embedding(WORDS, 16),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(2),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        keras.optimizers.get({"class_name": optimizer, "config": {"learning_rate": 0.1}}), loss, metrics=[Count()]
+    )
+    return model
+
+
+def train(name, optimizer="sgd", data=(X, Y), threads=None, **options):
+    strategy = tfdist.strategy(name, seed=1, **options)
+    if threads is not None:
+        strategy._threads = ThreadPoolExecutor(threads)
+    with strategy.scope():
+        model = bag_of_words(optimizer)
+    arguments = {} if isinstance(data[0], tf.data.Dataset) else {"batch_size": BATCH}
+    history = strategy.fit(model, *data, epochs=3, verbose=0, **arguments).history
+    return model, history
+
+
+def assert_equal(found, wanted):
+    for one, other in zip(found.get_weights(), wanted.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("locks", [False, True])
+def test_steps_of_threads_that_come_one_after_the_other_are_those_of_one_device(optimizer, locks):
+    found, history = train("hogwild", optimizer, threads=1, workers=2, locks=locks)
+    wanted, of_single = train("single", optimizer)
+    assert_equal(found, wanted)
+    np.testing.assert_allclose(history["loss"], of_single["loss"], rtol=1e-5)
+    assert history["staleness_max"] == [0, 0, 0]
+
+
+def test_one_thread_computes_what_single_does():
+    found, history = train("hogwild", "adam", workers=1)
+    wanted, of_single = train("single", "adam")
+    assert_equal(found, wanted)
+    assert history == of_single
+
+
+def batches():
+    return (tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH),)
+
+
+@pytest.mark.parametrize("data", [(X, Y), batches()], ids=["arrays", "tf.data"])
+@pytest.mark.parametrize("locks", [False, True])
+def test_threads_together_take_each_step_once_and_learn(data, locks):
+    model, history = train("hogwild", "adagrad", data, workers=3, locks=locks)
+    assert history["examples"] == [EXAMPLES] * 3
+    assert int(model.optimizer.iterations.numpy()) == 3 * -(-EXAMPLES // BATCH)
+    assert history["loss"][-1] < history["loss"][0]
+    assert model.evaluate(X, Y, verbose=0, return_dict=True)["examples"] == EXAMPLES
+
+
+def test_predictions_come_in_the_order_of_the_examples():
+    strategy = tfdist.strategy("hogwild", workers=3)
+    model = bag_of_words()
+    np.testing.assert_allclose(
+        strategy.predict(model, X, batch_size=BATCH, verbose=0), model.predict(X, verbose=0), atol=1e-6
+    )
+
+
+class Meets(keras.layers.Layer):
+    """Passes its input on once two steps are in it at the same time."""
+
+    barrier = threading.Barrier(2)
+
+    def call(self, inputs):
+        def meet(values):
+            self.barrier.wait(timeout=20)
+            return values
+
+        met = tf.numpy_function(meet, [inputs], inputs.dtype)
+        met.set_shape(inputs.shape)
+        return met
+
+
+def trained_by_two(layer, **arguments):
+    strategy = tfdist.strategy("hogwild", workers=2, seed=1)
+    model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.ones((40, 4), "float32")
+    # Batches of tf.data are a closure each, so that both threads have the same number of steps.
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+    return model, strategy.fit(model, data, verbose=0, **arguments).history
+
+
+def test_two_threads_are_in_a_step_at_the_same_time():
+    model, history = trained_by_two(Meets(trainable=False))
+    assert int(model.optimizer.iterations.numpy()) == 10
+    assert history["staleness_max"][0] >= 1
+
+
+class Fails(keras.layers.Layer):
+    calls = 0
+
+    def call(self, inputs):
+        def fail(values):
+            Fails.calls += 1
+            if Fails.calls == 2:
+                raise ValueError("planted")
+            time.sleep(0.2)
+            return values
+
+        failed = tf.numpy_function(fail, [inputs], inputs.dtype)
+        failed.set_shape(inputs.shape)
+        return failed
+
+
+def test_an_error_in_a_thread_ends_the_training_and_all_threads():
+    with pytest.raises(tf.errors.OpError, match="planted"):
+        trained_by_two(Fails())
+    calls = Fails.calls
+    time.sleep(0.5)
+    assert Fails.calls == calls < 10
+
+
+def test_a_loss_that_is_not_finite_ends_the_training():
+    strategy = tfdist.strategy("hogwild", workers=2, seed=1)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e30), "mse")
+    x = np.ones((400, 4), "float32")
+    history = strategy.fit(
+        model, x, x[:, :1], batch_size=4, epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
+    ).history
+    assert len(history["loss"]) == 1
+    assert not np.isfinite(history["loss"][0])
+
+
+def test_a_run_that_is_resumed_takes_the_steps_that_are_left(tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations.numpy()) >= 25:
+                raise KeyboardInterrupt
+
+    def run(*more):
+        strategy = tfdist.strategy("hogwild", workers=2, seed=1)
+        model = bag_of_words("adagrad")
+        keep = callbacks.Checkpoint(tmp_path, every_steps=5, resume=True)
+        strategy.fit(model, X, Y, epochs=2, batch_size=BATCH, verbose=0, callbacks=[keep, *more])
+        return model
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Stop())
+    assert int(run().optimizer.iterations.numpy()) == 2 * -(-EXAMPLES // BATCH)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"devices": 2}, "uses one device, and 2 were set"),
+        ({"workers": 0}, "workers"),
+        ({"workers": "many"}, "workers"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(options, told):
+    with pytest.raises(UsageError, match=told):
+        tfdist.strategy("hogwild", **options)
+
+
+def test_a_model_that_runs_eagerly_is_refused():
+    model = bag_of_words()
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    with pytest.raises(UsageError, match="runs eagerly"):
+        tfdist.strategy("hogwild", workers=2).fit(model, X, Y, verbose=0)
+
+
+def test_as_many_threads_as_cores_if_not_said():
+    assert tfdist.strategy("hogwild").num_workers == hogwild.cores()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_several_threads_would_accumulate_are_refused(scaled):
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    model = bag_of_words()
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(UsageError, match="accumulates gradients"):
+        tfdist.strategy("hogwild", workers=2).fit(model, X, Y, verbose=0)
+    tfdist.strategy("hogwild", workers=1).fit(model, X, Y, verbose=0)
