@@ -248,7 +248,7 @@ def test_a_rule_makes_the_weights_that_numpy_makes(results, name, size):
             np.testing.assert_allclose(found[f"arr_{epoch}"], weights, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.thorough)])
 def test_other_engines_carry_the_same(results, tmp_path, engine):
     require_mpi()
     if engine == "horovod":

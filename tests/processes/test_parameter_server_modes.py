@@ -168,7 +168,9 @@ for name, (make, more) in DATA.items():
 )
 
 
-@pytest.mark.parametrize("options", [{"mode": "bsp"}, {"staleness": 0}], ids=["bsp", "rounds"])
+@pytest.mark.parametrize(
+    "options", [{"mode": "bsp"}, pytest.param({"staleness": 0}, marks=pytest.mark.thorough)], ids=["bsp", "rounds"]
+)
 def test_the_losses_of_several_outputs_are_those_of_one_device_however_the_data_come(tmp_path, options):
     said = run_script(tmp_path, TWO_LOSSES, json.dumps(options), workers=2)
     assert all(float(said[name]) < 1e-6 for name in ("ARRAYS", "DATASET", "GENERATOR", "NUMBERED")), said

@@ -43,7 +43,9 @@ except TfdistError as error:
 """
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("multiworker", 2), ("horovod", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [("multiworker", 2), pytest.param("horovod", 3, marks=pytest.mark.thorough)]
+)
 def test_the_weights_are_those_of_one_device(tmp_path, strategy, workers):
     if strategy == "horovod":
         require_horovod()

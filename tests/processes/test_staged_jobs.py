@@ -7,7 +7,8 @@ import pytest
 from tests.processes.jobs import launched, require_horovod, train, unframed
 from tests.processes.test_contract import CALLBACKS, EQUALITY, QUICK, equality_cases, run_together
 
-STRATEGIES = ["horovod", "multiworker"]
+# Quick tests show the common mechanism over `multiworker`, and one continued run over Horovod.
+STRATEGIES = [pytest.param("horovod", marks=pytest.mark.thorough), "multiworker"]
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -77,6 +78,7 @@ def trained(folder, workers, *arguments):
     return re.findall(r"PLACES (.*)", done.stdout)
 
 
+@pytest.mark.parametrize("name", ["horovod", pytest.param("multiworker", marks=pytest.mark.thorough)], indirect=True)
 def test_a_run_of_two_stages_is_continued_by_three_processes_without_stages(tmp_path, name):
     assert trained(tmp_path, 2, name, "kept", "2", "stages=2", "micro_batches=3") == ["['CPU:0', 'CPU:1']"] * 2
     assert trained(tmp_path, 3, name, "kept", "4") == ["['CPU:0']"] * 3

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.pipeline.array_feed import ArrayFeed
 from tfdist.data.pipeline.division import Division
-from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 
@@ -38,7 +38,7 @@ class Replicas:
         UsageError: the model has a `train_step` of its own.
     """
 
-    def __init__(self, model: keras.Model, feed: Feed, size: int):
+    def __init__(self, model: keras.Model, feed: ArrayFeed, size: int):
         if keras_internals.has_own_step(model, "train"):
             raise UsageError(
                 f"The model `{model.name}` has a `train_step` of its own, and simulated workers take Keras' steps",
@@ -48,10 +48,8 @@ class Replicas:
         self._trained = [variable.value for variable in model.trainable_variables]
         others = [*model.non_trainable_variables, *model.optimizer.variables]
         self._rest = [variable.value for variable in others]
-        self._of_batch: dict[int, Any] = {}
-        self._step = tf.function(self._step_in_graph, autograph=False)
-        self._gradient = tf.function(self._gradient_in_graph, autograph=False)
-        self._apply = tf.function(self._apply_in_graph, autograph=False)
+        self._passes: dict[int, Any] = {}
+        self._graphs: dict[str, Any] = {}
         self.first = np.concatenate([value.numpy().reshape(-1) for value in self._trained]).astype(np.float32)
         self.rest: State = [tf.identity(value) for value in self._rest]
         self.parameters = self.first.size
@@ -61,25 +59,23 @@ class Replicas:
 
     def train(self, rank: int, step: int, weights: np.ndarray, rest: State) -> tuple[np.ndarray, State]:
         """The weights and the rest of worker `rank` after its step number `step` of the run."""
-        batch = self._batch(rank, step)
-        if batch is None:
+        if self.examples(rank, step) == 0:
             return weights, rest
-        new, state, loss = self._step(tf.constant(weights), rest, batch)
+        new, state, loss = self._call("step", tf.constant(weights), rest, *self._place(rank, step))
         self.losses.append(float(loss))
         return new.numpy(), state
 
     def gradient(self, rank: int, step: int, weights: np.ndarray, rest: State) -> tuple[np.ndarray, State, int]:
         """The gradient of worker `rank` at `weights`, the rest after the forward pass, and the number of examples."""
-        batch = self._batch(rank, step)
-        if batch is None:
+        if self.examples(rank, step) == 0:
             return np.zeros_like(weights), rest, 0
-        gradient, state, loss = self._gradient(tf.constant(weights), rest, batch)
+        gradient, state, loss = self._call("gradient", tf.constant(weights), rest, *self._place(rank, step))
         self.losses.append(float(loss))
         return gradient.numpy(), state, self.examples(rank, step)
 
     def apply(self, weights: np.ndarray, rest: State, gradient: np.ndarray) -> tuple[np.ndarray, State]:
         """The weights and the rest after an update of the optimizer."""
-        new, state = self._apply(tf.constant(weights), rest, tf.constant(gradient))
+        new, state = self._call("apply", tf.constant(weights), rest, tf.constant(gradient))
         return new.numpy(), state
 
     def with_moving(self, rest: State, of: list[State]) -> State:
@@ -117,30 +113,41 @@ class Replicas:
         number = step % self.steps_per_epoch
         return min(self._feed.batch_size, self._feed.examples - number * self._feed.batch_size)
 
-    def _batch(self, rank: int, step: int) -> Any:
-        """The part of a worker of a global batch; `None` where it has no example."""
-        if self.examples(rank, step) == 0:
-            return None
+    def _place(self, rank: int, step: int) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        """Where a graph finds the part of a worker of a global batch: the pass, the batch's number in it, the rank."""
         epoch, number = divmod(step, self.steps_per_epoch)
-        if epoch not in self._of_batch:
-            self._of_batch[epoch] = self._feed.start(epoch, 0)
-        state, batches = self._of_batch[epoch], self._feed.batches
-        data, _ = batches.part(state, batches.fetch(state, tf.constant(number)), rank, self._division)
-        return data
+        if epoch not in self._passes:
+            self._passes[epoch] = self._feed.start(epoch, 0)
+        return self._passes[epoch], tf.constant(number), tf.constant(rank)
 
-    def _step_in_graph(self, weights: tf.Tensor, rest: State, batch: Any) -> tuple[tf.Tensor, State, tf.Tensor]:
-        gradient, loss = self._differentiated(weights, rest, batch)
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Calls a graph, which is found by its name: `tf.function` would look at the types of all tensors each time."""
+        if name not in self._graphs:
+            made = {"step": self._step_in_graph, "gradient": self._gradient_in_graph, "apply": self._apply_in_graph}
+            self._graphs[name] = tf.function(made[name], autograph=False).get_concrete_function(*arguments)
+        return self._graphs[name](*arguments)
+
+    def _step_in_graph(
+        self, weights: tf.Tensor, rest: State, of_pass: Any, number: tf.Tensor, rank: tf.Tensor
+    ) -> tuple[tf.Tensor, State, tf.Tensor]:
+        gradient, loss = self._differentiated(weights, rest, of_pass, number, rank)
         self._model.optimizer.apply(gradient, self._model.trainable_variables)
         return self._packed(), [value.read_value() for value in self._rest], loss
 
-    def _gradient_in_graph(self, weights: tf.Tensor, rest: State, batch: Any) -> tuple[tf.Tensor, State, tf.Tensor]:
-        gradient, loss = self._differentiated(weights, rest, batch)
+    def _gradient_in_graph(
+        self, weights: tf.Tensor, rest: State, of_pass: Any, number: tf.Tensor, rank: tf.Tensor
+    ) -> tuple[tf.Tensor, State, tf.Tensor]:
+        gradient, loss = self._differentiated(weights, rest, of_pass, number, rank)
         flat = tf.concat([tf.reshape(tf.convert_to_tensor(one), [-1]) for one in gradient], 0)
         return tf.cast(flat, tf.float32), [value.read_value() for value in self._rest], loss
 
-    def _differentiated(self, weights: tf.Tensor, rest: State, batch: Any) -> tuple[list[Any], tf.Tensor]:
+    def _differentiated(
+        self, weights: tf.Tensor, rest: State, of_pass: Any, number: tf.Tensor, rank: tf.Tensor
+    ) -> tuple[list[Any], tf.Tensor]:
         self._assign(self._trained, self._unpacked(weights))
         self._assign(self._rest, rest)
+        batches = self._feed.batches
+        batch = batches.examples(of_pass, batches.fetch(of_pass, number), rank, self._division)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:
             outputs = self._model(x, training=True)
