@@ -169,7 +169,9 @@ def test_equals_stock_keras_on_one_device(name, copied):
         assert equality.largest_difference(found[what], expected[what]) < case.tolerance, what
 
 
-@pytest.mark.parametrize("name", ["unet", "segnet", "resnet20"])
+@pytest.mark.parametrize(
+    "name", ["unet", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("segnet", "resnet20"))]
+)
 def test_models_of_the_zoo_train_as_without_recomputation(name, copied):
     task, shape = ("classification", (8, 8, 3)) if name == "resnet20" else ("segmentation", (32, 32, 3))
     source = tfdist.data.load("synthetic", task=task, shape=shape, classes=3, train=4)

@@ -359,9 +359,25 @@ FORMULAS = {
     *("schedule-free adamw", "muon", "clipnorm", "clipvalue", "weight decay", "ema", "ema overwriting"),
     *("accumulation and clipping", "loss scaling, fixed", "learning rate schedule", "constraint"),
 }
+# Some of which keep several slots, or work on all of them.
+OF_MIRRORED = {
+    "sgd momentum",
+    "adam",
+    "ema overwriting",
+    "clipnorm",
+    "accumulation and clipping",
+    "loss scaling, fixed",
+}
 # Where one replica takes another way than several, or than Keras' own loop.
 OF_ONE = {"plain", "remainder 1", "gradient accumulation", "sparse gradients, adagrad", "run eagerly", "jit_compile"}
 assert set(CASES) >= OF_THE_NUMBER | FORMULAS | OF_ONE
+# Besides formulas; three replicas of `mirrored` meet as those of `custom` do.
+SHOWN = {
+    **dict.fromkeys((("single", 1), ("custom", 1), ("mirrored", 1)), OF_ONE),
+    ("mirrored", 2): OF_THE_NUMBER | OF_ONE,
+    ("custom", 3): OF_THE_NUMBER,
+    ("mirrored", 3): {"remainder 1", "mask", "synchronized batch norm"},
+}
 
 
 def shows(name, contestant):
@@ -369,13 +385,13 @@ def shows(name, contestant):
 
     One replica runs Keras' own step, but for the update of the variables: plain ones, as those of `custom` are.
     """
-    strategy, replicas = contestant
+    strategy, _ = contestant
     if strategy.startswith("pipeline"):  # the update is that of `custom`
         return name in {("pipeline", 1): OF_ONE, ("pipeline", 3): OF_THE_NUMBER}.get(contestant, ())
     if strategy not in ("single", "mirrored", "custom"):
         return True
     if name in FORMULAS:
-        return contestant in (("single", 1), ("mirrored", 2))
-    if replicas == 2:
+        return contestant == ("single", 1) or (contestant == ("mirrored", 2) and name in OF_MIRRORED)
+    if contestant == ("custom", 2):
         return True
-    return name in (OF_ONE if replicas == 1 else OF_THE_NUMBER)
+    return name in SHOWN[contestant]

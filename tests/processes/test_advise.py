@@ -4,7 +4,10 @@ import re
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.thorough
 def test_two_processes_are_predicted_and_compared_with_runs(tmp_path):
     options = ["--model", "mlp", "--dataset", "digits", "--batch-size", "64", "--workers", "2"]
     done = subprocess.run(

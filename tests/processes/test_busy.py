@@ -78,7 +78,7 @@ def test_that_wait_can_be_bounded(tmp_path, strategy, options, launch):
     assert "Traceback" not in out + err
 
 
-@engines("sockets", "mpi4py")
+@engines("sockets")
 def test_one_that_is_stopped_while_it_is_busy_is_found_in_time(tmp_path, strategy, options, launch):
     with busy(tmp_path, strategy, launch, 100, timeout_seconds=5.0, **options) as job:
         job.wait_for(lambda: _said(tmp_path, "saving"))

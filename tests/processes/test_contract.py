@@ -20,9 +20,7 @@ QUICK = [
     "mask, loss sum",
     "synchronized batch norm",
     "sparse gradients, adam",
-    "several inputs and outputs",
     "own train_step",
-    "auc",
 ]
 QUICK_STEPS = "sharpness or pairs or summed or LargestError or convolutions or circle or drawn"
 QUICK_BETWEEN_STEPS = "super or on_epoch_begin or on_train_begin or on_test_end or count"

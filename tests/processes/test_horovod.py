@@ -141,7 +141,8 @@ class TestContract:
     def test_two_processes_have_the_callbacks_of_one_device(self, tmp_path):
         assert "passed" in run_together("horovod", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
 
-    @RATHER_GLOO
+    @THOROUGH  # as those of `multiworker`, whose step it is
+    @ENGINES
     def test_two_processes_take_steps_of_the_users_own_as_one_device_does(self, tmp_path, engine):
         assert "passed" in run_together("horovod", 2, STEPS, "-k", QUICK_STEPS, cwd=tmp_path, options=engine)
 

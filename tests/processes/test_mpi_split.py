@@ -151,6 +151,7 @@ sys.stdout.write(
 """
 
 
+@pytest.mark.thorough
 def test_averaging_in_pieces_gives_what_averaging_at_once_does(tmp_path):
     (tmp_path / "script.py").write_text(PIECES)
     done = run(sys.executable, "-m", "tfdist.launch", "--mpi", "--workers", "2", "script.py", cwd=tmp_path)

@@ -124,6 +124,7 @@ print("APART", max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(
 """
 
 
+@pytest.mark.thorough
 def test_a_worker_alone_equals_one_device_where_its_steps_are_unrolled(tmp_path):
     said = run_script(tmp_path, ALONE, workers=1, ps=1)
     assert said["UNROLLED"] == "1"

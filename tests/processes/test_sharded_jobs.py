@@ -16,10 +16,8 @@ QUICK = [
     "accumulation and clipping",
     "ema overwriting",
     "mixed float16, inf on one replica",
-    "constraint",
     "sparse gradients, clipnorm",
     "own train_step",
-    "run eagerly",
 ]
 
 # Trains up to an epoch, perhaps resumed, and compares all that is left with stock Keras on one device.
