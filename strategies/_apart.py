@@ -49,6 +49,16 @@ class ApartStrategy(collective.MultiProcessStrategy):
         if kept is not None:
             kept.settle()
 
+    def check(self, model: Any) -> None:
+        super().check(model)
+        layers = keras_internals.all_layers(model) if self.world.world_size > 1 else ()
+        for layer in layers:
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+                raise UsageError(
+                    f"The layer `{layer.name}` is `synchronized`, and processes of `{self.name}` do not meet in a step",
+                    "make it without `synchronized=True`, or use `horovod`, `mpi` or `multiworker`",
+                )
+
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         super().check_callbacks(callbacks)
         for callback in callbacks:

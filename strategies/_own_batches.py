@@ -66,8 +66,11 @@ class SplitArrays(Batches):
         return tuple(of_each[begin:end] for of_each in positions)
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, division: Division) -> tuple[Any, Any]:
+        """As its share the fraction of all examples that are of this process; that of a batch is a little off."""
         del index, division
-        return self.whole.part(state[0], batch, 0, WHOLE)
+        own, of_all = state
+        data, _ = self.whole.part(own, batch, 0, WHOLE)
+        return data, 1 / self.size if self._even else tf.size(own[1][0]) / of_all
 
     def note(self, state: Any, batch: tuple[tf.Tensor, ...]) -> None:
         """A step's examples need no counting: they follow from its number."""
@@ -113,7 +116,7 @@ class _Parts(Batches):
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         del index, division
-        return self._own_part(state, batch)[0], 1.0
+        return self._own_part(state, batch)
 
     def _own_part(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """The examples of this process, and their share of the batch."""

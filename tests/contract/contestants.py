@@ -33,9 +33,12 @@ STAGES = {"pipeline": 2, "pipeline_of_3": 3, **dict.fromkeys(STAGED, 2)}
 UNEVEN = {f"{name}_uneven": name for name in ("mirrored", "custom", "horovod", "multiworker", "mpi")}
 SPEEDS = {2: "3,1", 3: "5,2,1"}
 
+# `local_sgd`, whose processes begin in lock-step, and never come to train apart.
+IN_LOCK_STEP = "local_sgd_in_lock_step"
+
 # However many this job has.
 OF_THE_JOB = {
-    **dict.fromkeys(("horovod", "multiworker", "mpi", *STAGED, *SHARDED), (WORLD.world_size,)),
+    **dict.fromkeys(("horovod", "multiworker", "mpi", IN_LOCK_STEP, *STAGED, *SHARDED), (WORLD.world_size,)),
     **dict.fromkeys(("horovod_recompute", "multiworker_recompute"), (WORLD.world_size,)),
     **dict.fromkeys(("horovod_uneven", "multiworker_uneven", "mpi_uneven"), (WORLD.world_size,)),
     **dict.fromkeys(("parameter_server", "parameter_server_bsp"), (len(WORLD.tasks_of("worker")),)),
@@ -110,6 +113,8 @@ def start(name, replicas, **options):
         name, options["recompute"] = RECOMPUTING[name], "blocks"
     if name in UNEVEN:
         name, options["speeds"] = UNEVEN[name], SPEEDS[replicas]
+    if name == IN_LOCK_STEP:
+        return tfdist.strategy("local_sgd", **{"seed": 7, "local_from": 10**6} | options)
     if name in SHARDED:
         name, options["shard"] = SHARDED[name]
     if name in STAGED:

@@ -58,6 +58,8 @@ def test_equals_stock_keras_on_one_device(name, contestant):
         pytest.skip("recomputation needs a graph, and says so")
     case, expected = CASES[name], reference(name)
     found = train(case, contestants.start(*contestant))
+    if contestant[0] == contestants.IN_LOCK_STEP:
+        assert not any(found["history"].pop("disagreement") + found["history"].pop("sync_seconds"))
     assert found["iterations"] == expected["iterations"]
     for what in ("weights", "history", "scores", "predictions"):
         assert largest_difference(found[what], expected[what]) < case.tolerance, what

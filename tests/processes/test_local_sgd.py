@@ -447,6 +447,60 @@ def test_weights_that_are_not_finite_are_not_averaged(tmp_path):
     assert found == {"ERROR-0": [told], "ERROR-1": [told], "FINITE-0": ["True"], "FINITE-1": ["False"]}
 
 
+# Each case is trained by processes that average after each step of SGD, and by stock Keras with the same batches.
+EACH_STEP = (
+    MODEL
+    + """
+import contextlib
+from tests.contract.cases import BATCH, CASES
+from tests.contract.test_equality import Stock, largest_difference
+
+CHOSEN = [
+    "remainder 1", "loss sum", "mask, loss sum", "several inputs and outputs", "own train_step", "own compute_loss",
+    "add_loss", "regularizers", "sample weights",
+]
+
+
+def trained(case, by, scope):
+    keras.utils.set_random_seed(11)
+    with scope:
+        model = case.model()
+        model.optimizer = keras.optimizers.SGD(0.01)
+    data, unseen = case.data(case.examples), case.data(2 * BATCH + 3)
+    fit = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0} | case.fit
+    history = by.fit(model, **data, **fit).history
+    scores = by.evaluate(model, **unseen, batch_size=BATCH, verbose=0, return_dict=True)
+    return {"weights": model.get_weights(), "history": history, "scores": scores}
+
+
+strategy = tfdist.strategy(sys.argv[2], seed=1, sync_every=1)
+for name in CHOSEN:
+    expected = trained(CASES[name], Stock(), contextlib.nullcontext())
+    found = trained(CASES[name], strategy, strategy.scope())
+    found["history"] = {key: found["history"][key] for key in expected["history"]}
+    for what, wanted in expected.items():
+        said(f"{name}, {what}".replace(" ", "_"), largest_difference(found[what], wanted))
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(synchronized=True, name="norm")])
+    model.compile("sgd", "mse")
+try:
+    strategy.fit(model, x, x, verbose=0)
+except tfdist.errors.UsageError as error:
+    said("REFUSED", error.sentence)
+"""
+)
+
+
+def test_averaging_each_step_trains_and_logs_as_one_device_whatever_the_loss(tmp_path):
+    found = of_two(EACH_STEP, tmp_path, "local_sgd")
+    told = "The layer `norm` is `synchronized`, and processes of `local_sgd` do not meet in a step"
+    assert found.pop("REFUSED") == [told] * 2
+    assert len(found) == 9 * 3
+    apart = {what: max(map(float, differences)) for what, differences in found.items()}
+    assert max(apart.values()) < 5e-5, apart
+
+
 def test_processes_with_other_options_are_refused_with_the_values_of_both(tmp_path):
     (tmp_path / "script.py").write_text(
         "import json, os, tfdist\n"

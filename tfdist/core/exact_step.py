@@ -27,7 +27,8 @@ def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[A
         The result of the step, and the `id`s of the metrics' variables that it has updated.
     """
     if replica.alone:
-        return step(replica.part), set()
+        with keras_steps.on_part(replica):
+            return step(replica.part), set()
     replica.updates = assignments.Updates(replica, model.metrics_variables)
     if not keras_internals.has_own_step(model, "train"):
         replica.keras_optimizer = getattr(model, "optimizer", None)  # a model that only predicts may have none

@@ -10,9 +10,10 @@ put the global divisor in its place. See docs/contract.md for the derivation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -32,16 +33,44 @@ def install() -> None:
     """Puts the functions of this module around Keras' own, once; outside of a replica's step they call Keras' own."""
     keras_patches.install()
     for name, function in _IN_STEP.items():
-        keras_patches.around(name, functools.partial(_in_step, function))
+        keras_patches.around(name, functools.partial(_in_step, function, _ON_PART.get(name)))
     for name, function in _DRAWS.items():
         keras_patches.around(name, functools.partial(_drawing, function))
     for name in ("scale_loss", "unscale_loss"):
         keras_patches.around(name, _as_it_is)
 
 
-def _in_step(function: Callable[..., Any], original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _in_step(
+    function: Callable[..., Any],
+    on_part: Callable[..., Any] | None,
+    original: Callable[..., Any],
+    *args: Any,
+    **named: Any,
+) -> Any:
     replica = replica_context.current()
-    return original(*args, **named) if replica is None else function(replica, original, *args, **named)
+    if replica is not None:
+        return function(replica, original, *args, **named)
+    if on_part is not None and _thread.on_part is not None:
+        return on_part(_thread.on_part, original, *args, **named)
+    return original(*args, **named)
+
+
+@contextlib.contextmanager
+def on_part(replica: Replica) -> Iterator[None]:
+    """The context of the step of a `replica` that exchanges nothing, and perhaps has a part of the global batch.
+
+    Its mean is that of its part, and counts with the share in metrics. A sum is made that of the global batch which the
+    part stands for, since weights are averaged afterwards.
+    """
+    if share.is_whole(replica):
+        yield
+        return
+    install()
+    before, _thread.on_part = _thread.on_part, replica
+    try:
+        yield
+    finally:
+        _thread.on_part = before
 
 
 def _drawing(function: Callable[..., Any], original: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -75,6 +104,7 @@ def _reduce_values(
 
 class _Thread(threading.local):
     per_example = False  # a loss that is not one value per example is refused
+    on_part: Replica | None = None  # see `on_part`
 
 
 _thread = _Thread()
@@ -91,6 +121,26 @@ def _loss_call(
     value = _loss_value(replica, original, loss, y_true, y_pred, sample_weight)
     replica.means.append(value)
     return value
+
+
+def _loss_on_part(replica: Replica, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """A loss as Keras computes it, which counts as a mean."""
+    value = original(*args, **named)
+    replica.means.append(value)
+    return value
+
+
+def _reduce_values_on_part(
+    replica: Replica,
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> Any:
+    """As Keras', but for a sum."""
+    if reduction == "sum" and tuple(values.shape) not in ((), (0,)):
+        return share.undone(replica, tf.reduce_sum(values))
+    return original(values, sample_weight, reduction)
 
 
 def _loss_value(
@@ -294,6 +344,11 @@ _IN_STEP: dict[str, Callable[..., Any]] = {
     "masked_moments": _masked_moments,
     "apply": _optimizer_apply,
     "apply_scaled": _optimizer_apply,
+}
+_ON_PART: dict[str, Callable[..., Any]] = {
+    "loss": _loss_on_part,
+    "reduce_values": _reduce_values_on_part,
+    "mean_update_state": _mean_update_state,
 }
 _DRAWS: dict[str, Callable[..., Any]] = {
     "beta": _draw,
