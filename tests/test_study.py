@@ -8,19 +8,21 @@ import math
 import time
 
 import numpy as np
+import psutil
 import pytest
 
+from tests.test_doctor import program
 from tests.test_profiler import serving
 from tfdist.errors import RunFolderError, UsageError
 from tfdist.run import schema
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import EpochRecord
-from tfdist.study import events, measure, page, plan, prices, ratios, results, runs, summary, text, verdicts
+from tfdist.study import events, gpu_use, measure, page, plan, prices, ratios, results, runs, summary, text, verdicts
 
 CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
 
 
-@pytest.mark.parametrize("module", [plan, ratios, prices, verdicts])
+@pytest.mark.parametrize("module", [gpu_use, plan, ratios, prices, verdicts])
 def test_the_synopsis_runs(module):
     assert doctest.testmod(module).failed == 0
 
@@ -30,8 +32,10 @@ def made(folder, strategy="single", workers=1, round=0, seconds=1.0, error="", l
     place = folder / f"{strategy}-{workers}-{changed.get('global_batch_size', 32)}" / f"round-{round}"
     place.mkdir(parents=True)
     case = {**CASE, "batch_size": changed.get("global_batch_size", 32)}
+    of_gpus = {name: changed.pop(name) for name in ("gpus_busy", "gpu_memory_bytes") if name in changed}
     measured = measure.Measured(
         **case,
+        **of_gpus,
         **{"strategy": strategy, "workers": workers, "label": strategy, "study": "first", "round": round, "seed": 0},
         **{"command": ["tfdist", "train"], "started": f"2026-01-01T00:00:{round:02}", "wall_seconds": 9.0},
         **{"cpu_seconds": 5.0, "exit_code": int(bool(error)), "error": error},
@@ -53,6 +57,26 @@ def made(folder, strategy="single", workers=1, round=0, seconds=1.0, error="", l
         record.epochs.append(EpochRecord.from_logs(number, logs, took, 0.25, **more))
     record.optimizer_steps = 10 * len(losses)
     RunFolder(place).write(record)
+
+
+def test_the_gpus_are_watched_while_a_run_is_made_and_shown_where_there_are_any(tmp_path, monkeypatch):
+    with gpu_use.watched() as none:
+        pass
+    assert none == gpu_use.GpuUse() or gpu_use.shutil.which(gpu_use.PROGRAM)
+    # What the driver's program prints of two GPUs, until it is killed.
+    said = 'echo "$@" > asked; echo $$ > pid; while true; do echo "0, 75, 1000"; echo "1, 25, 3000"; sleep 0.1; done'
+    monkeypatch.setenv("PATH", program(tmp_path, gpu_use.PROGRAM, f"cd {tmp_path}; {said}"))
+    with gpu_use.watched() as seen:
+        time.sleep(1.0)
+    assert seen == gpu_use.GpuUse(busy=1.0, memory_bytes=3000 * 2**20)
+    assert "utilization.gpu" in (tmp_path / "asked").read_text()
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    for number in range(2):
+        made(tmp_path / "study", round=number, gpus_busy=seen.busy, gpu_memory_bytes=seen.memory_bytes)
+    page_text = text.report(results.of_runs(runs.load([tmp_path / "study"])))
+    assert "| GPU memory in use, MiB | GPUs busy |" in page_text and "| 3,000 | 1.00 |" in page_text
+    made(tmp_path / "without")
+    assert "GPUs busy" not in text.report(results.of_runs(runs.load([tmp_path / "without"])))
 
 
 def rows(folder, **options):

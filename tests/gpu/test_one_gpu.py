@@ -1,5 +1,7 @@
 """On one GPU, divided into logical devices: what only GPUs have, beside the contract, which `tests/contract` is."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tests.contract import contestants
 from tests.contract.comparison import STOCK, assert_same, start
 from tests.gpu.traces import traced
 from tfdist.strategies import _devices
+from tfdist.study import gpu_use
 
 CONTESTANTS = [STOCK, ("single", 1), ("custom", 2), ("mirrored", 2)]
 EXAMPLES, BATCH = 22, 8
@@ -126,3 +129,17 @@ def test_the_devices_are_the_logical_ones_and_their_peak_is_known():
     from tfdist.callbacks import memory
 
     assert memory.peak_gpu_bytes() > 0
+
+
+def test_a_gpu_that_trains_is_seen_to_be_busy():
+    x = RANDOM.normal(size=(4096, 1024)).astype("float32")
+    strategy = contestants.start("single", 1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1024,)), layers.Dense(4096, "relu"), layers.Dense(1024)])
+        model.compile("sgd", "mse")
+    with gpu_use.watched() as seen:
+        began = time.perf_counter()
+        while time.perf_counter() - began < 5:
+            strategy.fit(model, x, x, batch_size=1024, epochs=10, verbose=0)
+    assert 0.05 < seen.busy <= len(tf.config.list_physical_devices("GPU"))
+    assert seen.memory_bytes > 2**28

@@ -24,6 +24,7 @@ from tfdist import files
 from tfdist.doctor import readiness
 from tfdist.errors import UsageError
 from tfdist.launcher import limited
+from tfdist.study import gpu_use
 from tfdist.study.plan import Case, Cell, Plan
 
 MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
@@ -45,6 +46,8 @@ class Measured(BaseModel):
         started: when, ISO 8601, UTC.
         wall_seconds: from the start of the command to its end.
         cpu_seconds: processor time of all processes of the run, in user and system mode.
+        gpus_busy: GPUs of this machine that compute at a time, the mean over the run; `None` without one.
+        gpu_memory_bytes: the most that was in use on one of them, by all processes; `None` without one.
         exit_code: of the command; minus a signal's number if one ended it; `LATE` if it took too long.
         error: of a failed run, why its strategy cannot run here, if `tfdist doctor` knows, and the end of what it said;
             otherwise "".
@@ -68,6 +71,8 @@ class Measured(BaseModel):
     started: str
     wall_seconds: float
     cpu_seconds: float
+    gpus_busy: float | None = None
+    gpu_memory_bytes: int | None = None
     exit_code: int
     error: str = ""
 
@@ -158,7 +163,7 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     command = [sys.executable, "-m", "tfdist.train", *options]
     started, began = datetime.now(UTC), time.perf_counter()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with open(turn.folder / OUTPUT, "wb") as output:
+    with open(turn.folder / OUTPUT, "wb") as output, gpu_use.watched() as gpus:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -185,6 +190,8 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
         started=started.isoformat(),
         wall_seconds=seconds,
         cpu_seconds=used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
+        gpus_busy=gpus.busy,
+        gpu_memory_bytes=gpus.memory_bytes,
         exit_code=code,
         error=error,
     )

@@ -90,6 +90,16 @@ class Row:
         return self.median(lambda run: run.measured.cpu_seconds if run.measured else None)
 
     @property
+    def gpus_busy(self) -> float | None:
+        """GPUs of the measuring machine that compute at a time."""
+        return self.median(lambda run: run.measured.gpus_busy if run.measured else None)
+
+    @property
+    def gpu_memory_in_use_bytes(self) -> float | None:
+        """The most that was in use on one GPU of the measuring machine, by all processes."""
+        return self.median(lambda run: run.measured.gpu_memory_bytes if run.measured else None)
+
+    @property
     def network_bytes_a_step(self) -> float | None:
         """Bytes that the processes of the job send in a step."""
         return self.median(_network_bytes_a_step)

@@ -53,6 +53,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "weak scaling": lambda row: percent(row.weak_efficiency),
     "peak memory of a process, MiB": lambda row: mebibytes(max(row.peak_memory_bytes, default=None)),
     "GPU memory, MiB": lambda row: mebibytes(row.peak_gpu_memory_bytes),
+    "GPU memory in use, MiB": lambda row: mebibytes(row.gpu_memory_in_use_bytes),
+    "GPUs busy": lambda row: "" if row.gpus_busy is None else f"{row.gpus_busy:.2f}",
     "processor s": lambda row: seconds(row.cpu_seconds),
     "sent a step, KiB": lambda row: "" if (sent := row.network_bytes_a_step) is None else f"{sent / 2**10:,.0f}",
     "step: compute, communication, input, waiting": lambda row: " ".join(map(percent, row.breakdown.values())),
