@@ -117,7 +117,8 @@ def test_asynchronous_gossip_learns_and_all_processes_show_the_same(results, siz
     for name in ("gosgd", "adpsgd"):
         found = [results[size][f"{name}-{rank}"] for rank in range(size)]
         assert found[0]["loss"][-1] < found[0]["loss"][0]
-        assert min(found[0]["messages"]) > 0 and min(found[0]["disagreement"]) > 0
+        assert min(found[0]["messages"]) > 0
+        assert max(found[0]["disagreement"]) > 0  # of two that have just exchanged, it is 0
         for other in found[1:]:
             for array in other:
                 np.testing.assert_array_equal(other[array], found[0][array])

@@ -247,8 +247,12 @@ with ports.listen(World.detect().task.port) as listener:
 
 
 def listening_ports(job, tmp_path):
-    job.wait_for(lambda: sum("listening" in text for text in outputs(tmp_path).values()) == 2)
-    return [int(text.split()[1]) for text in outputs(tmp_path).values()]
+    def found():
+        lines = [re.search(r"listening (\d+)\n", text) for text in outputs(tmp_path).values()]
+        return [int(line[1]) for line in lines if line]
+
+    job.wait_for(lambda: len(found()) == 2)
+    return found()
 
 
 def can_connect(port, inside=()):
