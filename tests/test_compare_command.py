@@ -123,6 +123,7 @@ def bounds(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_dataset_that_takes_its_time_for_each_batch_bounds_the_training(tmp_path):
     (tmp_path / "own.py").write_text(SLOW)
     done = tfdist("compare", *INPUTS, "--model", "mlp", "--dataset", "own:load", cwd=tmp_path)

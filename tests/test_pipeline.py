@@ -286,7 +286,7 @@ def delayed(optimizer="adam", **compile_options):
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *((name, {}) for name in DELAYED),
+        *(pytest.param(n, {}, marks=() if n in ("sgd", "all of adam") else pytest.mark.thorough) for n in DELAYED),
         ("adam", {"devices": 3}),
         ("adam", {"devices": 1}),
         ("sgd", {"recompute": "blocks"}),

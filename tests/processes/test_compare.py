@@ -44,6 +44,7 @@ def test_a_strategy_that_cannot_run_here_is_marked_with_the_doctors_reason(tmp_p
     assert "`mpi_split on 2` failed in 1 of 1 runs: error: " in report and "planted" in report
 
 
+@pytest.mark.thorough
 def test_each_rank_of_mpi_split_has_its_share_of_input_that_costs_nothing(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("there is no `mpirun`: run `make horovod`")

@@ -105,7 +105,7 @@ def test_every_example_is_seen_once_an_epoch_through_two_losses_and_one_gain(tmp
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("gossip", ["algorithm=adpsgd"]),
+        pytest.param("gossip", ["algorithm=adpsgd"], marks=pytest.mark.thorough),
         pytest.param("gossip", ["algorithm=dpsgd"], marks=pytest.mark.thorough),
         pytest.param("gossip", ["algorithm=sgp"], marks=pytest.mark.thorough),
         pytest.param("gossip", ["algorithm=gosgd"], marks=pytest.mark.thorough),

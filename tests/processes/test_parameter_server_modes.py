@@ -80,7 +80,7 @@ for name, make in optimizers():
 @pytest.mark.parametrize(
     ("options", "workers"),
     [
-        ({"mode": "downpour", "push_every": 7, "fetch_every": 3}, 1),
+        pytest.param({"mode": "downpour", "push_every": 7, "fetch_every": 3}, 1, marks=pytest.mark.thorough),
         pytest.param({"mode": "downpour"}, 1, marks=pytest.mark.thorough),
         pytest.param({"mode": "downpour", "push_every": 1, "fetch_every": 1}, 1, marks=pytest.mark.thorough),
         ({"mode": "bsp"}, 2),
@@ -238,7 +238,7 @@ print("STEPS", int(model.optimizer.iterations.numpy()))
 
 
 @pytest.mark.parametrize(
-    "mode", ["easgd", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("downpour", "eamsgd"))]
+    "mode", ["downpour", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("easgd", "eamsgd"))]
 )
 def test_two_workers_with_copies_bring_the_centre_to_what_is_sought(tmp_path, mode):
     momentum = {"momentum": 0.8} if mode == "eamsgd" else {}
