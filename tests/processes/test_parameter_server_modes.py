@@ -94,7 +94,8 @@ def test_it_equals_one_device(tmp_path, options, workers):
         assert int(said[f"STEPS_{name}"]) == 2 * 81
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("workers", [2, 3])
 def test_the_cases_of_equality_hold_where_workers_have_parts_of_each_batch(tmp_path, workers):
     tests = equality_cases("parameter_server_bsp", workers, SYNCHRONOUS)
     assert f"{len(tests)} passed" in run_together("parameter_server_bsp", workers, *tests, cwd=tmp_path, ps=2)

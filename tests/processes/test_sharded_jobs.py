@@ -124,9 +124,14 @@ def together(strategy, shard, workers, *tests, cwd):
     return run_together(f"{strategy}_shard_{shard}", workers, *tests, cwd=cwd, options=by)
 
 
-# Each strategy and each stage; the other pairs are among `test_all_cases_of_equality`.
+# Each stage by one strategy; the other pairs are among `test_all_cases_of_equality`.
 @pytest.mark.parametrize(
-    ("strategy", "shard"), [("multiworker", "gradients"), ("horovod", "optimizer"), ("mpi", "gradients")]
+    ("strategy", "shard"),
+    [
+        ("multiworker", "gradients"),
+        ("horovod", "optimizer"),
+        pytest.param("mpi", "gradients", marks=pytest.mark.thorough),
+    ],
 )
 def test_its_weights_are_those_of_one_device(tmp_path, strategy, shard):
     tests = equality_cases(f"{strategy}_shard_{shard}", 2, QUICK)

@@ -55,6 +55,7 @@ print("PLACES", sorted({variable.value.device[-5:] for variable in model.variabl
 """
 
 
+@pytest.mark.thorough
 def test_pipelines_of_two_processes_give_what_one_device_gives(tmp_path, name):
     # A model that cannot be cut is trained in one stage, which processes of `multiworker` cannot do later on.
     quick = [case for case in QUICK if name == "horovod" or case != "own train_step"]
