@@ -7,7 +7,9 @@ import signal
 import numpy as np
 import pytest
 
+from tests.contract.contestants import IN_LOCK_STEP
 from tests.processes.jobs import RunningJob, record, require_horovod, require_mpi, signalled, train
+from tests.processes.test_contract import EQUALITY, run_together
 
 LEARNING_RATE, MOMENTUM, BATCH, EPOCHS = 0.1, 0.9, 12, 2
 # Of each case: the options of the strategy.
@@ -504,6 +506,12 @@ def test_averaging_each_step_trains_and_logs_as_one_device_whatever_the_loss(tmp
     assert len(found) == 9 * 3
     apart = {what: max(map(float, differences)) for what, differences in found.items()}
     assert max(apart.values()) < 5e-5, apart
+
+
+@pytest.mark.thorough
+def test_in_lock_step_all_cases_of_equality_hold(tmp_path):
+    last = run_together(IN_LOCK_STEP, 2, EQUALITY, "-k", "equals", cwd=tmp_path)
+    assert last.startswith("62 passed"), last
 
 
 def test_processes_with_other_options_are_refused_with_the_values_of_both(tmp_path):

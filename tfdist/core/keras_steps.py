@@ -137,9 +137,9 @@ def _reduce_values_on_part(
     sample_weight: Any = None,
     reduction: str | None = "sum_over_batch_size",
 ) -> Any:
-    """As Keras', but for a sum."""
-    if reduction == "sum" and tuple(values.shape) not in ((), (0,)):
-        return share.undone(replica, tf.reduce_sum(values))
+    """As Keras', but for a sum: other divisors of the global batch are not known here."""
+    if reduction == "sum":
+        return _reduce_values(replica, original, values, sample_weight, reduction)
     return original(values, sample_weight, reduction)
 
 
