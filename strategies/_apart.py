@@ -108,8 +108,3 @@ def refuse_averages_of_optimizers(model: Any, what: str, hint: str) -> None:
             "another one",
             f"leave `use_ema` out, or {hint}",
         )
-
-
-def trained_weights(model: Any) -> list[Any]:
-    """The trainable variables of `model` that are averaged: those of floating-point numbers."""
-    return [variable for variable in model.trainable_variables if "float" in variable.dtype]

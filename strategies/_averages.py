@@ -52,7 +52,7 @@ class Averages:
         self.communicator = communicator
         self.taken = 0
         self._model, self._outers = model, outers
-        trained = [v for v in model.trainable_variables if _is_float(v)]
+        trained = trained_weights(model)
         moving, slots = [v for v in model.non_trainable_variables if _is_float(v)], _slots(model)
         averaged = [*([] if outers else trained), *moving]
         own_slots = any(not outer.averages_slots for outer in outers)
@@ -298,6 +298,11 @@ def _size(variable: tf.Variable) -> int:
 def squared(difference: np.ndarray) -> float:
     """The squared norm of an array `[n]`."""
     return float(np.dot(difference, difference))
+
+
+def trained_weights(model: Any) -> list[Any]:
+    """The trainable variables of `model` that are averaged: those of floating-point numbers."""
+    return [variable for variable in model.trainable_variables if _is_float(variable)]
 
 
 def _slots(model: Any) -> list[Any]:

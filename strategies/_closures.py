@@ -150,18 +150,15 @@ class ClosureProgram(StepProgram):
                 self._operations = len(done.graph.get_operations())
             return done + 1, self._finite(values), total + staleness, tf.maximum(largest, staleness), values, own
 
-        states = small_states(self._model)
-        begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in states]
-        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
-        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), nothing + begun, self._no_logs()]
+        carries = Carries(self._model)
+        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), carries.start, self._no_logs()]
         if unrolled:
             carried = functools.reduce(lambda before, _: body(*before), range(data.STEPS_OF_A_CLOSURE), start)
         else:
             carried = tf.while_loop(proceed, body, start)
         done, finite, total, largest, values, own = carried
-        for variable, before, after in zip(states, begun, values[len(nothing) :], strict=True):
-            tf_variable(variable).assign_add(after - before)  # other workers may have added to it meanwhile
-        return self._codec.pack(Result(done, finite, total, largest, values[: len(nothing)], own))
+        carries.end(values)
+        return self._codec.pack(Result(done, finite, total, largest, carries.metrics(values), own))
 
     def _worker_step(self, state: Any, batch: Any, values: Any) -> tuple[Any, tf.Tensor, Logs]:
         """One step of one worker: returns the carried values, the step's staleness, and its logs."""
@@ -223,6 +220,36 @@ class ClosurePredictProgram(Program):
             return self._model.predict_step(data)
 
         return self._strategy.run(on_replica)[0]
+
+
+class Carries:
+    """What the steps of a closure hand on: the metrics, from zero, and the small states of the model.
+
+    Attributes:
+        states: the variables of these.
+        variables: those of the metrics, and the states.
+        start: the values of `variables` as the closure begins.
+    """
+
+    def __init__(self, model: Any):
+        self.states = small_states(model)
+        self.variables = [*model.metrics_variables, *self.states]
+        self._begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in self.states]
+        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in model.metrics_variables]
+        self._metrics, self.start = len(nothing), nothing + self._begun
+
+    def metrics(self, values: Sequence[Any]) -> list[Any]:
+        """The values of the metrics."""
+        return list(values[: self._metrics])
+
+    def changes(self, values: Sequence[Any]) -> list[tf.Tensor]:
+        """What the steps have added to each state."""
+        return [after - before for after, before in zip(values[self._metrics :], self._begun, strict=True)]
+
+    def end(self, values: Sequence[Any]) -> None:
+        """Adds the changes to the states: other workers may have added to them meanwhile."""
+        for variable, change in zip(self.states, self.changes(values), strict=True):
+            tf_variable(variable).assign_add(change)
 
 
 class Result(NamedTuple):

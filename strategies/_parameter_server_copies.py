@@ -69,7 +69,7 @@ class CopiesProgram(loop.ClosureProgram):
         self._training = next(_trainings)  # copies of other trainings are not used
         self._left_at: np.ndarray | None = None
         super().__init__(strategy, steps, measures_staleness=False)
-        self._fingerprint = tf.function(lambda: _fingerprint(apart.trained_weights(steps.model)), autograph=False)
+        self._fingerprint = tf.function(lambda: _fingerprint(averages.trained_weights(steps.model)), autograph=False)
         self._leave = tf.function(self._leave_nothing, autograph=False)
 
     def begin_epoch(self) -> None:
@@ -126,17 +126,14 @@ class CopiesProgram(loop.ClosureProgram):
 
             return tf.while_loop(before_end, step, (done, finite, values, own), parallel_iterations=1)
 
-        states = loop.small_states(self._model)
-        begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in states]
-        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
+        carries = loop.Carries(self._model)
         with copies.in_place():
-            start = (tf.constant(0), tf.constant(True), nothing + begun, self._no_logs())
+            start = (tf.constant(0), tf.constant(True), carries.start, self._no_logs())
             done, finite, values, own = tf.while_loop(proceed, until_next, start, parallel_iterations=1)
         copies.end()
-        for variable, before, after in zip(states, begun, values[len(nothing) :], strict=True):
-            tf_variable(variable).assign_add(after - before)  # other workers may have added to it meanwhile
+        carries.end(values)
         zero = tf.constant(0)
-        return self._codec.pack(loop.Result(done, finite, zero, zero, values[: len(nothing)], own))
+        return self._codec.pack(loop.Result(done, finite, zero, zero, carries.metrics(values), own))
 
     def _leave_nothing(self, training: tf.Tensor) -> tf.Tensor:
         """On a worker: gives to the centre what is not there yet; whether that are numbers."""
@@ -166,7 +163,7 @@ class Copies:
         self._read = [variable for one in optimizers for variable in _read_by_closures(one)]
         read = set(map(id, self._read))
         self._slots = [variable for one in optimizers for variable in one.variables if id(variable) not in read]
-        self._weights = apart.trained_weights(model)
+        self._weights = averages.trained_weights(model)
         self._own = [_copy(f"weight_{number}", one) for number, one in enumerate(self._weights)]
         self._own_slots = [_copy(f"slot_{number}", one) for number, one in enumerate(self._slots)]
         self._own_read = [_copy(f"read_{number}", one) for number, one in enumerate(self._read)]

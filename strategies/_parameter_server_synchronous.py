@@ -116,24 +116,20 @@ class SynchronousProgram(loop.ClosureProgram):
     def _part(self, index: int, state: Any, count: tf.Tensor) -> tf.Tensor:
         """The step of one part of a batch; returns a packed `Result`."""
         # Not a constant 0, with which a full batch would have a static shape, by which Keras weighs some losses.
-        batch, states = self._batches.fetch(state, count - 1), loop.small_states(self._model)
-        carried = self._model.metrics_variables + states
-        begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in states]
-        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in self._model.metrics_variables]
+        batch, carries = self._batches.fetch(state, count - 1), loop.Carries(self._model)
 
         def on_replica(_: Any) -> Any:
             division = Division(len(self._parts))
             replica = PartReplica(index, division, batch_parts.common_length(tf.nest.flatten(batch)))
             part = self._batches.part(state, batch, index, division)
             replica.begin(*part, randomness.unseeded_of(self._strategy))
-            replica.updates = assignments.Carried(replica, carried, nothing + begun)
+            replica.updates = assignments.Carried(replica, carries.variables, carries.start)
             replica.keras_optimizer = self._model.optimizer
             exact_step.in_step(replica, self._step_function(replica))
             self._metrics_updated |= replica.updates.metrics_updated
             values = replica.updates.values
-            changes = [after - before for after, before in zip(values[len(nothing) :], begun, strict=True)]
-            self._left[index].leave(replica, states, changes)
-            return list(map(replica.only_real, values[: len(nothing)]))
+            self._left[index].leave(replica, carries.states, carries.changes(values))
+            return list(map(replica.only_real, carries.metrics(values)))
 
         with self._own_metrics(), self._recomputation.traced():
             (values,) = self._strategy.run(on_replica)

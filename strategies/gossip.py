@@ -22,7 +22,7 @@ from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import require_owned
 from tfdist.strategies import _apart as apart
 from tfdist.strategies import _gossip as programs
-from tfdist.strategies._averages import Averages
+from tfdist.strategies._averages import Averages, trained_weights
 from tfdist.strategies._outer import Shown
 from tfdist.strategies._traits import Traits
 
@@ -77,7 +77,7 @@ class GossipStrategy(apart.ApartStrategy):
         rank, mixing = self.world.rank, self._mixing
 
         def made() -> Averages:
-            shown = Shown(apart.trained_weights(steps.model), self.devices[0])
+            shown = Shown(trained_weights(steps.model), self.devices[0])
             machine = gossip_rules.machine(self.algorithm, rank, mixing, self.probability, self.seed)
             return programs.Gossip(self.communicator, steps.model, shown, machine)
 

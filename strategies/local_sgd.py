@@ -30,7 +30,7 @@ from tfdist.strategies import _apart as apart
 from tfdist.strategies import _local_sgd as programs
 from tfdist.strategies import _outer as outers
 from tfdist.strategies import _streaming as streaming
-from tfdist.strategies._averages import Averages
+from tfdist.strategies._averages import Averages, trained_weights
 from tfdist.strategies._traits import Traits
 
 EPOCH = "epoch"
@@ -173,7 +173,7 @@ class LocalSgdStrategy(apart.ApartStrategy):
 
     def _fragments_of(self, model: Any) -> list[list[Any]]:
         """The trained weights in fragments of consecutive ones, whose sizes are as even as that allows."""
-        weights = apart.trained_weights(model)
+        weights = trained_weights(model)
         if self._fragments > max(len(weights), 1):
             raise UsageError(
                 f"`fragments` is {self._fragments}, and the model `{model.name}` has {len(weights)} trained variables",
