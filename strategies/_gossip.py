@@ -23,7 +23,7 @@ from tfdist.strategies._averages import Averages
 from tfdist.strategies._local_sgd import ApartProgram
 from tfdist.strategies._outer import Shown, unpacked
 
-# The tags of messages with weights, and of the word that no more questions will come.
+# The tags of messages with weights, and of the word how many of them there are, and that no more questions will come.
 WEIGHTS, DONE = 1, 2
 SECONDS_BETWEEN_LOOKS = 1e-4
 
@@ -43,6 +43,8 @@ class Gossip(Averages):
         self._shown, self._machine = shown, machine
         self._assign = tf.function(self._assign_flat, autograph=False)
         self._before = np.zeros(0, np.float32)
+        # Messages with weights so far, to each process, and from each as far as it was looked for.
+        self._sent, self._come = [0] * communicator.size, [0] * communicator.size
         self._weights: np.ndarray | None = None  # as they are; `None` where they may have been changed elsewhere
 
     def begin_epoch(self) -> None:
@@ -84,14 +86,12 @@ class Gossip(Averages):
         while self._machine.owes:
             self._answer()
         for other in others:
-            self.communicator.send(np.zeros(0, np.float32), other, DONE)
-        done: set[int] = set()
-        while len(done) < len(others):
+            self.communicator.send(np.array([self._sent[other]]), other, DONE)
+        sent: dict[int, int] = {}  # to this process so far, by those that have said so
+        while len(sent) < len(others) or any(self._come[other] < count for other, count in sent.items()):
             self._answer()
             for other in self.communicator.probe(DONE):
-                self.communicator.receive(other, DONE)
-                done.add(other)
-        self._answer()
+                sent[other] = int(self.communicator.receive(other, DONE)[0])
         self._seconds += time.perf_counter() - began
 
     def shares_of_processes(self) -> list[float]:
@@ -118,6 +118,7 @@ class Gossip(Averages):
         come = [] if self._machine.waits else self.communicator.probe(WEIGHTS)
         for other in come:
             self._machine.receive(other, self.communicator.receive(other, WEIGHTS))
+            self._come[other] += 1
         if not (self._machine.waits or come):
             return False
         self._weights, sends = self._machine.finish(self._packed())
@@ -131,6 +132,7 @@ class Gossip(Averages):
         self._messages += len(messages)
         for to, values in messages:
             self.communicator.send(values, to, WEIGHTS)
+            self._sent[to] += 1
 
     def _assign_flat(self, flat: tf.Tensor) -> None:
         for variable, value in zip(self._shown.weights, unpacked(flat, self._shown.weights), strict=True):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.processes.jobs import RunningJob, record, require_mpi, signalled, train
-from tests.processes.test_local_sgd import BATCH, DIVERGED, EPOCHS, Process, data, of_two
+from tests.processes.test_local_sgd import BATCH, DIVERGED, EPOCHS, MODEL, Process, data, of_two
 from tfdist.core import topologies
 
 UNEVEN = [[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]
@@ -147,3 +147,44 @@ def test_weights_that_are_not_finite_are_not_sent(tmp_path, options):
     found = of_two(DIVERGED, tmp_path, "gossip", json.dumps(options))
     assert found["ERROR-1"] == ["The weights of rank 1 are not finite after step 2, and were not sent to others"]
     assert found["FINITE-0"] == ["True"] and "ERROR-0" in found
+
+
+# The chief is done with its steps, and gets no time while the others' last messages come.
+STALLED = (
+    MODEL
+    + """
+import time
+import tensorflow as tf
+from tfdist.strategies import _gossip as gossip
+
+rank = tfdist.cluster.world.World.detect().rank
+end_messages = gossip.Gossip._end_messages
+
+
+def stalled(averages):
+    time.sleep(3 * (rank == 0))
+    end_messages(averages)
+
+
+gossip.Gossip._end_messages = stalled
+
+
+class Slow(keras.layers.Layer):
+    def call(self, x):
+        with tf.control_dependencies([tf.numpy_function(lambda: time.sleep(0.1 * rank), [], [])]):
+            return tf.identity(x)
+
+
+strategy = tfdist.strategy("gossip", algorithm="gosgd", probability=1.0, seed=1)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((6,)), Slow(), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+strategy.fit(model, x, x[:, :2], batch_size=8, verbose=0)
+strategy.communicator.barrier()
+said("LEFT", strategy.communicator.probe(gossip.WEIGHTS))
+"""
+)
+
+
+def test_no_message_is_left_for_the_next_training_by_a_process_that_gets_no_time(tmp_path):
+    assert of_two(STALLED, tmp_path)["LEFT"] == ["[]", "[]"]
