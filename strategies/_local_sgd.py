@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.core import metrics
@@ -71,7 +72,19 @@ class ApartProgram(StepProgram):
                 self.after_steps(first + done)
         self.end_call()
         merged = metrics.results(self._job, self._model) if done else {}
-        return Outcome(done, ended, own | {name: value for name, value in merged.items() if name in own})
+        parts = {name: value for name, value in own.items() if name not in merged}
+        summed = self._sums(parts) if parts else {}
+        return Outcome(done, ended, own | summed | {name: value for name, value in merged.items() if name in own})
+
+    def _sums(self, parts: Logs) -> Logs:
+        """Of what a step itself returns: the sums of the processes' parts, each of which is weighed by its share."""
+        values = [np.asarray(one, np.float64) for one in tf.nest.flatten(parts)]
+        joined = np.concatenate([value.reshape(-1) for value in values])
+        self._job.communicator.sum_in_place(joined)
+        ends = np.cumsum([value.size for value in values])[:-1]
+        pieces = zip(np.split(joined, ends), values, strict=True)
+        found: Logs = tf.nest.pack_sequence_as(parts, [piece.reshape(value.shape) for piece, value in pieces])
+        return found
 
     def steps_until_next(self, step: int) -> int | None:
         """The number of steps from `step` of the epoch to where the processes exchange something, within the epoch."""

@@ -385,8 +385,7 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
 
     def part(value: Any) -> tf.Tensor:
         value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
-        of_part = share.weigh_scalar(replica, value) if value.shape.rank == 0 else share.weigh(replica, value)
-        return share.undone(replica, of_part) if replica.alone else of_part  # there is no other part to add
+        return share.weigh_scalar(replica, value) if value.shape.rank == 0 else share.weigh(replica, value)
 
     parts = tf.nest.map_structure(part, logs)
     return tf.nest.pack_sequence_as(parts, replica.all_reduce(tf.nest.flatten(parts)))
