@@ -21,12 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.communicators import compression
+from tfdist.core.flat_weights import packed, unpacked
 from tfdist.errors import NonFiniteLossError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow_variables import PIECE_BYTES, size_bytes
-from tfdist.strategies._outer import Outer, packed, unpacked
+from tfdist.strategies._outer import Outer
 
 # Variables of whole numbers up to this size are seeds and counters. Larger ones, such as tables, are left alone.
 MOST_COUNTERS = 16

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.core.flat_weights import unpacked
 from tfdist.core.gossip_rules import Machine, Sends
 from tfdist.internals import keras as keras_internals
 from tfdist.strategies._averages import Averages
 from tfdist.strategies._local_sgd import ApartProgram
-from tfdist.strategies._outer import Shown, unpacked
+from tfdist.strategies._outer import Shown
 
 # The tags of messages with weights, and of the word how many of them there are, and that no more questions will come.
 WEIGHTS, DONE = 1, 2

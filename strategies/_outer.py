@@ -9,7 +9,6 @@ The rules themselves are in `tfdist.core.outer_rules`. Variables that are rememb
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.core import outer_rules
+from tfdist.core.flat_weights import packed, unpacked
 from tfdist.internals import tensorflow as tensorflow_internals
 
 
@@ -193,17 +193,6 @@ class Elastic(Shown):
             own, centre = outer_rules.elastic(weight.value, start.value, mean, self._moving_rate, self._size)
             weight.assign(own)
             start.assign(centre)
-
-
-def packed(variables: Sequence[Any]) -> tf.Tensor:
-    """The values of variables, one after the other: float32 `[n]`."""
-    return tf.concat([tf.reshape(tf.cast(variable, tf.float32), [-1]) for variable in variables], 0)
-
-
-def unpacked(flat: tf.Tensor, variables: Sequence[Any]) -> list[tf.Tensor]:
-    """The values for `variables`, in their shapes, out of what `packed` would make of them."""
-    parts = tf.split(flat, [math.prod(variable.shape) for variable in variables])
-    return [tf.reshape(part, variable.shape) for part, variable in zip(parts, variables, strict=True)]
 
 
 def _plain(weight: Any) -> str:

@@ -6,13 +6,13 @@ tensors of its optimizer and of moving averages. A step is one graph that takes 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.core.flat_weights import packed, unpacked
 from tfdist.data.pipeline.array_feed import ArrayFeed
 from tfdist.data.pipeline.division import Division
 from tfdist.errors import UsageError
@@ -132,14 +132,14 @@ class Replicas:
     ) -> tuple[tf.Tensor, State, tf.Tensor]:
         gradient, loss = self._differentiated(weights, rest, of_pass, number, rank)
         self._model.optimizer.apply(gradient, self._model.trainable_variables)
-        return self._packed(), [value.read_value() for value in self._rest], loss
+        return packed(self._trained), [value.read_value() for value in self._rest], loss
 
     def _gradient_in_graph(
         self, weights: tf.Tensor, rest: State, of_pass: Any, number: tf.Tensor, rank: tf.Tensor
     ) -> tuple[tf.Tensor, State, tf.Tensor]:
         gradient, loss = self._differentiated(weights, rest, of_pass, number, rank)
-        flat = tf.concat([tf.reshape(tf.convert_to_tensor(one), [-1]) for one in gradient], 0)
-        return tf.cast(flat, tf.float32), [value.read_value() for value in self._rest], loss
+        dense = [tf.convert_to_tensor(one) for one in gradient]
+        return packed(dense), [value.read_value() for value in self._rest], loss
 
     def _differentiated(
         self, weights: tf.Tensor, rest: State, of_pass: Any, number: tf.Tensor, rank: tf.Tensor
@@ -159,15 +159,11 @@ class Replicas:
         self._assign(self._trained, self._unpacked(weights))
         self._assign(self._rest, rest)
         self._model.optimizer.apply(self._unpacked(gradient), self._model.trainable_variables)
-        return self._packed(), [value.read_value() for value in self._rest]
+        return packed(self._trained), [value.read_value() for value in self._rest]
 
     def _unpacked(self, flat: tf.Tensor) -> list[tf.Tensor]:
-        parts = tf.split(flat, [math.prod(value.shape) for value in self._trained])
-        pairs = zip(parts, self._trained, strict=True)
-        return [tf.cast(tf.reshape(part, value.shape), value.dtype) for part, value in pairs]
-
-    def _packed(self) -> tf.Tensor:
-        return tf.concat([tf.cast(tf.reshape(value.read_value(), [-1]), tf.float32) for value in self._trained], 0)
+        pairs = zip(unpacked(flat, self._trained), self._trained, strict=True)
+        return [tf.cast(part, value.dtype) for part, value in pairs]
 
     def _assign(self, variables: list[tf.Variable], values: list[tf.Tensor]) -> None:
         for variable, value in zip(variables, values, strict=True):
