@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist.core import building, exact_step, metrics, programs, verification
 from tfdist.core.inner_loop import Steps, as_traced
-from tfdist.core.verification_watch import MARK, Watch
+from tfdist.core.verification_watch import Watch
 from tfdist.data.pipeline.array_feed import ArrayBatches
 from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.data.pipeline.feed import Feed
@@ -176,8 +176,8 @@ class Averaging(Bound):
             program.begin_epoch()
             for number, batch in enumerate(batches):
                 rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-                logs = program.run(BatchFeed(batch).start(0, 0), number, 1).logs
-                found.step(rate, norms.of(logs))
+                program.run(BatchFeed(batch).start(0, 0), number, 1)
+                found.step(rate, norms.of_step())
                 if self.sync_every is not None and (number + 1) % self.sync_every == 0:
                     found.averaged()
             program.end_epoch()
@@ -285,22 +285,29 @@ class _Drift:
 
 
 class _Norms(Watch):
-    """In this context, the model's `train_step` also returns the squared norms of its gradients."""
+    """In this context, the model's `train_step` also adds up the squares of this rank's own gradients."""
+
+    def __init__(self, strategy: Strategy, model: Any):
+        super().__init__(strategy, model)
+        # Not among the step's logs, of which all ranks together have one mean.
+        self._squares = tf.Variable(0.0, trainable=False)
 
     def __enter__(self) -> _Norms:  # type: ignore[override]
         super().__enter__()
         return self
 
-    def of(self, logs: Any) -> float:
-        """The norm of all gradients together, of the logs of a step."""
-        return math.sqrt(sum(float(value) for name, value in logs.items() if name.startswith(f"{MARK}gradient: ")))
+    def of_step(self) -> float:
+        """The norm of all gradients together, of the steps since this was last called."""
+        squares = float(self._squares.numpy())
+        self._squares.assign(0.0)
+        return math.sqrt(squares)
 
     def _see(self, kind: str, of: Any, value: Any) -> Any:
         if kind == "gradients" and self.is_in_step:
-            for variable, gradient in zip(of, value, strict=True):
+            for gradient in value:
                 if gradient is not None:
                     whole = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-                    self._note("gradient", variable.path, variable, tf.reduce_sum(tf.square(whole)))
+                    self._squares.assign_add(tf.reduce_sum(tf.square(whole)))
         return value
 
 
