@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.core import exact_step, gradient_reduction, metrics, randomness, share
+from tfdist.core import contributions, exact_step, gradient_reduction, metrics, randomness, share
 from tfdist.core.inner_loop import HOST, LoopState, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
@@ -113,7 +113,7 @@ class StageSteps:
         with passing(self.stage.plan.functional, one):
             outputs = keras_stages.called(self.model, x, training)
         # They depend on the examples, as the replica's part of the batch does.
-        replica.data = [*replica.data, *one.all_received]
+        replica.data, replica.reading = [*replica.data, *one.all_received], None
         one.send()
         return outputs
 
@@ -124,7 +124,7 @@ class StageSteps:
             losses = model.losses if self.stage.adds_losses[self.stage.number] else []
             total = tf.add_n([tf.cast(loss, tf.float32) for loss in losses]) if losses else None
             if self.stage.adds_losses[self.stage.number]:
-                part = tf.zeros([]) if total is None else share.weigh_scalar(replica, total)
+                part = tf.zeros([]) if total is None else contributions.to_value(replica, total)
                 one.send_to_last(part)
             return total
         loss = keras_stages.loss_of(model, x, y, outputs, sample_weight, training)

@@ -9,6 +9,7 @@ from tfdist import verify
 
 PLANTED = """
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers
 
@@ -28,23 +29,31 @@ class Unseeded(layers.Layer):
         return x + tf.random.stateless_normal(tf.shape(x), seed=(1, 2))
 
 class Penalty(layers.Layer):
-    def call(self, x):
-        self.add_loss(1e-3 * tf.math.reduce_std(x))
-        return x
-
-class Counts(layers.Layer):
     def build(self, shape):
-        self.seen = self.add_weight(name="seen", initializer="zeros", trainable=False)
+        self.scores = self.add_weight(shape=(shape[-1], 1), name="scores")
 
     def call(self, x):
-        self.seen.assign_add(tf.reduce_sum(x))
+        self.add_loss(tf.reduce_sum(tf.tanh(tf.reduce_mean(x, 0, keepdims=True)) @ self.scores))
         return x
+
+class Keeps(layers.Layer):
+    def build(self, shape):
+        self.median = self.add_weight(name="median", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.median.assign(tf.reshape(tf.numpy_function(np.median, [x], tf.float32), []))
+        return x
+
+def hardest_first(y, outputs):
+    loss = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+    largest = tf.ensure_shape(tf.numpy_function(lambda one: one / one.max(), [loss], tf.float32), [None])
+    return loss * largest
 
 class OwnStep(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = tf.sqrt(self.compute_loss(x, y, self(x, training=True)))
+            loss = tf.reduce_mean(hardest_first(y, self(x, training=True)))
         self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
         return {"loss": loss}
 
@@ -73,10 +82,6 @@ def compiled(model, loss=None, metrics=()):
     model.compile(keras.optimizers.SGD(0.01), loss, metrics=list(metrics))
     return model
 
-def hardest_first(y, outputs):
-    loss = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
-    return loss * tf.nn.softmax(loss)
-
 def equal(spec):
     return model(spec, layers.Dropout(0.5))
 
@@ -95,8 +100,8 @@ def unseeded(spec):
 def penalty(spec):
     return model(spec, layers.Dense(8), Penalty(name="planted"))
 
-def counts(spec):
-    return model(spec, layers.Dense(8), Counts(name="planted"))
+def keeps(spec):
+    return model(spec, layers.Dense(8), Keeps(name="planted"))
 
 def compared(spec):
     return compiled(model(spec), hardest_first)
@@ -147,7 +152,7 @@ LAYER = "the layer `planted`"
         ("by_position", LAYER, "output", "tfdist.gather"),
         ("unseeded", LAYER, "output", "draws random numbers that cannot be compared"),
         ("penalty", "A loss that the layer `planted` adds", "added loss", "average it"),
-        ("counts", "of the layer `planted`", "state", "tfdist.all_reduce"),
+        ("keeps", "of the layer `planted`", "state", "tfdist.all_reduce"),
         ("compared", "The loss `hardest_first`", "loss", "is not a mean of what each example gives"),
         ("own_step", "The gradient of ", "gradient", "the loss that `train_step` differentiates"),
         ("mean_of_means", "The value `planted` in the logs", "log", "leave `additive` out"),

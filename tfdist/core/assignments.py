@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.communicators import opaque
-from tfdist.core import dependencies, replica_context, share
+from tfdist.core import contributions, dependencies, replica_context, share
 from tfdist.errors import UsageError
 from tfdist.internals.keras import tf_variable
 
@@ -168,7 +168,7 @@ def mean(replica: Replica, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [first + rest for first, rest in zip(firsts, replica.all_reduce(differences), strict=True)]
     return replica.all_reduce_packed(
         [
-            share.weigh(replica, value)
+            contributions.to_value(replica, value)
             # A value that is not computed in this graph is the same on all replicas.
             if tf.is_symbolic_tensor(value) and dependencies.depends_on(value, replica.data, replica.alike)
             else _if_first(replica, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -32,8 +32,8 @@ def depends_on(tensor: tf.Tensor, examples: Sequence[tf.Tensor], alike: Sequence
         seen.add(key(one))
         if one.op.op_def.is_stateful and one.op.type not in _OF_VARIABLES:
             return True
-        if not _is_length_of_other_axis(one):
-            waiting += [*one.op.inputs, *_outside(one)]
+        if not is_length_of_other_axis(one):
+            waiting += [*one.op.inputs, *outside(one)]
     return False
 
 
@@ -42,7 +42,36 @@ def key(tensor: tf.Tensor) -> tuple[int, str]:
     return id(tensor.graph), tensor.name
 
 
-def _is_length_of_other_axis(tensor: tf.Tensor) -> bool:
+def is_random(tensor: tf.Tensor) -> bool:
+    """Whether random numbers are drawn for `tensor`."""
+    return _any(tensor, draws)
+
+
+def reads_variable(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is computed from a variable."""
+    return _any(tensor, lambda operation: operation.type == "ReadVariableOp")
+
+
+def draws(operation: tf.Operation) -> bool:
+    """Whether an operation draws random numbers."""
+    return "Random" in operation.type or operation.type in ("TruncatedNormal", "StatelessTruncatedNormalV2")
+
+
+def _any(tensor: tf.Tensor, condition: Callable[[tf.Operation], bool]) -> bool:
+    """Whether `condition` holds for an operation that `tensor` is computed by."""
+    seen: set[tuple[int, str]] = set()
+    waiting = [tensor]
+    while waiting:
+        one = waiting.pop()
+        if condition(one.op):
+            return True
+        if key(one) not in seen:
+            seen.add(key(one))
+            waiting += [*one.op.inputs, *outside(one)]
+    return False
+
+
+def is_length_of_other_axis(tensor: tf.Tensor) -> bool:
     """Whether `tensor` is `tf.shape(...)[axis]`, or a slice of it, without the first axis."""
     if tensor.op.type != "StridedSlice" or tensor.op.inputs[0].op.type != "Shape":
         return False
@@ -50,7 +79,7 @@ def _is_length_of_other_axis(tensor: tf.Tensor) -> bool:
     return begin is not None and len(begin) == 1 and begin[0] > 0
 
 
-def _outside(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+def outside(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
     """The tensors of the outer graph that an argument of an inner graph stands for."""
     if tensor.op.type == "Placeholder":
         for outside, inside in getattr(tensor.graph, "captures", ()):

@@ -8,8 +8,8 @@ one device computes.
 
 Two more cases:
 
-- A target with one value per example stands for its sum, as a tape defines it. `tfdist.core.share` lists the factor of
-  each kind of target.
+- A target with one value per example stands for its sum, as a tape defines it. `tfdist.core.contributions` lists what
+  is differentiated for each kind of target.
 - Rows of a table that are looked up by position, not by the content of examples, are the same on all replicas. Their
   gradients are summed by position, instead of being listed once per replica.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist.core import dependencies, replica_context, share
+from tfdist.core import contributions, dependencies, replica_context, share
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
@@ -58,21 +58,13 @@ def _is_variable(source: Any) -> bool:
 def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
     """The targets of this replica, and their output gradients, which are multiplied by their factors."""
     targets = tf.nest.flatten(target)
-    if share.is_whole(replica) or (replica.real is True and not any(map(_is_scalar, targets))):
+    if share.is_whole(replica):
         return target, given
     begun = map(tf.ones_like, targets) if given is None else tf.nest.flatten(given)
     weighed: list[tuple[Any, Any]] = []
     for one, begin in zip(targets, begun, strict=True):
-        if _is_scalar(one) and begin is not None:
-            weighed += [(tensor, weight * begin) for tensor, weight in share.parts_of_scalar(replica, one)]
-        else:
-            # Through sums over the replicas, an example that must not count would reach the other replicas.
-            weighed.append((one, begin if begin is None else replica.only_real(begin)))
+        weighed += [(one, None)] if begin is None else contributions.to_target(replica, one, begin)
     return [one for one, _ in weighed], [begin for _, begin in weighed]
-
-
-def _is_scalar(target: Any) -> bool:
-    return isinstance(target, tf.Tensor) and target.shape.rank == 0
 
 
 def _reduced(replica: Replica, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.cluster import consensus
-from tfdist.core import building, exact_step, fused_optimizers, metrics, randomness, recomputation, share
+from tfdist.core import building, contributions, exact_step, fused_optimizers, metrics, randomness, recomputation
 from tfdist.core.metrics import Logs
 from tfdist.core.replica import Replica
 from tfdist.core.steps_per_call import AtNan
@@ -385,7 +385,7 @@ def _mean(logs: Logs, replica: Replica) -> Logs:
 
     def part(value: Any) -> tf.Tensor:
         value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
-        return share.weigh_scalar(replica, value) if value.shape.rank == 0 else share.weigh(replica, value)
+        return contributions.to_value(replica, value)
 
     parts = tf.nest.map_structure(part, logs)
     return tf.nest.pack_sequence_as(parts, replica.all_reduce(tf.nest.flatten(parts)))

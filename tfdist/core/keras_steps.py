@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist.core import randomness, replica_context, share
+from tfdist.core import contributions, randomness, replica_context, share
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
@@ -118,6 +118,7 @@ def _loss_call(
     replica: Replica, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """A loss whose value counts with the replica's share, whatever its reduction is."""
+    contributions.tell(replica, y_pred)
     value = _loss_value(replica, original, loss, y_true, y_pred, sample_weight)
     replica.means.append(value)
     return value
@@ -170,6 +171,8 @@ def _reduce_weighted_values(
     replica: Replica, original: Callable[..., Any], values: Any, *args: Any, **named: Any
 ) -> Any:
     if _thread.per_example and not keras_internals.is_per_example(replica, values):
+        raise _OfWholeBatch
+    if _thread.per_example and contributions.is_joint(replica, values):  # values per example, each of several
         raise _OfWholeBatch
     return original(values, *args, **named)
 
@@ -264,7 +267,7 @@ def _mean_update_state(
     values = keras.ops.convert_to_tensor(values)
     if len(values.shape) == 0:
         if values.dtype.is_floating:  # the part of a sum must not be multiplied by the share
-            values = share.undone(replica, share.weigh_scalar(replica, values))
+            values = share.undone(replica, contributions.to_value(replica, values))
         sample_weight = replica.share if sample_weight is None else sample_weight
     return original(metric, values, sample_weight)
 
@@ -284,7 +287,11 @@ def _masked_moments(
     replica: Replica, original: Callable[..., Any], layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance of a masked batch, over the global batch; Keras' own are over the replica's part."""
-    if mask is None or not layer.synchronized:
+    if not layer.synchronized:
+        mean, variance = original(layer, inputs, mask)
+        replica.own_statistics += [one for one in (mean, variance) if tf.is_symbolic_tensor(one)]
+        return mean, variance
+    if mask is None:
         return original(layer, inputs, mask)
     valid = tf.broadcast_to(tf.cast(mask, "bool")[..., tf.newaxis], tf.shape(inputs))
     x, axes = tf.where(valid, inputs, 0), keras_internals.reduction_axes(layer)

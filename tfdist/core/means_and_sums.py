@@ -4,8 +4,8 @@ The mean over a global batch is the sum over the replicas of share * mean; a sum
 *degree* of a scalar says how it grows with the number of examples: 0 for a mean, 1 for a sum. It follows from the means
 and sums over axes of examples in the graph, and from the divisions by the lengths of such axes.
 
-An axis of examples is an axis whose length is unknown when the graph is traced, so batches must be traced for any
-length (`Batches.of_any_length`). Where the graph does not show the degree, a scalar counts as a mean.
+`tfdist.core.example_axes` says which axes these are. Where the graph does not show the degree, a scalar counts as a
+mean.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.core import dependencies
+from tfdist.core import dependencies, example_axes
+from tfdist.core.example_axes import ExampleAxes
 
 _SAME = ("Identity", "Cast", "Neg", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "CheckNumerics")
+_MOVED = ("StridedSlice", "Transpose", "BroadcastTo", "Tile")
 _LENGTHS = ("StridedSlice", "Size", "Prod")
 _OF_ANY_NUMBER = ("Max", "Min", "All", "Any")
 
@@ -38,23 +40,27 @@ class Summand:
     is_sum: bool
 
 
-def summands(scalar: tf.Tensor, examples: Sequence[tf.Tensor], means: Sequence[tf.Tensor] = ()) -> list[Summand]:
-    """The summands of `scalar`, each of which is a mean or a sum over the examples.
+class Degrees:
+    """The degrees of the tensors of a graph.
 
     Args:
-        scalar: of a graph.
+        axes: of the examples.
         examples: the tensors of a part of a batch.
-        means: tensors that count as means, whatever operation computed them.
     """
-    return _Degrees(examples, means).summands(scalar, 1.0)
 
-
-class _Degrees:
-    def __init__(self, examples: Sequence[tf.Tensor], means: Sequence[tf.Tensor]):
+    def __init__(self, axes: ExampleAxes, examples: Sequence[tf.Tensor]):
+        self._axes = axes
         self._examples = examples
-        self._known: dict[tuple[int, str], int | None] = {dependencies.key(one): 0 for one in means}
+        self._alike: list[tf.Tensor] = []
+        self._known: dict[tuple[int, str], int | None] = {}
 
-    def summands(self, tensor: tf.Tensor, factor: Any) -> list[Summand]:
+    def know(self, alike: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> None:
+        """Notes tensors that are the same on all replicas, and others that count as means, whatever made them."""
+        self._alike += alike
+        self._known |= {dependencies.key(one): 0 for one in (*means, *alike)}
+
+    def summands(self, tensor: tf.Tensor, factor: Any = 1.0) -> list[Summand]:
+        """The summands of `tensor`, which has no axis of examples: each is a mean or a sum over the examples."""
         degree = self.of(tensor)
         parts = [] if degree is not None else self._parts(tensor.op.type, list(tensor.op.inputs))
         if not parts:
@@ -83,18 +89,20 @@ class _Degrees:
 
     def _of(self, tensor: tf.Tensor) -> int | None:
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
-        if kind in _LENGTHS and (length := self._length(kind, inputs)) is not None:
+        if self._axes.contracts(tensor):
+            return self._plus(*map(self.of, inputs), 1)
+        if kind in _LENGTHS and (length := self._length(tensor)) is not None:
             return length
         if kind in _RULES:
             return _RULES[kind](self, inputs)
         return self._of_another(tensor, kind, inputs)
 
     def _of_another(self, tensor: tf.Tensor, kind: str, inputs: Sequence[tf.Tensor]) -> int | None:
-        if not dependencies.depends_on(tensor, self._examples):
+        if not dependencies.depends_on(tensor, self._examples, self._alike):
             return 0
-        if _has_examples(tensor):  # a value per example does not grow with their number
+        if self._has_examples(tensor):  # a value per example does not grow with their number
             return 0
-        if kind not in _OF_ANY_NUMBER and any(map(_has_examples, inputs)):
+        if kind not in _OF_ANY_NUMBER and any(map(self._has_examples, inputs)):
             return None
         return 0 if all(self.of(one) == 0 for one in inputs) else None
 
@@ -102,13 +110,11 @@ class _Degrees:
         return self.of(inputs[0])
 
     def total(self, inputs: Sequence[tf.Tensor]) -> int | None:
-        tensor, axes = inputs[0], tf.get_static_value(inputs[1])
-        if axes is None or tensor.shape.rank is None:
-            return None
-        return self._plus(self.of(tensor), int(any(tensor.shape[int(axis)] is None for axis in axes.reshape(-1))))
+        axes = example_axes.summed_axes(*inputs)
+        return None if axes is None else self._plus(self.of(inputs[0]), int(bool(axes & self._axes.of(inputs[0]))))
 
     def half_of_squares(self, inputs: Sequence[tf.Tensor]) -> int | None:
-        return self._plus(self.of(inputs[0]), int(_has_examples(inputs[0])))
+        return self._plus(self.of(inputs[0]), int(self._has_examples(inputs[0])))
 
     def product(self, inputs: Sequence[tf.Tensor]) -> int | None:
         return self._plus(*map(self.of, inputs))
@@ -124,41 +130,38 @@ class _Degrees:
     def choice(self, inputs: Sequence[tf.Tensor]) -> int | None:
         return self.addition(inputs[1:])
 
-    def _length(self, kind: str, inputs: Sequence[tf.Tensor]) -> int | None:
-        """The degree of a length of an axis, or of a product of such lengths."""
-        tensor = inputs[0]
-        if kind == "Size":
-            return int(_has_examples(tensor))
-        if kind == "StridedSlice":
-            begin = tf.get_static_value(inputs[1])
-            if tensor.op.type != "Shape" or begin is None or len(begin) != 1:
-                return None
-            return int(tensor.op.inputs[0].shape[int(begin[0])] is None)
-        while tensor.op.type in _SAME:
-            tensor = tensor.op.inputs[0]
-        if tensor.op.type == "Shape":
-            return int(_has_examples(tensor.op.inputs[0]))
-        return self._plus(*map(self.of, tensor.op.inputs)) if tensor.op.type == "Pack" else None
+    def _has_examples(self, tensor: tf.Tensor) -> bool:
+        return bool(self._axes.of(tensor))
+
+    def _length(self, tensor: tf.Tensor) -> int | None:
+        """The degree of a length of an axis, or of a product of such lengths; `None` of another tensor."""
+        source = tensor.op.inputs[0]
+        if tensor.op.type == "Size":
+            return int(self._has_examples(source))
+        if tensor.op.type == "StridedSlice":
+            axis = example_axes.length_of(tensor)
+            return None if axis is None else int(axis[1] in self._axes.of(axis[0]))
+        while source.op.type in _SAME:
+            source = source.op.inputs[0]
+        if source.op.type == "Shape":
+            return int(self._has_examples(source.op.inputs[0]))
+        return self._plus(*map(self.of, source.op.inputs)) if source.op.type == "Pack" else None
 
     @staticmethod
     def _plus(*degrees: int | None) -> int | None:
         return None if None in degrees else sum(degree for degree in degrees if degree is not None)
 
 
-_Rule = Callable[[_Degrees, Sequence[tf.Tensor]], int | None]
+_Rule = Callable[[Degrees, Sequence[tf.Tensor]], int | None]
 _RULES: dict[str, _Rule] = {
-    "Sum": _Degrees.total,
-    "L2Loss": _Degrees.half_of_squares,
-    **dict.fromkeys(("Mean", *_SAME), _Degrees.unchanged),
-    **dict.fromkeys(("Mul", "MulNoNan"), _Degrees.product),
-    **dict.fromkeys(("RealDiv", "DivNoNan", "Div"), _Degrees.quotient),
-    **dict.fromkeys(("AddV2", "Add", "Sub", "AddN"), _Degrees.addition),
-    "SelectV2": _Degrees.choice,
+    "Sum": Degrees.total,
+    "L2Loss": Degrees.half_of_squares,
+    **dict.fromkeys(("Mean", *_SAME, *_MOVED), Degrees.unchanged),
+    **dict.fromkeys(("Mul", "MulNoNan"), Degrees.product),
+    **dict.fromkeys(("RealDiv", "DivNoNan", "Div"), Degrees.quotient),
+    **dict.fromkeys(("AddV2", "Add", "Sub", "AddN"), Degrees.addition),
+    "SelectV2": Degrees.choice,
 }
-
-
-def _has_examples(tensor: tf.Tensor) -> bool:
-    return tensor.shape.rank is None or None in tensor.shape.as_list()
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import keras_steps, replica_context, share
+from tfdist.core import contributions, keras_steps, replica_context
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tf_variable
@@ -144,7 +144,7 @@ def _updating(model: Any, update: Callable[..., None]) -> Iterator[None]:
 
 def _update(metric: Any, update_state: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     replica = replica_context.current()
-    if replica is None or keras_internals.values_per_example(replica, metric, *arguments, **named):
+    if replica is None or _is_sum_of_examples(replica, metric, *arguments, **named):
         update_state(*arguments, **named)
         return
     replica_context.require_meeting(replica, f"An update of the metric `{metric.name}`")
@@ -156,8 +156,13 @@ def _update(metric: Any, update_state: Callable[..., Any], *arguments: Any, **na
         update_state(*arguments, **named)
 
 
+def _is_sum_of_examples(replica: Any, metric: Any, *arguments: Any, **named: Any) -> bool:
+    values = keras_internals.values_per_example(replica, metric, *arguments, **named)
+    return values is not None and not contributions.is_joint(replica, values)
+
+
 def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    if not keras_internals.values_per_example(None, metric, *arguments, **named):
+    if keras_internals.values_per_example(None, metric, *arguments, **named) is None:
         raise UsageError(
             f"The metric `{metric.name}` may be no sum over the examples, and the workers of `{strategy_name}` do "
             "not meet in each step to compute it",
@@ -170,4 +175,4 @@ def _global_scalar(replica: Any, value: Any) -> Any:
     """A scalar that a step has computed, over the global batch; other values are returned as they are."""
     if not tf.is_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
         return value
-    return replica.all_reduce([share.weigh_scalar(replica, value)])[0]
+    return replica.all_reduce([contributions.to_value(replica, value)])[0]

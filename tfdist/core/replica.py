@@ -30,6 +30,9 @@ class Replica:
         draws: the number of random operations so far that draw the same on all replicas.
         means: tensors that count as means over its part, whatever operation computed them.
         alike: tensors that are known to be the same on all replicas.
+        own_statistics: tensors that differ between the replicas by design: what batch normalization that is not
+            synchronized takes for the mean and variance.
+        reading: of the graph of its step, see `tfdist.core.joint_values.reading`.
         losses: the losses that layers have added by `add_loss`, by the layer's `id`.
         keras_optimizer: the optimizer to which Keras' own train step passes the gradients just as a tape has computed
             them; `None` in a train step of the user's own.
@@ -56,6 +59,8 @@ class Replica:
         self.means: list[tf.Tensor] = []
         self.losses: dict[int, list[Any]] = {}
         self.keras_optimizer: Any = None
+        self.own_statistics: list[tf.Tensor] = []
+        self.reading: Any = None
         self._reduced: list[Any] = []
 
     def begin(self, data: Any, share: tf.Tensor | float, unseeded: Any = None) -> None:
@@ -64,7 +69,7 @@ class Replica:
         if not isinstance(share, tf.Tensor) and share == 0:
             # With a constant 0 TensorFlow would drop what is multiplied by it, exchanges included, on this replica.
             share = opaque(tf.constant(0.0, tf.float64))
-        self.part, self.share = data, share
+        self.part, self.share, self.reading = data, share, None
         self.data = [tensor for tensor in tf.nest.flatten(data, expand_composites=True) if tensor is not None]
         sized = [tensor for tensor in self.data if tensor.shape.rank]
         self.examples = sized[0].shape[0] if sized else None
@@ -126,8 +131,12 @@ class Replica:
     def know(self, reduced: list[Any]) -> list[Any]:
         """Notes that these gradients are reduced over the replicas already; returns them."""
         self._reduced += reduced
-        self.alike += [one for one in reduced if isinstance(one, tf.Tensor) and tf.is_symbolic_tensor(one)]
+        self.know_alike(reduced)
         return reduced
+
+    def know_alike(self, tensors: Sequence[Any]) -> None:
+        """Notes that these tensors are the same on all replicas; of eager ones nothing is asked later."""
+        self.alike += [one for one in tensors if isinstance(one, tf.Tensor) and tf.is_symbolic_tensor(one)]
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Called before the first update of an `optimizer` without variables; in eager code it then makes them itself.

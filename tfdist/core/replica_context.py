@@ -79,7 +79,14 @@ def gather(tensor: Any) -> Any:
     replica = _meeting("tfdist.gather")
     if not isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
         tensor = tf.convert_to_tensor(tensor)
-    return tensor if replica is None else _gathered(replica, replica.real_rows(tensor))
+    return tensor if replica is None else gathered(replica, tensor)
+
+
+def gathered(replica: Replica, tensor: Any) -> Any:
+    """The examples of `tensor` of all replicas, to this `replica`; see `gather`."""
+    found = _gathered(replica, replica.real_rows(tensor))
+    replica.know_alike(tf.nest.flatten(found, expand_composites=True))
+    return found
 
 
 def _gathered(replica: Replica, tensor: Any) -> Any:
@@ -134,7 +141,6 @@ def all_reduce(tensor: Any) -> Any:
     if replica is None:
         return tensor
     (total,) = differentiable_sums(replica, [replica.only_real(tensor)])
-    replica.alike.append(total)
     return total
 
 
@@ -153,9 +159,11 @@ def differentiable_sums(replica: Replica, tensors: list[Any]) -> list[Any]:
         return replica.all_reduce([local])[0], backward
 
     # One function of several tensors would make each sum depend on all of them, see `MirroredReplica.all_reduce`.
-    return gradient_reduction.packed(
+    found = gradient_reduction.packed(
         lambda buffers: [sum_of(one) for one in buffers], gradient_reduction.Packing(None)
     )(tensors)
+    replica.know_alike(found)
+    return found
 
 
 @dataclass

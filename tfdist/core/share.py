@@ -5,9 +5,9 @@ The share of a replica is its fraction of the examples of the global batch, w = 
 replicas, its values are what one device computes from all examples:
 
     value                                                    on a replica              factor    function
-    a scalar that is a mean over the examples, or            mean of its examples      w         parts_of_scalar
+    a scalar that is a mean over the examples, or            mean of its examples      w         `contributions`
       does not depend on them
-    a scalar that is a sum over the examples                 sum of its examples       1         parts_of_scalar
+    a scalar that is a sum over the examples                 sum of its examples       1         `contributions`
     values per example, which a tape sums                    its own values            1         `Replica.only_real`
     gradients that a step passes to an optimizer and         gradients of its mean     w         weigh
       that no tape has reduced
@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.core import means_and_sums
-
 if TYPE_CHECKING:
     from tfdist.core.replica import Replica
 
@@ -44,22 +42,6 @@ def weigh(replica: Replica, value: Any) -> Any:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(weigh(replica, value.values), value.indices, value.dense_shape)
     return tf.math.multiply_no_nan(value, tf.cast(replica.share, value.dtype))
-
-
-def parts_of_scalar(replica: Replica, scalar: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """The summands of `scalar` with their factors: summed over the replicas they are the scalar of the global batch."""
-    share = tf.cast(replica.share, scalar.dtype)
-    if tf.executing_eagerly() or replica.examples is not None:
-        return [(scalar, share)]
-    return [
-        (one.tensor, (tf.cast(replica.real, scalar.dtype) if one.is_sum else share) * one.factor)
-        for one in means_and_sums.summands(scalar, replica.data, replica.means)
-    ]
-
-
-def weigh_scalar(replica: Replica, scalar: tf.Tensor) -> tf.Tensor:
-    """This replica's part of a scalar: the parts of all replicas add up to what one device computes."""
-    return tf.add_n([tf.math.multiply_no_nan(one, weight) for one, weight in parts_of_scalar(replica, scalar)])
 
 
 def undone(replica: Replica, part: tf.Tensor) -> tf.Tensor:

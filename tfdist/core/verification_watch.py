@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.core import randomness
+from tfdist.core import randomness, replica_context
 from tfdist.internals import keras_patches
 from tfdist.internals.keras import tree
 
@@ -113,6 +113,9 @@ class Watch(contextlib.AbstractContextManager[None]):
         if rows.shape.rank:
             count = tf.cast(tf.maximum(tf.shape(rows)[0], 1), tf.float32)
             rows = tf.stack([tf.reduce_sum(rows), tf.reduce_sum(tf.abs(rows))]) / count
+            replica = replica_context.current()
+            if replica is not None and tf.is_symbolic_tensor(rows):
+                replica.means.append(rows)  # what this replica has computed is to be seen, and not what it should be
         seen[f"{MARK}{kind}: {name}"] = rows
 
 

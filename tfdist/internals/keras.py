@@ -92,13 +92,13 @@ def is_additive(metric: Any) -> bool:
     return of_keras and (function is None or (is_of_keras(function) and function not in OF_WHOLE_BATCH))
 
 
-def values_per_example(replica: Any, metric: Any, *arguments: Any, **named: Any) -> bool:
-    """Whether `metric` is the mean of a function that gives a value per example."""
+def values_per_example(replica: Any, metric: Any, *arguments: Any, **named: Any) -> Any:
+    """What the function gives that `metric` is the mean of, if it gives a value per example; else `None`."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
-        return False
+        return None
     names = dict(zip(("y_true", "y_pred"), arguments, strict=False)) | named
     values = metric._fn(names["y_true"], names["y_pred"], **metric._fn_kwargs)
-    return tf.is_tensor(values) and is_per_example(replica, values)
+    return values if tf.is_tensor(values) and is_per_example(replica, values) else None
 
 
 def tf_variable(variable: Any) -> Any:

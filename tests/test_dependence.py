@@ -1,0 +1,105 @@
+"""How values of a graph depend on the examples of a batch: by rows, in totals, or of several examples together."""
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tfdist.core.dependence import ALIKE, JOINT, LENGTH, MIXED, ROWS, TOTAL, Dependences
+from tfdist.core.example_axes import ExampleAxes
+
+WEIGHT = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
+keras.utils.set_random_seed(0)
+MODELS = {
+    "dense": keras.Sequential([keras.Input((None, 2)), layers.Dense(3, activation="gelu"), layers.Dense(2)]),
+    "lstm": keras.Sequential([keras.Input((None, 2)), layers.LSTM(3, return_sequences=True), layers.Dense(2)]),
+    "attention": keras.Sequential(
+        [keras.Input((None, 2)), layers.LayerNormalization(), layers.Dense(4), layers.Reshape((-1, 2, 2))]
+    ),
+    "convolution": keras.Sequential(
+        [keras.Input((None, 2)), layers.Conv1D(3, 2, padding="same"), layers.GroupNormalization(1), layers.Dropout(0.5)]
+    ),
+}
+
+
+def heads(x):
+    scores = tf.nn.softmax(x @ tf.transpose(x, [0, 2, 1]))
+    return scores @ x
+
+
+def number(x):
+    return tf.cast(tf.shape(x)[0], tf.float32)
+
+
+# Of sequences x, [n, steps, 2].
+FOUND = {
+    "a weight": (lambda x: WEIGHT * 2.0, ALIKE),
+    "the number of steps": (lambda x: tf.range(tf.shape(x)[1]), ALIKE),
+    "the number of examples": (lambda x: 2 * tf.shape(x)[0], LENGTH),
+    "an example": (lambda x: x, ROWS),
+    "its square": (tf.square, ROWS),
+    "its largest step": (lambda x: tf.reduce_max(x, 1), ROWS),
+    "its attention": (heads, ROWS),
+    "its steps by each other": (lambda x: x[:, None] - x[:, :, None], ROWS),
+    "noise": (lambda x: x + tf.random.normal(tf.shape(x)), ROWS),
+    "labels of ones": (lambda x: tf.ones(tf.shape(x)[:1]) - x[:, 0, 0], ROWS),
+    "positions of its steps": (lambda x: x[..., 0] * tf.range(tf.cast(tf.shape(x)[1], tf.float32)), ROWS),
+    "chosen features": (lambda x: tf.gather(x, [1], axis=2), ROWS),
+    "rows of a table": (lambda x: tf.gather(WEIGHT, tf.cast(x[..., 0] > 0, tf.int32)), ROWS),
+    "one of its steps": (lambda x: tf.gather(x, tf.argmax(x[..., 0], 1), batch_dims=1), ROWS),
+    "two blocks": (lambda x: tf.concat([x, x], 0), ROWS),
+    "one of two blocks": (lambda x: tf.concat([x, x], 0)[tf.shape(x)[0] :], ROWS),
+    "half of two blocks": (lambda x: tf.split(tf.concat([x, 2 * x], 0), 2)[1], ROWS),
+    "examples in an order drawn at random": (
+        lambda x: tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))),
+        ROWS,
+    ),
+    "the nearest of a codebook": (lambda x: tf.argmin(tf.reduce_sum((x[:, 0, None] - WEIGHT) ** 2, -1), 1), ROWS),
+    "a sum": (tf.reduce_sum, TOTAL),
+    "a mean": (lambda x: 3.0 * tf.reduce_mean(x) + 1.0, TOTAL),
+    "a sum over its number": (lambda x: tf.reduce_sum(x) / number(x), TOTAL),
+    "a mean of each feature": (lambda x: tf.reduce_mean(x, [0, 1]), TOTAL),
+    "two means side by side": (lambda x: tf.stack([tf.reduce_mean(x), tf.reduce_sum(x)]), TOTAL),
+    "a product summed over the examples": (lambda x: tf.transpose(x[:, 0]) @ x[:, 1], TOTAL),
+    "squares": (tf.nn.l2_loss, TOTAL),
+    "an example and a mean": (lambda x: x + tf.reduce_mean(x), MIXED),
+    "the mean of these": (lambda x: tf.reduce_mean(x - tf.reduce_mean(x)), TOTAL),
+    "the root of a mean": (lambda x: tf.sqrt(tf.reduce_mean(x)), JOINT),
+    "a product of means": (lambda x: tf.reduce_mean(x) * tf.reduce_sum(x), JOINT),
+    "a ratio of sums": (lambda x: tf.reduce_sum(x) / tf.reduce_sum(tf.abs(x)), JOINT),
+    "an example by a mean": (lambda x: x / tf.reduce_mean(x), JOINT),
+    "the largest": (tf.reduce_max, JOINT),
+    "the first": (lambda x: x[0, 0, 0], JOINT),
+    "all but the first": (lambda x: x[1:], JOINT),
+    "in reverse": (lambda x: x[::-1], JOINT),
+    "reversed": (lambda x: tf.reverse(x, [0]), JOINT),
+    "by each other": (lambda x: x[None] - x[:, None], JOINT),
+    "products with each other": (lambda x: x[:, 0] @ tf.transpose(x[:, 0]), JOINT),
+    "products by einsum": (lambda x: tf.einsum("nsi,msi->nm", x, x), JOINT),
+    "labels equal or not": (lambda x: x[:, 0, 0] == x[:, 0, :1], JOINT),
+    "probabilities among examples": (lambda x: tf.nn.softmax(x[:, 0, 0]), JOINT),
+    "sorted": (lambda x: tf.sort(x[:, 0, 0]), JOINT),
+    "sums so far": (tf.cumsum, JOINT),
+    "those of a mask": (lambda x: tf.boolean_mask(x, x[:, 0, 0] > 0), JOINT),
+    "positions of examples": (lambda x: x[:, 0, 0] * tf.range(number(x)), JOINT),
+    "Keras' deviation": (lambda x: ops.std(x, axis=0), JOINT),
+    "an own normalization": (lambda x: (x - tf.reduce_mean(x, 0)) * WEIGHT[0], MIXED),
+    "a function of each example": (lambda x: tf.map_fn(tf.reduce_max, x), ROWS),
+    "a function of each step": (lambda x: tf.map_fn(lambda step: 2.0 * step, tf.transpose(x, [1, 0, 2])), ROWS),
+    **{f"a model: {name}": (model, ROWS) for name, model in MODELS.items()},
+    "a loss of Keras": (lambda x: keras.losses.MeanSquaredError()(x, 0.0 * x), TOTAL),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_graph_shows_how_a_value_depends_on_the_examples(name):
+    make, expected = FOUND[name]
+    found = []
+
+    @tf.function(autograph=False)
+    def step(x):
+        made = make(x)
+        found.append(Dependences(ExampleAxes([x]), [x]).of(made))
+
+    step.get_concrete_function(tf.TensorSpec([None, None, 2]))
+    assert found == [expected]
