@@ -246,6 +246,20 @@ def test_a_study_runs_everything_once_and_writes_a_table_and_a_picture(tmp_path)
     assert (tmp_path / "found" / "table.md").read_text() == table
 
 
+def test_a_study_of_another_machine_or_rate_is_run_anew(tmp_path):
+    one = STUDY.partition('[[algorithms]]\nalgorithm = "gosgd')[0].replace("seeds = 2", "seeds = 1")
+    one = one.replace("workers = [1, 2]", "workers = [2]").replace("epochs = 1", "epochs = 1\nlearning_rate = 0.01")
+    divided = one.replace('label = "ASP"', 'label = "ASP"\ndivide_rate = true')
+    results = tmp_path / "found" / "results.json"
+    for number, text in enumerate((one, "speeds = [1.0, 0.5]\n" + one, divided, divided)):
+        (tmp_path / "study.toml").write_text(text)
+        done = CliRunner().invoke(simulator.command, [str(tmp_path / "study.toml"), "--out", str(results.parent)])
+        assert done.exit_code == 0, done.output
+        assert len(json.loads(results.read_text())) == min(number + 1, 3)
+    same_rate, slower_worker, half_rate = (found["loss"] for found in json.loads(results.read_text()).values())
+    assert len({same_rate, slower_worker, half_rate}) == 3
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -253,6 +267,7 @@ def test_a_study_runs_everything_once_and_writes_a_table_and_a_picture(tmp_path)
         ('algorithm = "asp"', 'algorithm = "aps"'),
         ("examples = 128", "example = 128"),
         ("workers = [1, 2]", "workers = [1, "),
+        ('label = "ASP"', 'label = "ASP"\ndivide_rate = true'),
     ],
 )
 def test_a_study_that_says_what_cannot_be_is_refused_in_a_sentence(tmp_path, changed, told):

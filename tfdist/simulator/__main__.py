@@ -24,7 +24,7 @@ def command(study: Path, out: Path) -> None:
     if left:
         from tfdist.simulator.batch import Runner
 
-        runner = Runner(plan)
+        runner = Runner()
         began = time.monotonic()
         for number, run in enumerate(left):
             results.add(run, runner.last_epoch(run))

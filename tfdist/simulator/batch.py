@@ -16,7 +16,7 @@ from tfdist.errors import UsageError
 from tfdist.run import optimizers
 from tfdist.run.config import TrainConfig
 from tfdist.simulator import study
-from tfdist.simulator.matrix import Run, Study
+from tfdist.simulator.matrix import Run
 from tfdist.simulator.replicas import Replicas
 from tfdist.simulator.study import EpochResult, Settings
 
@@ -73,31 +73,32 @@ def replicas(
 class Runner:
     """Runs the runs of a study; those of the same model, seed and number of workers share their graphs."""
 
-    def __init__(self, plan: Study):
-        self._plan = plan
+    def __init__(self) -> None:
         self._made: tuple[Any, tuple[Replicas, Any]] | None = None
 
     def last_epoch(self, run: Run) -> EpochResult:
         """The state after the last epoch of a run."""
-        plan, case = self._plan, run.case
-        link = link_of(plan.bandwidth, plan.latency, "bandwidth")
+        machine = run.machine
+        link = link_of(machine.bandwidth, machine.latency, "bandwidth")
         assert link is not None
-        speeds = tuple(plan.speeds[rank % len(plan.speeds)] for rank in range(run.workers))
+        speeds = tuple(machine.speeds[rank % len(machine.speeds)] for rank in range(run.workers))
         steps, test = self._replicas(run)
-        settings = Settings(run.entry.algorithm, speeds, plan.step_seconds, link, run.seed, **run.entry.options)
-        *_, last = study.epochs(steps, settings, case.epochs, test, only_last=True)
+        settings = Settings(run.entry.algorithm, speeds, machine.step_seconds, link, run.seed, **run.entry.options)
+        *_, last = study.epochs(steps, settings, run.case.epochs, test, only_last=True)
         return last
 
     def _replicas(self, run: Run) -> tuple[Replicas, Any]:
-        shared = (run.case, run.workers, run.seed)
+        case = run.case
+        divided = run.workers if run.entry.divide_rate else 1
+        rate = None if case.learning_rate is None else case.learning_rate / divided
+        shared = (case, rate, run.workers, run.seed)
         if self._made is None or self._made[0] != shared:
-            case = run.case
             made = replicas(
                 *(case.model, case.dataset, case.batch_size, run.workers, run.seed),
                 data_dir=case.data_dir,
                 examples=case.examples,
                 optimizer=case.optimizer,
-                learning_rate=case.learning_rate,
+                learning_rate=rate,
             )
             self._made = shared, made
         return self._made[1]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tfdist import files, registry
 from tfdist.errors import UsageError
@@ -69,7 +69,11 @@ class Case(_Part):
 
 
 class Entry(_Part):
-    """An algorithm with its options, see `tfdist.simulator.study.Settings`."""
+    """An algorithm with its options, see `tfdist.simulator.study.Settings`.
+
+    With `divide_rate` the learning rate is divided by the number of workers: a server that takes in each gradient as it
+    comes takes as many steps for a global batch.
+    """
 
     algorithm: str
     label: str
@@ -77,6 +81,7 @@ class Entry(_Part):
     slack: int | None = None
     topology: str | None = None
     probability: float | None = None
+    divide_rate: bool = False
     published: float | None = None
 
     @field_validator("algorithm")
@@ -88,27 +93,44 @@ class Entry(_Part):
     @property
     def options(self) -> dict[str, Any]:
         """Those of the algorithm that are set."""
-        own = self.model_dump(exclude={"algorithm", "label", "published"})
+        own = self.model_dump(exclude={"algorithm", "label", "divide_rate", "published"})
         return {name: value for name, value in own.items() if value is not None}
 
 
-class Study(_Part):
+class Machine(_Part):
+    """The simulated machine; see docs/simulator.md."""
+
+    speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    step_seconds: Annotated[float, Field(gt=0)] = 0.01
+    bandwidth: str = "10Gbit"
+    latency: str = "50us"
+
+
+class Study(Machine):
     """What a file says."""
 
     cases: list[Case] = Field(min_length=1)
     algorithms: list[Entry] = Field(min_length=1)
     workers: list[Whole] = Field(min_length=1)
     seeds: Whole = 1
-    speeds: list[Annotated[float, Field(gt=0)]] = [1.0]
-    step_seconds: Annotated[float, Field(gt=0)] = 0.01
-    bandwidth: str = "10Gbit"
-    latency: str = "50us"
+
+    @model_validator(mode="after")
+    def _has_a_rate_to_divide(self) -> Study:
+        if any(one.divide_rate for one in self.algorithms) and any(one.learning_rate is None for one in self.cases):
+            raise ValueError("`divide_rate` needs a `learning_rate` in each case")
+        return self
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that all runs are on."""
+        return Machine(**{name: getattr(self, name) for name in Machine.model_fields})
 
 
 @dataclass(frozen=True)
 class Run:
     """One run of a study."""
 
+    machine: Machine
     case: Case
     entry: Entry
     workers: int
@@ -117,8 +139,8 @@ class Run:
     @property
     def key(self) -> str:
         """What tells it from all others, however the file is changed."""
-        case, entry = self.case.model_dump_json(), self.entry.model_dump_json(exclude={"label", "published"})
-        return f"{case} {entry} {self.workers} {self.seed}"
+        entry = self.entry.model_dump_json(exclude={"label", "published"})
+        return f"{self.machine.model_dump_json()} {self.case.model_dump_json()} {entry} {self.workers} {self.seed}"
 
 
 @dataclass
@@ -160,7 +182,7 @@ def runs(study: Study) -> Iterator[Run]:
     """All runs; those that share a model, a seed and a number of workers follow each other."""
     for case, seed, workers in itertools.product(study.cases, range(study.seeds), study.workers):
         for entry in study.algorithms:
-            yield Run(case, entry, workers, seed)
+            yield Run(study.machine, case, entry, workers, seed)
 
 
 def table(study: Study, found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -170,8 +192,8 @@ def table(study: Study, found: Mapping[str, Mapping[str, Any]]) -> str:
         header = [case.title, *(f"{count} workers" for count in study.workers), "staleness", "MiB sent", "published"]
         lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         for entry in study.algorithms:
-            cells = [_of_seeds(study, found, Run(case, entry, count, 0)) for count in study.workers]
-            most = found.get(Run(case, entry, study.workers[-1], 0).key, {})
+            cells = [_of_seeds(study, found, Run(study.machine, case, entry, count, 0)) for count in study.workers]
+            most = found.get(Run(study.machine, case, entry, study.workers[-1], 0).key, {})
             stale = most.get("staleness")
             sent = f"{most['sent_bytes'] / 2**20:,.0f}" if most else ""
             extra = ["" if stale is None else f"{stale:.1f}", sent]
@@ -209,7 +231,7 @@ def draw(study: Study, found: Mapping[str, Mapping[str, Any]], path: Path) -> No
         for case in study.cases
         for entry in study.algorithms
         for count in study.workers
-        if (values := accuracies(study, found, Run(case, entry, count, 0)))
+        if (values := accuracies(study, found, Run(study.machine, case, entry, count, 0)))
     ]
     labels = [entry.label for entry in study.algorithms]
     chart = (
