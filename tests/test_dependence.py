@@ -5,6 +5,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from tests import zoo
+from tfdist import models
 from tfdist.core.dependence import ALIKE, JOINT, LENGTH, MIXED, ROWS, TOTAL, Dependences
 from tfdist.core.example_axes import ExampleAxes
 
@@ -25,6 +27,10 @@ MODELS = {
 def heads(x):
     scores = tf.nn.softmax(x @ tf.transpose(x, [0, 2, 1]))
     return scores @ x
+
+
+def positions(length):
+    return tf.cast(tf.range(length), tf.float32)
 
 
 def number(x):
@@ -50,6 +56,12 @@ FOUND = {
     "two blocks": (lambda x: tf.concat([x, x], 0), ROWS),
     "one of two blocks": (lambda x: tf.concat([x, x], 0)[tf.shape(x)[0] :], ROWS),
     "half of two blocks": (lambda x: tf.split(tf.concat([x, 2 * x], 0), 2)[1], ROWS),
+    "the last of its steps": (
+        lambda x: tf.gather_nd(x, tf.stack([tf.range(tf.shape(x)[0]), tf.argmax(x[..., 0], 1, tf.int32)], 1)),
+        ROWS,
+    ),
+    "along an axis": (lambda x: ops.take_along_axis(x, tf.argsort(x, 1), axis=1), ROWS),
+    "positions of its steps, by all lengths": (lambda x: x[..., 0] + positions(tf.unstack(tf.shape(x))[1]), ROWS),
     "examples in an order drawn at random": (
         lambda x: tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))),
         ROWS,
@@ -81,6 +93,11 @@ FOUND = {
     "sorted": (lambda x: tf.sort(x[:, 0, 0]), JOINT),
     "sums so far": (tf.cumsum, JOINT),
     "those of a mask": (lambda x: tf.boolean_mask(x, x[:, 0, 0] > 0), JOINT),
+    "positions of examples, by all lengths": (
+        lambda x: x[:, 0, 0] + positions(tf.unstack(tf.shape(x))[0]),
+        JOINT,
+    ),
+    "another's steps": (lambda x: tf.gather_nd(x, tf.where(x[..., 0] > 0)), JOINT),
     "positions of examples": (lambda x: x[:, 0, 0] * tf.range(number(x)), JOINT),
     "Keras' deviation": (lambda x: ops.std(x, axis=0), JOINT),
     "an own normalization": (lambda x: (x - tf.reduce_mean(x, 0)) * WEIGHT[0], MIXED),
@@ -103,3 +120,46 @@ def test_the_graph_shows_how_a_value_depends_on_the_examples(name):
 
     step.get_concrete_function(tf.TensorSpec([None, None, 2]))
     assert found == [expected]
+
+
+Y_TRUE, Y_PRED = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3])
+LOSSES = sorted(
+    name
+    for name, loss in vars(keras.losses).items()
+    if isinstance(loss, type) and issubclass(loss, keras.losses.Loss) and loss is not keras.losses.Loss
+)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_keras_losses_are_totals_of_the_examples_but_for_those_of_the_whole_batch(name):
+    # Hinge losses look whether all labels of the batch are 0 or 1.
+    whole = name in ("Dice", "Tversky", "Circle", "Hinge", "SquaredHinge")
+    sparse = name in ("SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy")
+    found = []
+
+    @tf.function(autograph=False)
+    def step(y, p):
+        target = tf.cast(y, tf.int32) if name == "CTC" else y[:, 0] if sparse or name == "Circle" else y
+        given = tf.tile(p[:, None], [1, 5, 1]) if name == "CTC" else p
+        loss = getattr(keras.losses, name)()(target, given)
+        found.append(Dependences(ExampleAxes([y, p]), [y, p]).of(loss))
+
+    step.get_concrete_function(Y_TRUE, Y_PRED)
+    assert found == [JOINT if whole else TOTAL]
+
+
+@pytest.mark.parametrize("case", zoo.SMALL)
+def test_the_models_of_the_zoo_compute_each_example_by_itself(case):
+    small = zoo.SMALL[case]
+    model = models.build(zoo.name_of(case), small.spec, **small.options)
+    x, _ = zoo.data(case, zoo.STREAMS)
+    found = []
+
+    @tf.function(autograph=False)
+    def step(*inputs):
+        outputs = model(tf.nest.pack_sequence_as(x, inputs))
+        dependences = Dependences(ExampleAxes(inputs), inputs)
+        found.extend(map(dependences.of, tf.nest.flatten(outputs)))
+
+    step.get_concrete_function(*(tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tf.nest.flatten(x)))
+    assert set(found) == {ROWS}

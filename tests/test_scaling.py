@@ -5,6 +5,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfdist.core import dependencies
+from tfdist.core.dependence import Dependences
 from tfdist.core.example_axes import ExampleAxes
 from tfdist.core.means_and_sums import Degrees
 
@@ -12,7 +13,8 @@ WEIGHT = tf.Variable([[1.0], [2.0]])
 
 
 def summands(scalar, x):
-    return Degrees(ExampleAxes([x]), [x]).summands(scalar)
+    axes = ExampleAxes([x])
+    return Degrees(axes, Dependences(axes, [x])).summands(scalar)
 
 
 def rate():

@@ -2,6 +2,7 @@
 
     ALIKE    not on their values, nor on their number
     LENGTH   on their number alone
+    PLACES   the place of each example in the batch, perhaps beside rows of it, as indices of `tf.gather_nd` have it
     ROWS     a row per example, of that example alone
     TOTAL    linear in sums and means over the examples of such rows
     MIXED    the sum of rows and totals
@@ -30,13 +31,14 @@ class Dependence(enum.Enum):
 
     ALIKE = enum.auto()
     LENGTH = enum.auto()
+    PLACES = enum.auto()
     ROWS = enum.auto()
     TOTAL = enum.auto()
     MIXED = enum.auto()
     JOINT = enum.auto()
 
 
-ALIKE, LENGTH, ROWS, TOTAL, MIXED, JOINT = Dependence
+ALIKE, LENGTH, PLACES, ROWS, TOTAL, MIXED, JOINT = Dependence
 
 
 class Dependences:
@@ -83,6 +85,14 @@ class Dependences:
             return ROWS if self._axes.of(tensor) else ALIKE
         if all(one in (ALIKE, LENGTH) for one in found):
             return self._without_values(tensor, found)
+        return self._with_values(tensor, found)
+
+    def _with_values(self, tensor: tf.Tensor, found: Sequence[Dependence]) -> Dependence:
+        kind = tensor.op.type
+        if _OF_CTC_LOSS in tensor.op.name and JOINT not in found:
+            return ROWS
+        if PLACES in found:  # those in a part are not those in the batch, but find the same row
+            return _of_places(tensor, found)
         if ROWS in found and kind in _MIXES and _MIXES[kind](self, tensor):
             return JOINT
         result = _RULES.get(kind, _of_each_example)(self, tensor, found)
@@ -98,7 +108,7 @@ class Dependences:
             return ALIKE
         if not self._axes.of(tensor):
             return LENGTH
-        return JOINT if tensor.op.type == "Range" else ROWS  # positions in a part are not those in the batch
+        return PLACES if tensor.op.type == "Range" else ROWS
 
     def unchanged(self, tensor: tf.Tensor, found: Sequence[Dependence]) -> Dependence:
         """Of an operation that is linear in its first input, and has others that say how."""
@@ -125,6 +135,10 @@ class Dependences:
         """Of a product of matrices: over the axis of the examples it is a sum of products of each example."""
         result = self.product(tensor, found)
         return TOTAL if result is ROWS and self._axes.contracts(tensor) and not self._axes.of(tensor) else result
+
+    def chosen_by_indices(self, tensor: tf.Tensor, found: Sequence[Dependence]) -> Dependence:
+        """Of `tf.gather_nd` without places: of another row than the example's own, perhaps."""
+        return JOINT if self._axes.of(tensor.op.inputs[0]) else _of_each_example(self, tensor, found)
 
     def quotient(self, tensor: tf.Tensor, found: Sequence[Dependence]) -> Dependence:
         """Of a division."""
@@ -182,6 +196,8 @@ class Dependences:
     def along_an_axis(self, tensor: tf.Tensor) -> bool:
         """Whether the axis that the second input names is that of the examples."""
         source, axis = tensor.op.inputs[:2]
+        if tensor.op.type == "Cumsum" and source.dtype.is_integer:  # where rows of ragged tensors begin
+            return False
         named = tf.get_static_value(axis)
         if named is None or source.shape.rank is None:
             return bool(self._axes.of(source))
@@ -191,7 +207,9 @@ class Dependences:
         """Whether rows of examples are chosen, other than in an order drawn at random."""
         table, indices, axis = tensor.op.inputs
         named = tf.get_static_value(axis)
-        if not self._axes.of(table) or (named is not None and int(named) not in self._axes.of(table)):
+        if not self._axes.of(table) or table.shape.rank is None:
+            return False
+        if named is not None and int(named) % table.shape.rank not in self._axes.of(table):
             return False
         return not dependencies.is_random(indices)
 
@@ -279,6 +297,12 @@ class Dependences:
         return axis is None or source.shape.rank is None or int(axis) % source.shape.rank in self._axes.of(source)
 
 
+def _of_places(tensor: tf.Tensor, found: Sequence[Dependence]) -> Dependence:
+    others = {one for one in found if one is not PLACES}
+    known = tensor.op.type in _PLACED and others <= {ALIKE, LENGTH, ROWS}
+    return _PLACED[tensor.op.type] if known else JOINT
+
+
 def _of_each_example(_: Dependences, tensor: tf.Tensor, found: Sequence[Dependence]) -> Dependence:
     """Of an operation that does not mix rows, but may be anything else than linear."""
     return ROWS if all(one in (ALIKE, LENGTH, ROWS) for one in found) else JOINT
@@ -294,6 +318,7 @@ _RULES = {
     **dict.fromkeys(("RealDiv", "Div", "DivNoNan"), Dependences.quotient),
     **dict.fromkeys(("Sum", "Mean"), Dependences.reduction),
     "IdentityN": Dependences.passed_on,
+    "GatherNd": Dependences.chosen_by_indices,
     "L2Loss": Dependences.of_squares,
     "SelectV2": Dependences.choice,
 }
@@ -304,8 +329,15 @@ _MIXES = {
     **dict.fromkeys(("Cumsum", "Cumprod", "ReverseV2", "ArgMax", "ArgMin"), Dependences.along_an_axis),
     **dict.fromkeys(("Split", "SplitV"), Dependences.split),
     **dict.fromkeys(("StridedSlice", "Slice"), Dependences.sliced),
-    **dict.fromkeys(("Where", "GatherNd", "Roll", "MatrixDiag", "MatrixDiagV3"), Dependences.always),
-    **dict.fromkeys(("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd", "Unique"), Dependences.always),
+    **dict.fromkeys(("Where", "Roll", "MatrixDiag", "MatrixDiagV3"), Dependences.always),
     "Einsum": Dependences.of_labelled_pairs,
     "GatherV2": Dependences.chosen,
+}
+# TensorFlow's CTC loss, of each example alone, computes with places.
+_OF_CTC_LOSS = "ctc_loss_dense/"
+# What operations that have places among their inputs give.
+_PLACED = {
+    **dict.fromkeys(("Identity", "Reshape", "ExpandDims", "Squeeze", "Tile", "BroadcastTo", "StridedSlice"), PLACES),
+    **dict.fromkeys(("Pack", "ConcatV2", "Transpose"), PLACES),
+    **dict.fromkeys(("GatherNd", "ScatterNd", "TensorScatterUpdate", "TensorScatterAdd", "SparseToDense"), ROWS),
 }

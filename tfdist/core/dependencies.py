@@ -73,6 +73,8 @@ def _any(tensor: tf.Tensor, condition: Callable[[tf.Operation], bool]) -> bool:
 
 def is_length_of_other_axis(tensor: tf.Tensor) -> bool:
     """Whether `tensor` is `tf.shape(...)[axis]`, or a slice of it, without the first axis."""
+    if tensor.op.type == "Unpack" and tensor.op.inputs[0].op.type == "Shape":
+        return tensor.value_index > 0
     if tensor.op.type != "StridedSlice" or tensor.op.inputs[0].op.type != "Shape":
         return False
     begin = tf.get_static_value(tensor.op.inputs[1])

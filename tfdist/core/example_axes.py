@@ -264,9 +264,9 @@ class ExampleAxes:
 
 def length_of(scalar: tf.Tensor) -> tuple[tf.Tensor, int] | None:
     """The tensor and its axis whose length `scalar` is, as `tf.shape(tensor)[axis]`; `None` of another scalar."""
-    if scalar.op.type != "StridedSlice" or scalar.op.inputs[0].op.type != "Shape" or scalar.shape.rank != 0:
+    if scalar.op.type not in ("StridedSlice", "Unpack") or scalar.op.inputs[0].op.type != "Shape" or scalar.shape.rank:
         return None
-    begin = tf.get_static_value(scalar.op.inputs[1])
+    begin = [scalar.value_index] if scalar.op.type == "Unpack" else tf.get_static_value(scalar.op.inputs[1])
     tensor = scalar.op.inputs[0].op.inputs[0]
     if begin is None or len(begin) != 1 or tensor.shape.rank is None:
         return None

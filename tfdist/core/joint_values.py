@@ -80,7 +80,7 @@ class Reading:
         self._replica = replica
         self.axes = ExampleAxes(replica.data)
         self.dependences = Dependences(self.axes, replica.data)
-        self.degrees = Degrees(self.axes, replica.data)
+        self.degrees = Degrees(self.axes, self.dependences)
         self._joint: dict[tuple[int, str], Joint | None] = {}
         self._noted = [0, 0, 0]
 

@@ -17,11 +17,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.core import dependencies, example_axes
+from tfdist.core.dependence import ALIKE, Dependences
 from tfdist.core.example_axes import ExampleAxes
 
 _SAME = ("Identity", "Cast", "Neg", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "CheckNumerics")
 _MOVED = ("StridedSlice", "Transpose", "BroadcastTo", "Tile")
-_LENGTHS = ("StridedSlice", "Size", "Prod")
+_LENGTHS = ("StridedSlice", "Unpack", "Size", "Prod")
 _OF_ANY_NUMBER = ("Max", "Min", "All", "Any")
 
 
@@ -45,18 +46,16 @@ class Degrees:
 
     Args:
         axes: of the examples.
-        examples: the tensors of a part of a batch.
+        dependences: of the tensors on the examples.
     """
 
-    def __init__(self, axes: ExampleAxes, examples: Sequence[tf.Tensor]):
+    def __init__(self, axes: ExampleAxes, dependences: Dependences):
         self._axes = axes
-        self._examples = examples
-        self._alike: list[tf.Tensor] = []
+        self._dependences = dependences
         self._known: dict[tuple[int, str], int | None] = {}
 
     def know(self, alike: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> None:
         """Notes tensors that are the same on all replicas, and others that count as means, whatever made them."""
-        self._alike += alike
         self._known |= {dependencies.key(one): 0 for one in (*means, *alike)}
 
     def summands(self, tensor: tf.Tensor, factor: Any = 1.0) -> list[Summand]:
@@ -98,7 +97,7 @@ class Degrees:
         return self._of_another(tensor, kind, inputs)
 
     def _of_another(self, tensor: tf.Tensor, kind: str, inputs: Sequence[tf.Tensor]) -> int | None:
-        if not dependencies.depends_on(tensor, self._examples, self._alike):
+        if self._dependences.of(tensor) is ALIKE:
             return 0
         if self._has_examples(tensor):  # a value per example does not grow with their number
             return 0
@@ -138,7 +137,7 @@ class Degrees:
         source = tensor.op.inputs[0]
         if tensor.op.type == "Size":
             return int(self._has_examples(source))
-        if tensor.op.type == "StridedSlice":
+        if tensor.op.type in ("StridedSlice", "Unpack"):
             axis = example_axes.length_of(tensor)
             return None if axis is None else int(axis[1] in self._axes.of(axis[0]))
         while source.op.type in _SAME:
