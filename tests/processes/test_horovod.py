@@ -11,6 +11,7 @@ import pytest
 
 from tests.processes.jobs import ROOT, RunningJob, clean_environment, record, require_horovod, signalled, train
 from tests.processes.test_contract import (
+    BY_HAND,
     CALL,
     CALLBACKS,
     EQUALITY,
@@ -149,7 +150,7 @@ class TestContract:
     @THOROUGH
     @ENGINES
     @pytest.mark.parametrize("workers", [1, 2, 3])
-    @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS])
+    @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS, BY_HAND])
     def test_the_whole_contract(self, tmp_path, engine, workers, part):
         assert "passed" in run_together("horovod", workers, part, cwd=tmp_path, options=engine)
 

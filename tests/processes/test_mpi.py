@@ -6,6 +6,7 @@ import pytest
 
 from tests.processes.jobs import after_two_epochs, launched, require_mpi, train
 from tests.processes.test_contract import (
+    BY_HAND,
     CALLBACKS,
     EQUALITY,
     STEPS,
@@ -44,7 +45,7 @@ def test_with_stages_and_with_uneven_parts_too(tmp_path, name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, STEPS])
+@pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, STEPS, BY_HAND])
 def test_the_whole_contract(tmp_path, workers, part):
     assert "passed" in run_together("mpi", workers, part, cwd=tmp_path, options=OVER_MPI)
 
