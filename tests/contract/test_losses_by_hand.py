@@ -215,6 +215,7 @@ class Averages(Together):
         self.spread = self.add_weight(shape=(3,), initializer="ones", trainable=False, name="spread")
         self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
         self.mean = tf.Variable([0.0, 0.0, 0.0], trainable=False)
+        self.counts = [keras.metrics.Sum(name) for name in ("steps", "examples", "errors", "roots")]
 
     def train_step(self, data):
         outputs = self.net(data[0])
@@ -222,7 +223,11 @@ class Averages(Together):
         self.spread.assign(0.9 * self.spread + 0.1 * tf.math.reduce_std(outputs, 0))
         self.seen.assign_add(tf.cast(tf.shape(outputs)[0], tf.float32))
         self.mean.assign(tf.reduce_sum(outputs, 0) / tf.reduce_sum(tf.abs(outputs)))
-        return super().train_step(data) | {"root": tf.sqrt(tf.reduce_mean(outputs**2)), "spread": self.spread[0]}
+        mean = tf.reduce_mean(outputs**2)
+        for count, value in zip(self.counts, (1, tf.shape(outputs)[0], mean, tf.sqrt(mean)), strict=True):
+            count.update_state(value)
+        found = {"root": tf.sqrt(mean), "spread": self.spread[0], "largest": tf.reduce_max(outputs)}
+        return super().train_step(data) | found | {count.name: count.result() for count in self.counts}
 
 
 @contestants.among(REPLICAS)

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 def to_value(replica: Replica, value: tf.Tensor) -> tf.Tensor:
     """The contribution to a floating-point `value`; one with a row per example counts as a mean."""
-    if not _is_read(replica, value):
+    if not is_read(replica, value):
         return share.weigh(replica, value)
     reading = joint_values.reading(replica)
     if reading.axes.of(value):
         return share.weigh(replica, value)
-    if (joint := reading.joint(value)) is not None:
+    if (joint := reading.joint(value, differentiated=False)) is not None:
         return share.weigh(replica, joint.value)
     parts = [tf.math.multiply_no_nan(one.tensor, _factor(replica, one)) for one in reading.degrees.summands(value)]
     return sum(parts[1:], parts[0])  # of which some may have fewer axes than others
@@ -50,7 +50,7 @@ def to_target(replica: Replica, target: tf.Tensor, given: tf.Tensor) -> list[tup
         Tensors, which the tape has seen, with their output gradients.
     """
     is_scalar = target.shape.rank == 0
-    if not _is_read(replica, target):
+    if not is_read(replica, target):
         # Through sums over the replicas, an example that must not count would reach the other replicas.
         return [(target, share.weigh(replica, given) if is_scalar else replica.only_real(given))]
     reading = joint_values.reading(replica)
@@ -72,13 +72,13 @@ def _of_all(
         return None
     if target.shape.rank:
         target, given = tf.reduce_sum(target * given), tf.ones([], given.dtype)
-    joint = reading.joint(target)
+    joint = reading.joint(target, differentiated=True)
     return None if joint is None else joint.gradients(share.weigh(replica, given))
 
 
 def is_joint(replica: Replica, value: Any) -> bool:
     """Whether a value is computed of several examples together; without a graph it is not known, and is not."""
-    return _is_read(replica, value) and joint_values.reading(replica).is_joint(value)
+    return is_read(replica, value) and joint_values.reading(replica).is_joint(value)
 
 
 def tell(replica: Replica, outputs: Any) -> None:
@@ -88,7 +88,8 @@ def tell(replica: Replica, outputs: Any) -> None:
             joint_values.reading(replica).warn(output)
 
 
-def _is_read(replica: Replica, value: tf.Tensor) -> bool:
+def is_read(replica: Replica, value: Any) -> bool:
+    """Whether the graph says what `value` is: there is one, and it is made for parts of any length."""
     return replica.examples is None and not tf.executing_eagerly() and tf.is_symbolic_tensor(value)
 
 

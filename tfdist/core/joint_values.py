@@ -81,7 +81,7 @@ class Reading:
         self.axes = ExampleAxes(replica.data)
         self.dependences = Dependences(self.axes, replica.data)
         self.degrees = Degrees(self.axes, self.dependences)
-        self._joint: dict[tuple[int, str], Joint | None] = {}
+        self._joint: dict[tuple[int, str, bool], Joint | None] = {}
         self._noted = [0, 0, 0]
 
     def update(self) -> None:
@@ -97,23 +97,25 @@ class Reading:
         """Whether `tensor` is computed of several examples together."""
         return self.dependences.of(tensor) is JOINT
 
-    def joint(self, tensor: tf.Tensor) -> Joint | None:
+    def joint(self, tensor: tf.Tensor, *, differentiated: bool) -> Joint | None:
         """`tensor` of the global batch; `None` where it is not joint, or cannot be computed of all examples."""
-        key = dependencies.key(tensor)
+        key = (*dependencies.key(tensor), differentiated)
         if key not in self._joint:
-            self._joint[key] = self._made(tensor) if self.is_joint(tensor) else None
+            self._joint[key] = self._made(tensor, differentiated) if self.is_joint(tensor) else None
         return self._joint[key]
 
-    def _made(self, tensor: tf.Tensor) -> Joint | None:
+    def _made(self, tensor: tf.Tensor, differentiated: bool) -> Joint | None:
+        if self._replica.alone:  # it trains apart from others, by design
+            return None
         try:
             if not replica_context.can_meet(self._replica):
                 raise _NotPlainError
-            return _Anew(self._replica, self, self._between(tensor)).joint(tensor)
+            return _Anew(self._replica, self, self._between(tensor, differentiated)).joint(tensor)
         except _NotPlainError:
             self.warn(tensor)
             return None
 
-    def _between(self, tensor: tf.Tensor) -> list[tf.Operation]:
+    def _between(self, tensor: tf.Tensor, differentiated: bool) -> list[tf.Operation]:
         """The operations between the rows and totals and `tensor`, each after those that it needs."""
         found: dict[str, tf.Operation] = {}
         waiting = [(tensor, False)]
@@ -121,19 +123,27 @@ class Reading:
             one, is_ready = waiting.pop()
             if is_ready:
                 found.setdefault(one.op.name, one.op)
-            elif one.op.name not in found and not self.is_source(one):
+            elif one.op.name not in found and not self._is_source(one, differentiated):
                 self._require_plain(one.op)
                 waiting.append((one, True))
                 if not self.is_length_of_rows(one.op):
                     waiting += [(each, False) for each in one.op.inputs]
         return list(found.values())
 
-    def is_source(self, tensor: tf.Tensor) -> bool:
+    def _is_source(self, tensor: tf.Tensor, differentiated: bool) -> bool:
         """Whether the value of the global batch follows from that of each part."""
         kind = self.dependences.of(tensor)
         if kind in (TOTAL, LENGTH):
             return self.degrees.of(tensor) in (0, 1) and not self.axes.of(tensor)
+        if self.is_extreme(tensor):
+            # Where several are the largest they share a gradient, which takes all of them.
+            return not differentiated or not dependencies.reads_variable(tensor)
         return kind in (ALIKE, ROWS)
+
+    def is_extreme(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is the largest, or the like, of rows, which need not be gathered to find that of all."""
+        of_rows = tensor.op.type in _EXTREMES and self.dependences.of(tensor.op.inputs[0]) is ROWS
+        return of_rows and not self.axes.of(tensor)
 
     def is_length_of_rows(self, operation: tf.Operation) -> bool:
         """Whether an operation has the lengths of rows of examples, for which these need not be gathered."""
@@ -178,18 +188,17 @@ class _Anew:
     between: list[tf.Operation]
 
     def joint(self, tensor: tf.Tensor) -> Joint:
-        """`tensor`, which the last of the operations makes, of all examples."""
+        """`tensor`, which the last of the operations makes, if there are any, of all examples."""
         if any(isinstance(one, _COMPOSITE) for one in tf.nest.flatten(self.replica.part)):
             raise _NotPlainError  # rows of several lengths cannot be told from the examples
         self._of_all: dict[tuple[int, str], tf.Tensor] = {}
         self._sources: list[tf.Tensor] = []
         # All replicas exchange in the order of the graph, before the first operation is made.
         names = {operation.name for operation in self.between}
-        for operation in self.between:
-            if not self.reading.is_length_of_rows(operation):
-                for one in operation.inputs:
-                    if one.op.name not in names:
-                        self._exchange(one)
+        inputs = [one for each in self.between if not self.reading.is_length_of_rows(each) for one in each.inputs]
+        for one in (*inputs, tensor):
+            if one.op.name not in names:
+                self._exchange(one)
         for operation in self.between:
             self._make(operation)
         return Joint(self._of_all[dependencies.key(tensor)], tuple(self._sources))
@@ -210,7 +219,11 @@ class _Anew:
         kind = self.reading.dependences.of(tensor)
         if tensor.op.type != "Const":
             self._sources.append(tensor)
-        self._of_all[key] = tensor if kind is ALIKE else self._gathered(tensor) if kind is ROWS else self._added(tensor)
+        if self.reading.is_extreme(tensor):
+            self._of_all[key] = _EXTREMES[tensor.op.type](self._of_replicas(tensor[tf.newaxis]), axis=0)
+        else:
+            exchanged = self._gathered if kind is ROWS else self._added
+            self._of_all[key] = tensor if kind is ALIKE else exchanged(tensor)
 
     def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
         """The rows of all examples, in the order of the global batch."""
@@ -224,12 +237,15 @@ class _Anew:
         if blocks > 1:  # the examples follow each other several times, and have to in the result
             rows = tf.reshape(rows, tf.concat([[blocks, -1], rest], 0))
             rows = tf.transpose(rows, [1, 0, *range(2, tensor.shape.rank + 1)])
-        sent = tf.cast(rows, tf.int32) if rows.dtype == tf.bool else rows
-        gathered = tf.cast(replica_context.gathered(self.replica, sent), rows.dtype)
+        gathered = self._of_replicas(rows)
         if blocks > 1:
             gathered = tf.transpose(gathered, [1, 0, *range(2, tensor.shape.rank + 1)])
             gathered = tf.reshape(gathered, tf.concat([[-1], rest], 0))
         return tf.transpose(gathered, [first.index(one) for one in range(tensor.shape.rank)]) if axis else gathered
+
+    def _of_replicas(self, rows: tf.Tensor) -> tf.Tensor:
+        sent = tf.cast(rows, tf.int32) if rows.dtype == tf.bool else rows
+        return tf.cast(replica_context.gathered(self.replica, sent), rows.dtype)
 
     def _added(self, tensor: tf.Tensor) -> tf.Tensor:
         """A total, or a length, of all examples."""
@@ -289,6 +305,7 @@ def _libraries() -> tuple[Path, ...]:
     return own, *found, *(Path(path) for path in {Path(sys.prefix), Path(sys.base_prefix)})
 
 
+_EXTREMES = {"Max": tf.reduce_max, "Min": tf.reduce_min, "All": tf.reduce_all, "Any": tf.reduce_any}
 _COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
 # Operations that have a layer's weights; a joint value that is made by one would need the layer for all examples.
 _OF_LAYERS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv1D", "Conv2D", "Conv3D")

@@ -338,12 +338,23 @@ def _optimizer_apply(
     replica.apply(apply, list(grads), optimizer, trainable_variables)
 
 
+def _sum_update_state(
+    replica: Replica, original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """A scalar given to a `Sum` counts as what it is of the global batch; without a graph it counts as a sum."""
+    values = keras.ops.cast(keras.ops.convert_to_tensor(values), metric.dtype)
+    if len(values.shape) == 0 and contributions.is_read(replica, values):
+        values = contributions.to_value(replica, values)
+    return original(metric, values, sample_weight)
+
+
 _IN_STEP: dict[str, Callable[..., Any]] = {
     "loss": _loss_call,
     "reduce_weighted_values": _reduce_weighted_values,
     "reduce_values": _reduce_values,
     "apply_mask": _apply_mask,
     "mean_update_state": _mean_update_state,
+    "sum_update_state": _sum_update_state,
     "add_loss": _add_loss,
     "get_own_losses": _get_own_losses,
     "clear_losses": _clear_losses,
@@ -356,6 +367,7 @@ _ON_PART: dict[str, Callable[..., Any]] = {
     "loss": _loss_on_part,
     "reduce_values": _reduce_values_on_part,
     "mean_update_state": _mean_update_state,
+    "sum_update_state": _sum_update_state,
 }
 _DRAWS: dict[str, Callable[..., Any]] = {
     "beta": _draw,

@@ -39,6 +39,7 @@ REPLACEABLE: dict[str, tuple[Any, str]] = {
     "scale_loss": (loss_module, "scale_loss_for_distribution"),
     "unscale_loss": (loss_module, "unscale_loss_for_distribution"),
     "mean_update_state": (keras.metrics.Mean, "update_state"),
+    "sum_update_state": (keras.metrics.Sum, "update_state"),
     "add_loss": (keras.Layer, "add_loss"),
     "get_own_losses": (keras.Layer, "_get_own_losses"),
     "clear_losses": (keras.Layer, "_clear_losses"),
