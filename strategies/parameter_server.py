@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -244,9 +245,18 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         except tf.errors.OpError as error:
             copies.require_finite(error)
             gone = self.unreachable("ps")
-            if not gone:
+            if gone:
+                raise ClusterError.lost(f"Gone: {', '.join(gone)}, with its part of the variables") from error
+            broken = isinstance(error, tf.errors.UnavailableError) and _named_server(error.message)
+            if not broken:
                 raise
-            raise ClusterError.lost(f"Gone: {', '.join(gone)}, with its part of the variables") from error
+            raise ClusterError.lost(f"Connections to {broken} broke, which serves on") from error
+
+
+def _named_server(message: str) -> str | None:
+    """The parameter server that a message of TensorFlow names, as messages of tfdist do."""
+    found = re.search(r"/job:ps/replica:0/task:(\d+)", message)
+    return f"ps {found[1]}" if found else None
 
 
 def _counted(world: World) -> str:

@@ -122,6 +122,7 @@ def test_a_variable_of_a_process_is_found_by_name_and_stands_for_another_with_ke
 
 
 def test_what_tells_that_all_closures_have_ended_exists():
+    assert "TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES" in inspect.getsource(cluster_coordinator.Cluster)
     queue = cluster_coordinator._CoordinatedClosureQueue()
     coordinator = types.SimpleNamespace(_cluster=types.SimpleNamespace(closure_queue=queue))
     queue.put(cluster_coordinator.Closure(lambda: None, None))

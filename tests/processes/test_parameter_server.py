@@ -1,11 +1,16 @@
 """What `parameter_server` promises, on real servers: exact counts however the workers race, and a job that goes on."""
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 import tfdist
@@ -332,3 +337,58 @@ def test_a_job_without_servers_is_refused(tmp_path):
         code, _, err = job.end()
     assert code == 2
     assert "0 of the role `ps`" in err and "--ps 1" in err and "Traceback" not in err
+
+
+COUNTING = ("--model", "tests.processes.counting:model", "--dataset", "tests.processes.counting:dataset")
+
+
+def break_connections(server, process):
+    """Resets the connections of a process to a parameter server, inside the job's network; their number."""
+    tools = [tool for tool in ("ss", "nsenter") if shutil.which(tool) is None]
+    if tools or os.getuid() != 0:
+        pytest.skip(f"only root can break connections, with `ss` and `nsenter` (missing: {', '.join(tools) or 'none'})")
+    port = json.loads(server.environ()["TF_CONFIG"])["cluster"]["ps"][0].rpartition(":")[2]
+    inside = ["nsenter", "--target", str(process.pid), "--net", "ss", "--tcp", "--no-header"]
+    listed = subprocess.run(
+        [*inside, "--processes", "state", "established", f"dport = :{port}"], capture_output=True, text=True, check=True
+    ).stdout
+    own = re.findall(rf":(\d+) +\S+:{port} +users:.*pid={process.pid},", listed)
+    for source in own:
+        ends = f"sport = :{source} and dport = :{port}"
+        subprocess.run([*inside, "--kill", "state", "established", ends], capture_output=True, check=True)
+    return len(own)
+
+
+@pytest.mark.parametrize("mode", ["asp", pytest.param("easgd", marks=pytest.mark.thorough)])
+def test_connections_of_a_worker_that_break_change_no_count(tmp_path, mode):
+    run_dir = tmp_path / "run"
+    options = ("--epochs", "40", "--batch-size", "16", "--strategy-option", f"mode={mode}", *COUNTING)
+    with serving(*options, run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        server, worker = job.process("ps", 0), job.process("worker", 0)
+        broken = 0
+        for _ in range(5):
+            broken += break_connections(server, worker)
+            time.sleep(0.3)
+        code, _, err = job.end()
+    assert code == 0, err
+    assert broken >= 3
+    epochs = record(run_dir)["epochs"]
+    assert len(epochs) == 40
+    assert {epoch["metrics"]["seen_once"] for epoch in epochs} == {320}
+    assert {epoch["metrics"]["seen_at_most"] for epoch in epochs} == {1}
+
+
+@pytest.mark.thorough
+def test_a_connection_of_the_chief_that_breaks_is_named_where_the_job_cannot_go_on(tmp_path):
+    run_dir = tmp_path / "run"
+    with serving("--epochs", "2000", "--batch-size", "16", *COUNTING, run_dir=run_dir) as job:
+        job.wait_for(lambda: epochs_done(run_dir) >= 2)
+        server, chief = job.process("ps", 0), job.process("chief", 0)
+        with contextlib.suppress(subprocess.CalledProcessError, psutil.Error):  # the chief has ended
+            for _ in range(200):
+                break_connections(server, chief)
+        code, _, err = job.end(60)
+    assert code == 3, err
+    assert "Connections to ps 0 broke, which serves on" in err and "hint" in err
+    assert "Traceback" not in err

@@ -7,6 +7,7 @@ TensorFlow changes a part that is used.
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +15,17 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import gen_script_ops, resource_variable_ops, script_ops
 
+# So many steps of a job may fail by a broken connection to a server before the job ends. TensorFlow's 3 are those of
+# one reset of a few connections; a server that is gone makes 100 in no time.
+BROKEN_CONNECTIONS = 100
+
 
 def coordinator(strategy: tf.distribute.ParameterServerStrategy) -> tf.distribute.coordinator.ClusterCoordinator:
     """The coordinator of a strategy, kept until this process ends.
 
     Deleting it waits for a thread that may itself wait for a worker that never comes back.
     """
+    os.environ.setdefault("TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES", str(BROKEN_CONNECTIONS))
     found = tf.distribute.coordinator.ClusterCoordinator(strategy)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
     return found
