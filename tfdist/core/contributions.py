@@ -39,7 +39,7 @@ def to_value(replica: Replica, value: tf.Tensor) -> tf.Tensor:
 
 
 def to_target(replica: Replica, target: tf.Tensor, given: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Tensors for a tape to differentiate in place of `target`, a scalar or values per example, which it would sum.
+    """Tensors for a tape to differentiate in place of `target`, of which it would sum several values.
 
     Args:
         replica: this one.
@@ -49,16 +49,18 @@ def to_target(replica: Replica, target: tf.Tensor, given: tf.Tensor) -> list[tup
     Returns:
         Tensors, which the tape has seen, with their output gradients.
     """
-    is_scalar = target.shape.rank == 0
     if not is_read(replica, target):
         # Through sums over the replicas, an example that must not count would reach the other replicas.
-        return [(target, share.weigh(replica, given) if is_scalar else replica.only_real(given))]
+        return [(target, replica.only_real(given) if target.shape.rank else share.weigh(replica, given))]
     reading = joint_values.reading(replica)
     if (of_all := _of_all(replica, reading, target, given)) is not None:
         return of_all
-    if not is_scalar:
+    if reading.axes.of(target):
         return [(target, replica.only_real(given))]
-    return [(one.tensor, _factor(replica, one) * given) for one in reading.degrees.summands(target)]
+    summands = reading.degrees.summands(target)
+    if any(one.tensor.shape != target.shape for one in summands):  # of several ranks, which the tape would sum apart
+        return [(target, share.weigh(replica, given))]
+    return [(one.tensor, _factor(replica, one) * given) for one in summands]
 
 
 def _of_all(

@@ -4,6 +4,7 @@ on the part of each replica:  step(part)
 ├─ a tape's gradient          tfdist.core.gradient_tape: summed over the replicas at once
 ├─ an assignment              tfdist.core.assignments: made equal on all replicas before it can be read
 ├─ a loss, a metric           tfdist.core.keras_steps, tfdist.core.metrics: of the global batch
+├─ any other value            tfdist.core.contributions: a mean, a sum, or computed of several examples together
 ├─ a random number            tfdist.core.randomness: per example, or the same on all replicas
 └─ gather, all_reduce         tfdist.core.replica_context: exchanges that the step itself asks for
 """
