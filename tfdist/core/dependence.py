@@ -61,24 +61,11 @@ class Dependences:
 
     def of(self, tensor: tf.Tensor) -> Dependence:
         """How `tensor` depends on the examples."""
-        waiting = [tensor]  # not by recursion, since graphs are deeper than Python's stack
-        while waiting:
-            one = waiting[-1]
-            key = dependencies.key(one)
-            if key in self._known:
-                waiting.pop()
-                continue
-            before = [*one.op.inputs, *dependencies.outside(one)]
-            missing = [each for each in before if dependencies.key(each) not in self._known]
-            if missing:
-                waiting += missing
-            else:
-                self._known[key] = self._of(one, before)
-        return self._known[dependencies.key(tensor)]
+        return dependencies.evaluated(tensor, self._known, dependencies.before, self._of)
 
-    def _of(self, tensor: tf.Tensor, before: Sequence[tf.Tensor]) -> Dependence:
+    def _of(self, tensor: tf.Tensor) -> Dependence:
         kind = tensor.op.type
-        found = [self._known[dependencies.key(one)] for one in before]
+        found = [self._known[dependencies.key(one)] for one in dependencies.before(tensor)]
         if kind in ("Shape", "Size", "ShapeN", "Rank"):
             return self._of_length(tensor, found[0])
         if dependencies.draws(tensor.op):
@@ -232,23 +219,16 @@ class Dependences:
 
     def blocks(self, tensor: tf.Tensor) -> int:
         """How many times the examples follow each other along their axis; 0 if the graph does not show it."""
-        waiting = [tensor]
-        while waiting:
-            one = waiting[-1]
-            key = dependencies.key(one)
-            if key in self._blocks:
-                waiting.pop()
-                continue
-            before = [each for each in (*one.op.inputs, *dependencies.outside(one)) if self._axes.of(each)]
-            missing = [each for each in before if dependencies.key(each) not in self._blocks]
-            if missing and self._axes.of(one):
-                waiting += missing
-            else:
-                self._blocks[key] = self._number_of_blocks(one, before)
-        return self._blocks[dependencies.key(tensor)]
+        return dependencies.evaluated(tensor, self._blocks, self._with_examples, self._number_of_blocks)
 
-    def _number_of_blocks(self, tensor: tf.Tensor, before: Sequence[tf.Tensor]) -> int:
-        found = [self._blocks.get(dependencies.key(one), 1) for one in before]
+    def _with_examples(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """Those of the tensors before `tensor` that have an axis of examples, if it has one itself."""
+        before = dependencies.before(tensor) if self._axes.of(tensor) else []
+        return [one for one in before if self._axes.of(one)]
+
+    def _number_of_blocks(self, tensor: tf.Tensor) -> int:
+        before = self._with_examples(tensor)
+        found = [self._blocks[dependencies.key(one)] for one in before]
         if 0 in found:
             return 0
         kind = tensor.op.type

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 
+T = TypeVar("T")
 # Operations that draw no random numbers, though TensorFlow calls some of them stateful.
 _OF_VARIABLES = ("VarHandleOp", "ReadVariableOp", "Placeholder", "Const")
 
@@ -33,8 +35,37 @@ def depends_on(tensor: tf.Tensor, examples: Sequence[tf.Tensor], alike: Sequence
         if one.op.op_def.is_stateful and one.op.type not in _OF_VARIABLES:
             return True
         if not is_length_of_other_axis(one):
-            waiting += [*one.op.inputs, *outside(one)]
+            waiting += before(one)
     return False
+
+
+def before(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """The tensors that `tensor` is computed from, those of the outer graph too."""
+    return [*tensor.op.inputs, *outside(tensor)]
+
+
+def evaluated(
+    tensor: tf.Tensor,
+    known: dict[tuple[int, str], T],
+    needs: Callable[[tf.Tensor], Sequence[tf.Tensor]],
+    value: Callable[[tf.Tensor], T],
+) -> T:
+    """`value(tensor)`, after those of all tensors that it `needs`; all are noted in `known`, by their keys.
+
+    Not by recursion, since graphs are deeper than Python's stack.
+    """
+    waiting = [tensor]
+    while waiting:
+        one = waiting[-1]
+        if key(one) in known:
+            waiting.pop()
+            continue
+        missing = [each for each in needs(one) if key(each) not in known]
+        if missing:
+            waiting += missing
+        else:
+            known[key(one)] = value(one)
+    return known[key(tensor)]
 
 
 def key(tensor: tf.Tensor) -> tuple[int, str]:
@@ -67,7 +98,7 @@ def _any(tensor: tf.Tensor, condition: Callable[[tf.Operation], bool]) -> bool:
             return True
         if key(one) not in seen:
             seen.add(key(one))
-            waiting += [*one.op.inputs, *outside(one)]
+            waiting += before(one)
     return False
 
 

@@ -37,20 +37,7 @@ class ExampleAxes:
 
     def of(self, tensor: tf.Tensor) -> Axes:
         """The axes of `tensor` that are as long as there are examples."""
-        waiting = [tensor]  # not by recursion, since graphs are deeper than Python's stack
-        while waiting:
-            one = waiting[-1]
-            key = dependencies.key(one)
-            if key in self._known:
-                waiting.pop()
-                continue
-            before = [*one.op.inputs, *dependencies.outside(one)] if _unknown(one) else []
-            missing = [each for each in before if dependencies.key(each) not in self._known]
-            if missing:
-                waiting += missing
-            else:
-                self._known[key] = self._of(one)
-        return self._known[dependencies.key(tensor)]
+        return dependencies.evaluated(tensor, self._known, _needed, self._of)
 
     def _of(self, tensor: tf.Tensor) -> Axes:
         unknown = _unknown(tensor)
@@ -59,8 +46,7 @@ class ExampleAxes:
         rule = _RULES.get(tensor.op.type)
         found = None if rule is None or tensor.shape.rank is None else rule(self, tensor)
         if found is None:
-            before = (*tensor.op.inputs, *dependencies.outside(tensor))
-            from_examples = any(self._known[dependencies.key(one)] for one in before)
+            from_examples = any(self._known[dependencies.key(one)] for one in dependencies.before(tensor))
             found = _first(tensor, unknown) if from_examples else _NONE
         return frozenset(axis for axis in found if axis in unknown)
 
@@ -312,6 +298,10 @@ def _letters(tensor: tf.Tensor) -> list[str] | None:
     equation = tensor.op.get_attr("equation").decode()
     inputs, _, result = equation.partition("->")
     return None if "." in equation else [*inputs.split(","), result]
+
+
+def _needed(tensor: tf.Tensor) -> list[tf.Tensor]:
+    return dependencies.before(tensor) if _unknown(tensor) else []
 
 
 def _unknown(tensor: tf.Tensor) -> list[int]:
