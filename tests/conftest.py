@@ -9,6 +9,7 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import hypothesis
 import pytest
 
 from tfdist import startup
@@ -16,6 +17,12 @@ from tfdist import startup
 startup.require_tensorflow_backend()
 
 import tensorflow as tf  # noqa: E402 - it comes with Keras, a sixth faster than by itself
+
+# Other tests run at the same time, so how long an example takes to draw says nothing.
+hypothesis.settings.register_profile(
+    "beside others", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("beside others")
 
 TOGETHER = "TF_CONFIG" in os.environ  # with other processes, which run the same tests, or serve this one
 

@@ -218,6 +218,8 @@ class Averages(Together):
         self.spread = self.add_weight(shape=(3,), initializer="ones", trainable=False, name="spread")
         self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
         self.mean = tf.Variable([0.0, 0.0, 0.0], trainable=False)
+        self.number = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="number")
+        self.positive = tf.Variable([0, 0, 0], dtype=tf.int64, trainable=False)
         self.counts = [keras.metrics.Sum(name) for name in ("steps", "examples", "errors", "roots")]
 
     def train_step(self, data):
@@ -225,6 +227,8 @@ class Averages(Together):
         self.sums.assign(0.9 * self.sums + 0.1 * tf.reduce_sum(outputs, 0))
         self.spread.assign(0.9 * self.spread + 0.1 * tf.math.reduce_std(outputs, 0))
         self.seen.assign_add(tf.cast(tf.shape(outputs)[0], tf.float32))
+        self.number.assign_add(tf.shape(outputs)[0])
+        self.positive.assign_add(tf.reduce_sum(tf.cast(outputs > 0, tf.int64), 0))
         self.mean.assign(tf.reduce_sum(outputs, 0) / tf.reduce_sum(tf.abs(outputs)))
         mean = tf.reduce_mean(outputs**2)
         for count, value in zip(self.counts, (1, tf.shape(outputs)[0], mean, tf.sqrt(mean)), strict=True):
@@ -238,7 +242,7 @@ def test_what_a_step_keeps_and_returns_of_the_batch_is_of_all_examples(same_as_s
     def run(contestant):
         made = []
         found = trained(contestant, lambda: made.append(Averages()) or made[0])
-        return found | {"mean": made[0].mean.numpy()}
+        return found | {"mean": made[0].mean.numpy(), "positive": made[0].positive.numpy()}
 
     same_as_stock(run)
 

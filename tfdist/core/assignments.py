@@ -9,7 +9,7 @@ does on one device.
 |---|---|
 | a floating-point value | the mean, weighed by the shares; exactly the value if it is the same on all replicas |
 | a value to a variable whose aggregation is "sum" | the value before, plus the changes of all replicas |
-| another value, such as a count or a seed | the value, which must be the same on all replicas |
+| another value, such as a count or a seed | the value of the global batch |
 | a value to a variable of a metric | each replica its own part, and readers sum the parts |
 """
 
@@ -135,8 +135,7 @@ def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[A
     """The values that all replicas write to Keras variables, from the values that each would assign."""
     floats = [(v, tf.cast(value, tf_variable(v).dtype)) for v, value in updates if tf_variable(v).dtype.is_floating]
     others = [(v, value) for v, value in updates if not tf_variable(v).dtype.is_floating]
-    for variable, value in others:
-        _require_alike(replica, variable, value)
+    others = [(v, _of_all(replica, v.path, v.dtype, value)) for v, value in others]
     if not floats:
         return others
     changes = [(v, value) for v, value in floats if v.aggregation == "sum"]
@@ -183,18 +182,19 @@ def _if_first(replica: Replica, value: tf.Tensor) -> tf.Tensor:
     return tf.where(opaque(tf.constant(replica.index == 0)), value, tf.zeros_like(value))
 
 
-def _require_alike(replica: Replica, variable: Any, value: Any) -> None:
-    """Refuses a whole number that each replica would compute from its own examples.
+def _of_all(replica: Replica, name: str, dtype: str, value: Any) -> tf.Tensor:
+    """A value of whole numbers of the global batch.
 
     Raises:
-        UsageError: the value depends on the replica's examples.
+        UsageError: each replica computes it from its own examples, and the graph does not say how it comes about.
     """
-    if tf.executing_eagerly() or not dependencies.depends_on(tf.convert_to_tensor(value), replica.data, replica.alike):
-        return
-    raise UsageError(
-        f"The step sets `{variable.path}`, of type `{variable.dtype}`, from the examples of one replica",
-        "set it from `tfdist.all_reduce(...)` of what is counted, the same on all replicas",
-    )
+    found = contributions.of_all(replica, value)
+    if found is None:
+        raise UsageError(
+            f"The step sets `{name}`, of type `{dtype}`, from the examples of one replica",
+            "set it from `tfdist.all_reduce(...)` of what is counted, the same on all replicas",
+        )
+    return found
 
 
 def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
@@ -219,6 +219,8 @@ def of_tf_variable(assign: Any, variable: Any, name: str, value: Any) -> Any:
             (value,) = replica.all_reduce([_if_first(replica, value)])
         else:
             (value,) = mean(replica, [value])
+    elif variable.aggregation != tf.VariableAggregation.ONLY_FIRST_REPLICA:
+        value = _of_all(replica, variable.name, value.dtype.name, value)
 
     def write(values: list[tf.Tensor]) -> None:
         getattr(variable, name)(values[0])

@@ -83,6 +83,17 @@ def is_joint(replica: Replica, value: Any) -> bool:
     return is_read(replica, value) and joint_values.reading(replica).is_joint(value)
 
 
+def of_all(replica: Replica, value: Any) -> tf.Tensor | None:
+    """`value`, such as a count, of the global batch; `None` where the graph does not say how to compute it.
+
+    Without a graph it is returned as it is.
+    """
+    value = tf.convert_to_tensor(value)
+    if tf.executing_eagerly() or not tf.is_symbolic_tensor(value):
+        return value
+    return joint_values.reading(replica).whole(value)
+
+
 def tell(replica: Replica, outputs: Any) -> None:
     """Warns of outputs that a layer computes of several examples together, where losses are differentiated as usual."""
     for output in tf.nest.flatten(outputs):

@@ -104,16 +104,30 @@ class Reading:
             self._joint[key] = self._made(tensor, differentiated) if self.is_joint(tensor) else None
         return self._joint[key]
 
+    def whole(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """`tensor` of the global batch, whatever it is made of, if it has no rows; `None` if it cannot be computed."""
+        if self.dependences.of(tensor) is ALIKE:
+            return tensor
+        try:
+            if self.axes.of(tensor):
+                raise _NotPlainError
+            return self._anew(tensor, differentiated=False).value
+        except _NotPlainError:
+            return None
+
     def _made(self, tensor: tf.Tensor, differentiated: bool) -> Joint | None:
         if self._replica.alone:  # it trains apart from others, by design
             return None
         try:
-            if not replica_context.can_meet(self._replica):
-                raise _NotPlainError
-            return _Anew(self._replica, self, self._between(tensor, differentiated)).joint(tensor)
+            return self._anew(tensor, differentiated)
         except _NotPlainError:
             self.warn(tensor)
             return None
+
+    def _anew(self, tensor: tf.Tensor, differentiated: bool) -> Joint:
+        if not replica_context.can_meet(self._replica):
+            raise _NotPlainError
+        return _Anew(self._replica, self, self._between(tensor, differentiated)).joint(tensor)
 
     def _between(self, tensor: tf.Tensor, differentiated: bool) -> list[tf.Operation]:
         """The operations between the rows and totals and `tensor`, each after those that it needs."""
@@ -252,6 +266,8 @@ class _Anew:
         degree = self.reading.degrees.of(tensor)
         if self.reading.dependences.of(tensor) is LENGTH:
             return tensor if degree == 0 else self._length_of_all(tensor)
+        if tensor.dtype.is_integer and degree == 1:
+            return tf.reduce_sum(self._of_replicas(tensor[tf.newaxis]), axis=0)
         if not tensor.dtype.is_floating:
             raise _NotPlainError
         part = self.replica.only_real(tensor) if degree == 1 else share.weigh(self.replica, tensor)
