@@ -59,6 +59,8 @@ LOSSES = {
     "summed, divided by the number of steps": lambda e: 0.1 * tf.reduce_sum(e) / number(tf.shape(e)[1]),
     "summed, divided by the number of examples": lambda e: 0.1 * tf.reduce_sum(e) / number(tf.shape(e)[0]),
     "summed, divided by both": lambda e: tf.reduce_sum(e) / number(tf.shape(e)[0] * tf.shape(e)[1]),
+    "divided by one less than the number of examples": lambda e: 0.1 * tf.reduce_sum(e) / number(tf.shape(e)[0] - 1),
+    "multiplied by the number of examples": lambda e: 0.01 * tf.reduce_mean(e) * number(tf.shape(e)[0]) ** 2,
     "of a mean at each step": lambda e: 0.1 * tf.reduce_sum(tf.reduce_mean(e, axis=0)),
     "of all in one row": lambda e: tf.reduce_mean(tf.reshape(e, [-1])),
     "of the last step": lambda e: tf.reduce_sum(e[:, -1]),

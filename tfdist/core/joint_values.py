@@ -94,8 +94,13 @@ class Reading:
         self.dependences.know([*alike, *own], means)
 
     def is_joint(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is computed of several examples together."""
-        return self.dependences.of(tensor) is JOINT
+        """Whether `tensor` is computed of several examples together, and is no sum of their sums and means.
+
+        Neither is a sum that is divided by one less than the number of examples.
+        """
+        if self.dependences.of(tensor) is JOINT:
+            return True
+        return not self.axes.of(tensor) and any(one.degree not in (0, 1) for one in self.degrees.summands(tensor))
 
     def joint(self, tensor: tf.Tensor, *, differentiated: bool) -> Joint | None:
         """`tensor` of the global batch; `None` where it is not joint, or cannot be computed of all examples."""

@@ -33,12 +33,17 @@ class Summand:
     Attributes:
         tensor: the summand without its factor.
         factor: multiplies it, and does not depend on the examples.
-        is_sum: it is a sum over the examples; if not, it is a mean, or its degree is unknown.
+        degree: of the tensor; `None` if the graph does not show it.
     """
 
     tensor: tf.Tensor
     factor: Any
-    is_sum: bool
+    degree: int | None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum over the examples; if not, it is a mean, or of another degree."""
+        return self.degree == 1
 
 
 class Degrees:
@@ -63,7 +68,7 @@ class Degrees:
         degree = self.of(tensor)
         parts = [] if degree is not None else self._parts(tensor.op.type, list(tensor.op.inputs))
         if not parts:
-            return [Summand(tensor, factor, degree == 1)]
+            return [Summand(tensor, factor, degree)]
         return [found for one, times in parts for found in self.summands(one, factor * times)]
 
     def _parts(self, kind: str, inputs: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, Any]]:
