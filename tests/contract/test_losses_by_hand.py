@@ -158,6 +158,7 @@ TOGETHER = {
     "a product of means": lambda *given: tf.reduce_mean(errors(*given)) * tf.reduce_mean(given[0](given[1])),
     "a weight by the largest": lambda *given: errors(*given) / (1.0 + tf.reduce_max(errors(*given))),
     "weights by the counts of classes": class_weights,
+    "products by tensordot": lambda net, x, y: tf.reduce_sum(tf.tensordot(net(x), net(x), [[0], [0]]) ** 2) * 1e-3,
     "products by einsum": lambda net, x, y: tf.reduce_mean(tf.einsum("ni,mi->nm", net(x), net(x)) ** 2),
     "SimCLR": simclr,
     "SimCLR, negatives of both views": simclr_with_negatives_of_both_views,

@@ -30,6 +30,7 @@ class ExampleAxes:
 
     def __init__(self, examples: Sequence[tf.Tensor]):
         self._known = {dependencies.key(one): _first(one, range(1)) for one in examples}
+        self._uncertain: set[tuple[int, str]] = set()
 
     def know(self, alike: Sequence[tf.Tensor]) -> None:
         """Notes tensors whose lengths do not depend on the part."""
@@ -45,10 +46,17 @@ class ExampleAxes:
             return _NONE
         rule = _RULES.get(tensor.op.type)
         found = None if rule is None or tensor.shape.rank is None else rule(self, tensor)
+        with_examples = [one for one in dependencies.before(tensor) if self._known[dependencies.key(one)]]
+        guessed = found is None and rule is not None and len(unknown) > 1
+        if with_examples and (guessed or not all(map(self.is_certain, with_examples))):
+            self._uncertain.add(dependencies.key(tensor))
         if found is None:
-            from_examples = any(self._known[dependencies.key(one)] for one in dependencies.before(tensor))
-            found = _first(tensor, unknown) if from_examples else _NONE
+            found = _first(tensor, unknown) if with_examples else _NONE
         return frozenset(axis for axis in found if axis in unknown)
+
+    def is_certain(self, tensor: tf.Tensor) -> bool:
+        """Whether the graph says which axes are those of examples, where there are several of unknown length."""
+        return dependencies.key(tensor) not in self._uncertain
 
     def aligned(self, tensor: tf.Tensor) -> Axes | None:
         """Of an operation by elements: the axes of its inputs, which are aligned at the last one."""
@@ -213,21 +221,34 @@ class ExampleAxes:
 
     def shaped(self, tensor: tf.Tensor) -> Axes | None:
         """Of a tensor that is given its shape: the lengths that are those of axes of examples."""
-        shape = tensor.op.inputs[_SHAPED[tensor.op.type]]
-        while shape.op.type in ("Identity", "Cast"):
-            shape = shape.op.inputs[0]
-        if shape.op.type == "Shape":
-            return self.of(shape.op.inputs[0])
-        if shape.op.type == "Pack":
-            lengths = [(tf.get_static_value(one), self.is_length(one)) for one in shape.op.inputs]
-        elif (fixed := tf.get_static_value(shape)) is not None:
-            lengths = [(length, False) for length in fixed]
-        else:
+        lengths = self._lengths(tensor.op.inputs[_SHAPED[tensor.op.type]])
+        if lengths is None:
             return None
         found = {axis for axis, (_, is_length) in enumerate(lengths) if is_length}
         if not found and self.of(tensor.op.inputs[0]):  # what a length of -1 stands for has the examples
             found = {axis for axis, (length, _) in enumerate(lengths) if length == -1}
         return frozenset(found) or None
+
+    def _lengths(self, vector: tf.Tensor) -> list[tuple[int | None, bool]] | None:
+        """Of a shape: each length, if it is fixed, and whether it is that of examples; `None` if the graph hides it."""
+        kind, inputs = vector.op.type, list(vector.op.inputs)
+        fixed = tf.get_static_value(vector)
+        found: list[tuple[int | None, bool]] | None = None
+        if fixed is not None:
+            found = [(int(length), False) for length in fixed.reshape(-1)]
+        elif kind in ("Identity", "Cast"):
+            found = self._lengths(inputs[0])
+        elif kind == "Shape" and inputs[0].shape.rank is not None:
+            found = [(length, axis in self.of(inputs[0])) for axis, length in enumerate(inputs[0].shape)]
+        elif kind == "Pack":
+            found = [(None if (one := tf.get_static_value(i)) is None else int(one), self.is_length(i)) for i in inputs]
+        elif kind == "ConcatV2":
+            parts = [self._lengths(one) for one in inputs[:-1]]
+            found = None if None in parts else [length for part in parts for length in part or ()]
+        elif kind == "GatherV2" and (chosen := tf.get_static_value(inputs[1])) is not None:
+            whole = self._lengths(inputs[0])
+            found = None if whole is None else [whole[int(one)] for one in chosen.reshape(-1)]
+        return found
 
     def repeated(self, tensor: tf.Tensor) -> Axes | None:
         """Of a tensor that is repeated along its axes."""
@@ -238,8 +259,10 @@ class ExampleAxes:
         """Whether a scalar is the length of an axis of examples, or a product of such a length."""
         while scalar.op.type in ("Identity", "Cast"):
             scalar = scalar.op.inputs[0]
-        if scalar.op.type in ("Mul", "Prod", "Pack"):
+        if scalar.op.type == "Mul":
             return any(map(self.is_length, scalar.op.inputs))
+        if scalar.op.type == "Prod":
+            return any(is_length for _, is_length in self._lengths(scalar.op.inputs[0]) or ())
         axis = length_of(scalar)
         return axis is not None and axis[1] in self.of(axis[0])
 

@@ -247,7 +247,7 @@ class _Anew:
     def _gathered(self, tensor: tf.Tensor) -> tf.Tensor:
         """The rows of all examples, in the order of the global batch."""
         axes, blocks = self.reading.axes.of(tensor), self.reading.dependences.blocks(tensor)
-        if len(axes) != 1 or not blocks or tensor.shape.rank is None:
+        if len(axes) != 1 or not blocks or tensor.shape.rank is None or not self.reading.axes.is_certain(tensor):
             raise _NotPlainError
         (axis,) = axes
         first = [axis, *(one for one in range(tensor.shape.rank) if one != axis)]
@@ -297,14 +297,17 @@ class _Anew:
 
 def _again(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The outputs of an operation like `operation`, in the same graph, of other inputs."""
-    made = operation.graph.create_op(
-        operation.type,
-        list(inputs),
-        [one.dtype for one in operation.outputs],
-        name=f"{operation.name.rpartition('/')[2]}_of_all",
-        attrs=dict(operation.node_def.attr),
-        op_def=operation.op_def,
-    )
+    try:
+        made = operation.graph.create_op(
+            operation.type,
+            list(inputs),
+            [one.dtype for one in operation.outputs],
+            name=f"{operation.name.rpartition('/')[2]}_of_all",
+            attrs=dict(operation.node_def.attr),
+            op_def=operation.op_def,
+        )
+    except ValueError as error:  # a shape that is fixed for the part
+        raise _NotPlainError from error
     return list(made.outputs)
 
 
