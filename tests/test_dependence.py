@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests import zoo
+from tests.graphs import while_traced
 from tfdist import models
 from tfdist.core.dependence import ALIKE, JOINT, LENGTH, MIXED, ROWS, TOTAL, Dependences
 from tfdist.core.example_axes import ExampleAxes
@@ -108,18 +109,14 @@ FOUND = {
 }
 
 
+def dependence(made, *examples):
+    return Dependences(ExampleAxes(examples), examples).of(made)
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_the_graph_shows_how_a_value_depends_on_the_examples(name):
     make, expected = FOUND[name]
-    found = []
-
-    @tf.function(autograph=False)
-    def step(x):
-        made = make(x)
-        found.append(Dependences(ExampleAxes([x]), [x]).of(made))
-
-    step.get_concrete_function(tf.TensorSpec([None, None, 2]))
-    assert found == [expected]
+    assert while_traced(lambda x: dependence(make(x), x), tf.TensorSpec([None, None, 2])) is expected
 
 
 Y_TRUE, Y_PRED = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3])
@@ -135,17 +132,13 @@ def test_keras_losses_are_totals_of_the_examples_but_for_those_of_the_whole_batc
     # Hinge losses look whether all labels of the batch are 0 or 1.
     whole = name in ("Dice", "Tversky", "Circle", "Hinge", "SquaredHinge")
     sparse = name in ("SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy")
-    found = []
 
-    @tf.function(autograph=False)
-    def step(y, p):
+    def of_loss(y, p):
         target = tf.cast(y, tf.int32) if name == "CTC" else y[:, 0] if sparse or name == "Circle" else y
         given = tf.tile(p[:, None], [1, 5, 1]) if name == "CTC" else p
-        loss = getattr(keras.losses, name)()(target, given)
-        found.append(Dependences(ExampleAxes([y, p]), [y, p]).of(loss))
+        return dependence(getattr(keras.losses, name)()(target, given), y, p)
 
-    step.get_concrete_function(Y_TRUE, Y_PRED)
-    assert found == [JOINT if whole else TOTAL]
+    assert while_traced(of_loss, Y_TRUE, Y_PRED) is (JOINT if whole else TOTAL)
 
 
 @pytest.mark.parametrize("case", zoo.SMALL)
@@ -153,13 +146,10 @@ def test_the_models_of_the_zoo_compute_each_example_by_itself(case):
     small = zoo.SMALL[case]
     model = models.build(zoo.name_of(case), small.spec, **small.options)
     x, _ = zoo.data(case, zoo.STREAMS)
-    found = []
 
-    @tf.function(autograph=False)
-    def step(*inputs):
+    def of_outputs(*inputs):
         outputs = model(tf.nest.pack_sequence_as(x, inputs))
-        dependences = Dependences(ExampleAxes(inputs), inputs)
-        found.extend(map(dependences.of, tf.nest.flatten(outputs)))
+        return {dependence(output, *inputs) for output in tf.nest.flatten(outputs)}
 
-    step.get_concrete_function(*(tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tf.nest.flatten(x)))
-    assert set(found) == {ROWS}
+    specs = [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tf.nest.flatten(x)]
+    assert while_traced(of_outputs, *specs) == {ROWS}

@@ -4,6 +4,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
+from tests.graphs import while_traced
 from tfdist.core import dependencies
 from tfdist.core.dependence import Dependences
 from tfdist.core.example_axes import ExampleAxes
@@ -107,14 +108,8 @@ OF_SEQUENCES = {
 @pytest.mark.parametrize("name", OF_SEQUENCES)
 def test_what_is_summed_over_steps_is_no_sum_over_examples(name):
     make, is_sum = OF_SEQUENCES[name]
-    found = []
-
-    @tf.function(autograph=False)
-    def step(x):
-        found.extend(part.is_sum for part in summands(make(x), x))
-
-    step.get_concrete_function(tf.TensorSpec([None, None]))
-    assert found == [is_sum]
+    parts = while_traced(lambda x: summands(make(x), x), tf.TensorSpec([None, None]))
+    assert [part.is_sum for part in parts] == [is_sum]
 
 
 INDICES = {
@@ -130,11 +125,5 @@ INDICES = {
 @pytest.mark.parametrize("name", INDICES)
 def test_what_examples_enter_into_is_known_from_the_graph(name):
     make, expected = INDICES[name]
-    found = []
-
-    @tf.function(autograph=False)
-    def step(x):
-        found.append(dependencies.depends_on(make(x), [x]))
-
-    step.get_concrete_function(tf.TensorSpec([None, 2]))
-    assert found == [expected]
+    found = while_traced(lambda x: dependencies.depends_on(make(x), [x]), tf.TensorSpec([None, 2]))
+    assert found == expected

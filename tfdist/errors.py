@@ -62,6 +62,10 @@ _OF_LAYER = re.compile(
 )
 
 
+class DifferenceWarning(UserWarning):
+    """What is computed is not what one device computes; commands show it, and do not only log it."""
+
+
 class UsageError(TfdistError, ValueError):
     """An option or argument that cannot work."""
 

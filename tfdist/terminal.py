@@ -8,10 +8,12 @@ written to standard output: all that the run said.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,7 +21,7 @@ from typing import Any, TextIO, cast
 
 import click
 
-from tfdist.errors import EXIT_INTERRUPTED, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, DifferenceWarning, TfdistError
 
 # Where messages for the user go; the last one holds.
 _terminal: list[TextIO] = [sys.stderr]
@@ -42,15 +44,26 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
     terminal, stdout = cast(TextIO, _Copied(shown, file)), sys.stdout
     sys.stdout = cast(TextIO, _Copied(stdout, file))
     _terminal.append(terminal)
+    show = warnings.showwarning
+    warnings.showwarning = functools.partial(_show_differences, show)
     try:
         yield terminal
     finally:
+        warnings.showwarning = show
         _terminal.remove(terminal)
         sys.stdout = stdout
         sys.stderr.flush()
         os.dup2(shown.fileno(), STDERR)
         shown.close()
         os.close(file)
+
+
+def _show_differences(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
+    """Logs a warning by `show`; one that what is computed differs from one device is shown instead, and copied."""
+    if issubclass(category, DifferenceWarning):
+        say(f"warning: {message}")
+    else:
+        show(message, category, *where)
 
 
 class _Copied:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -202,11 +203,7 @@ class Dependences:
 
     def split(self, tensor: tf.Tensor) -> bool:
         """Whether examples are divided, other than into the blocks that were joined before."""
-        sizes, axis = (0, 2) if tensor.op.type == "SplitV" else (1, 0)
-        named, source = tf.get_static_value(tensor.op.inputs[axis]), tensor.op.inputs[sizes]
-        known = named is not None and source.shape.rank is not None
-        along = not known or int(named) % source.shape.rank in self._axes.of(source)
-        return along and self.blocks(source) == 1
+        return self._divides_examples(tensor) and self.blocks(_divided(tensor)[0]) == 1
 
     def sliced(self, tensor: tf.Tensor) -> bool:
         """Whether some of the examples are left out, other than blocks that were joined before."""
@@ -273,8 +270,15 @@ class Dependences:
         return self.blocks(axis[0]) or None if axis is not None and is_of_examples else None
 
     def _divides_examples(self, tensor: tf.Tensor) -> bool:
-        axis, source = tf.get_static_value(tensor.op.inputs[0]), tensor.op.inputs[1]
+        source, axis = _divided(tensor)
         return axis is None or source.shape.rank is None or int(axis) % source.shape.rank in self._axes.of(source)
+
+
+def _divided(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    """What `tf.split` divides, and along which axis, if the graph says it."""
+    inputs = tensor.op.inputs
+    source, axis = (inputs[0], inputs[2]) if tensor.op.type == "SplitV" else (inputs[1], inputs[0])
+    return source, tf.get_static_value(axis)
 
 
 def _of_places(tensor: tf.Tensor, found: Sequence[Dependence]) -> Dependence:

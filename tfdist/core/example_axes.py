@@ -114,12 +114,11 @@ class ExampleAxes:
         rank = tensor.shape.rank
         if one.shape.rank != rank or other.shape.rank != rank:
             return None
-        turned = [tensor.op.get_attr(name) for name in _TURNS[tensor.op.type]]
-        ends = [(rank - 1, rank - 2) if turn else (rank - 2, rank - 1) for turn in turned]
-        batch = {axis for each in (one, other) for axis in self.of(each) if axis < rank - 2}
-        rows = {rank - 2} if ends[0][0] in self.of(one) else set()
-        columns = {rank - 1} if ends[1][1] in self.of(other) else set()
-        return frozenset(batch | rows | columns)
+        (rows, _), (_, columns) = _rows_and_columns(tensor)
+        found = {axis for each in (one, other) for axis in self.of(each) if axis < rank - 2}
+        found |= {rank - 2} if rows in self.of(one) else set()
+        found |= {rank - 1} if columns in self.of(other) else set()
+        return frozenset(found)
 
     def labelled(self, tensor: tf.Tensor) -> Axes | None:
         """Of `tf.einsum`: the axes whose letters are those of the examples."""
@@ -151,8 +150,7 @@ class ExampleAxes:
         one, other = tensor.op.inputs
         if one.shape.rank is None or other.shape.rank is None:
             return False
-        first, second = (tensor.op.get_attr(name) for name in _TURNS[tensor.op.type])
-        columns, rows = one.shape.rank - (2 if first else 1), other.shape.rank - (1 if second else 2)
+        (_, columns), (rows, _) = _rows_and_columns(tensor)
         return columns in self.of(one) and rows in self.of(other)
 
     def looked_up(self, tensor: tf.Tensor) -> Axes | None:
@@ -269,6 +267,13 @@ class ExampleAxes:
     def ranged(self, tensor: tf.Tensor) -> Axes | None:
         """Of consecutive numbers."""
         return frozenset({0} if any(map(self.is_length, tensor.op.inputs)) else ())
+
+
+def _rows_and_columns(tensor: tf.Tensor) -> list[tuple[int, int]]:
+    """Of a product of matrices: the axes of the rows and of the columns of both inputs, one of which may be turned."""
+    turned = [tensor.op.get_attr(name) for name in _TURNS[tensor.op.type]]
+    ranks = [one.shape.rank for one in tensor.op.inputs]
+    return [(rank - 1, rank - 2) if turn else (rank - 2, rank - 1) for rank, turn in zip(ranks, turned, strict=True)]
 
 
 def length_of(scalar: tf.Tensor) -> tuple[tf.Tensor, int] | None:

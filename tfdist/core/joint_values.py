@@ -32,6 +32,7 @@ from tfdist.core import dependencies, replica_context, share
 from tfdist.core.dependence import ALIKE, JOINT, LENGTH, ROWS, TOTAL, Dependences
 from tfdist.core.example_axes import ExampleAxes
 from tfdist.core.means_and_sums import Degrees
+from tfdist.errors import DifferenceWarning
 
 if TYPE_CHECKING:
     from tfdist.core.replica import Replica
@@ -188,6 +189,7 @@ class Reading:
             "of its own part of the batch: the training differs from that of one device\n\n"
             "hint: compute it of `tfdist.gather(...)`, the examples of all replicas; "
             "`strategy.verify(model, ...)` says how much it is",
+            DifferenceWarning,
             stacklevel=2,
         )
 

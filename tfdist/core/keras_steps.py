@@ -111,7 +111,7 @@ _thread = _Thread()
 
 
 class _OfWholeBatch(Exception):  # noqa: N818 - not an error
-    """Raised in a loss of the user's own that is not one value per example."""
+    """Raised in a loss of the user's own that is not one value of each example alone."""
 
 
 def _loss_call(
@@ -170,11 +170,13 @@ def _loss_value(
 def _reduce_weighted_values(
     replica: Replica, original: Callable[..., Any], values: Any, *args: Any, **named: Any
 ) -> Any:
-    if _thread.per_example and not keras_internals.is_per_example(replica, values):
-        raise _OfWholeBatch
-    if _thread.per_example and contributions.is_joint(replica, values):  # values per example, each of several
+    if _thread.per_example and not _is_of_each_example(replica, values):
         raise _OfWholeBatch
     return original(values, *args, **named)
+
+
+def _is_of_each_example(replica: Replica, values: Any) -> bool:
+    return keras_internals.is_per_example(replica, values) and not contributions.is_joint(replica, values)
 
 
 def gathered(structure: Any) -> Any:
