@@ -1,0 +1,160 @@
+"""The graphs of functions, read and written: their bodies, copies of operations in another graph, folded constants.
+
+Written for TensorFlow 2.21.0; `tests/spmd/test_functions.py` fails when TensorFlow changes a part that this uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import function_def_to_graph
+
+# Attributes that belong to the graph in which an operation was traced.
+_OF_THE_GRAPH = frozenset(("_class", "_output_shapes", "_gradient_op_type", "_XlaMustCompile", "_xla_inferred_shapes"))
+
+
+def captured(graph: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The tensors from outside that a function's graph reads, and its placeholders for them."""
+    return [outside for outside, _ in graph.captures], [inside for _, inside in graph.captures]
+
+
+def body(operation: tf.Operation, attribute: str) -> Any:
+    """The graph of the function that an attribute of `operation` names: its `inputs`, `outputs`, operations."""
+    name = operation.get_attr(attribute).name
+    function = operation.graph._get_function(name)
+    graph = getattr(function, "graph", None)
+    if graph is not None and hasattr(graph, "inputs"):
+        return graph
+    definition = getattr(function, "cached_definition", None) or function.definition
+    return function_def_to_graph.function_def_to_graph(definition, [tensor.shape for tensor in operation.inputs])
+
+
+def in_order(graph: Any) -> list[tf.Operation]:
+    """The operations that the outputs and the effects of a function need, each behind those that it waits for.
+
+    In the order in which they were traced, except for loops, whose inputs can be younger than the loop.
+    """
+    needed: set[tf.Operation] = set()
+    waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
+    while waiting:
+        operation = waiting.pop()
+        if operation not in needed:
+            needed.add(operation)
+            waiting += _before(operation)
+    left: dict[tf.Operation, int] = {}
+    followers: dict[tf.Operation, list[tf.Operation]] = {}
+    for operation in needed:
+        before = set(_before(operation))
+        left[operation] = len(before)
+        for one in before:
+            followers.setdefault(one, []).append(operation)
+    ready = [(operation._id, operation) for operation in needed if not left[operation]]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, operation = heapq.heappop(ready)
+        found.append(operation)
+        for one in followers.get(operation, ()):
+            left[one] -= 1
+            if not left[one]:
+                heapq.heappush(ready, (one._id, one))
+    return found
+
+
+def _before(operation: tf.Operation) -> list[tf.Operation]:
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+
+
+def create(
+    operation: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    attributes: Mapping[str, Any] = types.MappingProxyType({}),
+    dtypes: Sequence[tf.DType] | None = None,
+) -> list[tf.Tensor]:
+    """Creates a copy of `operation` in the present graph, on other inputs, with some attributes replaced.
+
+    Args:
+        operation: of another graph.
+        inputs: of the present graph, of an outer one, or eager.
+        attributes: integers, lists of integers, and dtypes, by name.
+        dtypes: of the outputs, if they are not those of `operation`.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    given = {name: value for name, value in operation.node_def.attr.items() if name not in _OF_THE_GRAPH}
+    for name, value in attributes.items():
+        given[name] = _attribute(value)
+    for value in given.values():
+        for function in [value.func, *value.list.func]:
+            if function.name:
+                _add_function(operation.graph, graph, function.name)
+    made = graph._create_op_internal(
+        operation.type,
+        list(inputs),
+        list(dtypes or [tensor.dtype for tensor in operation.outputs]),
+        name=operation.name,
+        attrs=given,
+        compute_device=False,
+    )
+    for tensor, original in zip(made.outputs, operation.outputs, strict=True):
+        data = getattr(original, "_handle_data", None)
+        if data is not None and getattr(tensor, "_handle_data", None) is None:
+            tensor._handle_data = data
+    return list(made.outputs)
+
+
+def _attribute(value: Any) -> attr_value_pb2.AttrValue:
+    if isinstance(value, tf.DType):
+        return attr_value_pb2.AttrValue(type=value.as_datatype_enum)
+    if isinstance(value, list):
+        return attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=value))
+    return attr_value_pb2.AttrValue(i=value)
+
+
+def _add_function(source: Any, graph: Any, name: str) -> None:
+    if not graph._is_function(name):
+        graph._add_function_recursive(source._get_function(name))
+
+
+def evaluated(operation: tf.Operation, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The results of a stateless `operation` without functions on known inputs, computed on the host."""
+    attributes: list[Any] = []
+    for definition in operation.op_def.attr:
+        attributes += [definition.name, _eager_attribute(operation.get_attr(definition.name))]
+    with tf.init_scope(), tf.device("CPU:0"):
+        tensors = [tf.constant(value, tensor.dtype) for value, tensor in zip(inputs, operation.inputs, strict=True)]
+        made = execute.execute(
+            operation.type.encode(), len(operation.outputs), tensors, tuple(attributes), context.context()
+        )
+    return [tensor.numpy() for tensor in made]
+
+
+def _eager_attribute(value: Any) -> Any:
+    if isinstance(value, tf.DType):
+        return value.as_datatype_enum
+    if isinstance(value, list):
+        return [_eager_attribute(one) for one in value]
+    return value
+
+
+def calls_functions(operation: tf.Operation) -> bool:
+    """Whether an attribute of `operation` names functions."""
+    return any(value.HasField("func") or value.list.func for value in operation.node_def.attr.values())
+
+
+@functools.cache
+def attribute_names(kind: str) -> frozenset[str] | None:
+    """The names of an operation type's attributes that are no dtypes; `None` for one that is not TensorFlow's."""
+    from tensorflow.python.framework import op_def_registry
+
+    definition = op_def_registry.get(kind)
+    if definition is None:
+        return None
+    return frozenset(one.name for one in definition.attr if one.type not in ("type", "list(type)"))

@@ -1,0 +1,77 @@
+"""The partitioner: the step of one device, traced once for the global batch, as that of N replicas.
+
+Synopsis:
+
+    >>> import tensorflow as tf
+    >>> @tf.function(autograph=False)
+    ... def step(x):  # as one device computes it
+    ...     return tf.reduce_mean(tf.square(x - tf.reduce_mean(x)))
+    >>> traced = step.get_concrete_function(tf.TensorSpec([3], tf.float32))
+    >>> on_two = partitioned(traced, Mesh(["CPU:0", "CPU:0"]), rows=[2, 1])
+    >>> round(float(on_two(tf.constant([1.0, 2.0, 6.0]))), 3)
+    4.667
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.internals import tensorflow_functions
+from tfdist.spmd.cost import Cost
+from tfdist.spmd.meshes import Mesh
+from tfdist.spmd.partitioner import Partitioner
+from tfdist.spmd.placements import REPLICATE, Placed, Shard
+
+__all__ = ["Cost", "Mesh", "Placed", "Shard", "compute", "partitioned", "replicated"]
+
+
+def replicated(tensors: Sequence[tf.Tensor]) -> Placed:
+    """A value that all replicas have whole, given as the copies of a mesh."""
+    return Placed(REPLICATE, tensors)
+
+
+def compute(traced: Any, mesh: Mesh, batch: Sequence[Placed], rows: Sequence[int] | None, cost: Cost) -> Any:
+    """Computes the step of one device on the replicas of a mesh, in the present graph.
+
+    Args:
+        traced: a `tf.types.experimental.ConcreteFunction` for the whole batch.
+        mesh: the replicas.
+        batch: its arguments, flat.
+        rows: the number of examples of each replica of the job; `None` if the batch is not sharded.
+        cost: counts what is computed and exchanged.
+
+    Returns:
+        What the traced function returns, replicated; this process' first copy.
+    """
+    captured, _ = tensorflow_functions.captured(traced.graph)
+    outside = [replicated(mesh.captured(tensor)) for tensor in captured]
+    sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
+    partitioner = Partitioner(mesh, sharded, cost)
+    outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))
+    flat = iter([partitioner.conversions.tensors(output)[0] for output in outputs])
+    return tf.nest.map_structure(
+        lambda one: None if one is None else next(flat), traced.structured_outputs, expand_composites=True
+    )
+
+
+def partitioned(traced: Any, mesh: Mesh, rows: Sequence[int], cost: Cost | None = None) -> Callable[..., Any]:
+    """The step of one device as a function of the whole batch, computed by replicas that have `rows` examples each.
+
+    Of the batch, tensors with `sum(rows)` examples are sharded; others are replicated.
+    """
+
+    def on_replicas(*batch: Any) -> Any:
+        whole = [replicated([tf.convert_to_tensor(one)] * mesh.copies) for one in tf.nest.flatten(batch, True)]
+        shard, examples = Shard.of_rows(rows), sum(rows)
+        conversions = Partitioner(mesh, None).conversions
+
+        def placed(value: Placed) -> Placed:
+            shape = value.tensors[0].shape
+            return conversions.placed(value, shard) if shape.rank and shape[0] == examples else value
+
+        return compute(traced, mesh, [placed(value) for value in whole], rows, cost or Cost())
+
+    return tf.function(on_replicas, autograph=False)

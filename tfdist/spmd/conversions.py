@@ -1,0 +1,112 @@
+"""Values brought from one placement to another: gathered, added up, cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+from tfdist.spmd import meshes, tensor_lists
+from tfdist.spmd.cost import Cost
+from tfdist.spmd.meshes import Mesh
+from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard
+
+
+class Conversions:
+    """Brings values to the placements in which they are read, with the exchanges of a mesh.
+
+    Args:
+        mesh: the replicas.
+        cost: counts the exchanges.
+    """
+
+    def __init__(self, mesh: Mesh, cost: Cost):
+        self.mesh = mesh
+        self.cost = cost
+
+    def whole(self, values: Sequence[Placed]) -> list[Placed]:
+        """The values, replicated."""
+        self.convert([(value, REPLICATE) for value in values])
+        return [self.placed(value, REPLICATE) for value in values]
+
+    def placed(self, value: Placed, placement: Placement) -> Placed:
+        """`value` in another placement."""
+        found = value.converted(placement)
+        if found is None:
+            self.convert([(value, placement)])
+            found = value.converted(placement)
+        assert found is not None
+        return found
+
+    def needs_exchange(self, value: Placed, placement: Placement) -> bool:
+        """Whether replicas must exchange something for `value` to be placed so."""
+        if isinstance(value.placement, Replicate) or value.converted(placement) is not None:
+            return False
+        return value.converted(REPLICATE) is None
+
+    def convert(self, wanted: Iterable[tuple[Placed, Placement]]) -> None:
+        """Converts values, with the exchanges that this takes made together."""
+        todo = [(value, placement) for value, placement in wanted if value.converted(placement) is None]
+        exchanged = {value.number: value for value, placement in todo if self.needs_exchange(value, placement)}
+        self._reduce([value for value in exchanged.values() if isinstance(value.placement, Partial)])
+        for value in exchanged.values():
+            if isinstance(value.placement, Shard):
+                self._gather(value, value.placement)
+        for value, placement in todo:
+            if value.converted(placement) is None:
+                whole = value.converted(REPLICATE)
+                assert whole is not None
+                value.keep(self.cut(whole, placement))
+
+    def _reduce(self, values: Sequence[Placed]) -> None:
+        """Makes the whole of the terms of sums, and of other reductions."""
+        kinds: dict[str, list[Placed]] = {}
+        for value in values:
+            assert isinstance(value.placement, Partial)
+            kinds.setdefault(value.placement.reduction, []).append(value)
+        for reduction, terms in kinds.items():
+            results = self.mesh.all_reduce([term.tensors for term in terms], reduction)
+            for value, copies in zip(terms, results, strict=True):
+                assert isinstance(value.placement, Partial)
+                self.cost.reduce(copies[0])
+                dtype = value.placement.dtype or copies[0].dtype
+                value.keep(Placed(REPLICATE, [tf.cast(copy, dtype) for copy in copies]))
+
+    def _gather(self, value: Placed, shard: Shard) -> None:
+        if value.element_dtype is not None:
+            value.keep(tensor_lists.gathered(self, value, shard))
+            return
+        copies = self.mesh.all_gather(value.tensors, shard)
+        for copy in copies:
+            copy.set_shape(meshes.joined_shape(value.tensors[0].shape, shard, self.mesh.local[0]))
+        self.cost.gather(copies[0])
+        value.keep(Placed(REPLICATE, copies, repeated=True))
+
+    def cut(self, whole: Placed, placement: Placement) -> Placed:
+        """The parts, or the terms, of a replicated value."""
+        if isinstance(placement, Shard) and whole.element_dtype is not None:
+            return tensor_lists.cut(self, whole, placement)
+        if any(tensor.dtype == tf.variant for tensor in whole.tensors):
+            raise NotImplementedError("a value of this kind is not cut")
+        parts = []
+        for position, replica in enumerate(self.mesh.local):
+            with self.mesh.on_replica(position):
+                tensor = self.read(whole, position)
+                if isinstance(placement, Shard):
+                    parts.append(meshes.cut(tensor, placement, replica))
+                else:
+                    parts.append(tensor if replica == 0 else tf.zeros_like(tensor))
+        return Placed(placement, parts)
+
+    def tensors(self, value: Placed) -> list[tf.Tensor]:
+        """The tensors of a placed value; those of a constant are made in the present graph."""
+        if value.tensors or value.constant is None:
+            return value.tensors
+        return [tf.constant(value.constant)] * self.mesh.copies
+
+    def read(self, value: Placed, position: int) -> tf.Tensor:
+        """What the replica at a position of `mesh.local` reads of a value."""
+        tensors = self.tensors(value)
+        if isinstance(value.placement, Replicate):
+            return tensors[self.mesh.copy_of_replica(position)]
+        return tensors[position]

@@ -1,0 +1,64 @@
+"""Lengths of axes as far as they are known while the graph is made: a number times lengths that are not known.
+
+A step for sequences of unknown length computes shapes such as `[batch * length, features]`. To know that the first axis
+of such a shape can be cut as the batch is cut, it is enough to know that it is a multiple of the batch size.
+
+Synopsis:
+
+    >>> batch, length = Monomial(8), Monomial(1, ("length",))
+    >>> (batch * length).multiple_of(4)
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Monomial:
+    """`factor` times lengths that are not known, each named by a symbol.
+
+    Attributes:
+        factor: a positive integer.
+        symbols: sorted.
+    """
+
+    factor: int
+    symbols: tuple[str, ...] = ()
+
+    def __mul__(self, other: Monomial) -> Monomial:
+        return Monomial(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
+
+    def divided_by(self, other: Monomial) -> Monomial | None:
+        """The quotient; `None` if it is not known to be a whole number."""
+        symbols = list(self.symbols)
+        for symbol in other.symbols:
+            if symbol not in symbols:
+                return None
+            symbols.remove(symbol)
+        if self.factor % other.factor:
+            return None
+        return Monomial(self.factor // other.factor, tuple(symbols))
+
+    def multiple_of(self, divisor: int) -> bool:
+        """Whether the length is a multiple of `divisor`, whatever the unknown lengths are."""
+        return self.factor % divisor == 0
+
+
+ONE = Monomial(1)
+
+
+def product(lengths: Sequence[Monomial | None]) -> Monomial | None:
+    """The product of lengths; `None` if one of them is not known at all."""
+    found = ONE
+    for length in lengths:
+        if length is None:
+            return None
+        found = found * length
+    return found
+
+
+# What is known of each entry of a vector of lengths, or of one length.
+Lengths = list[Monomial | None]

@@ -1,0 +1,67 @@
+"""Operations that can be computed on the terms of a sum, so that the sum is made after them.
+
+    d(sum of x_i) = sum of d x_i, for every linear d
+
+A gradient that each replica has computed for its part is thus scaled, reshaped and added to others before the replicas
+add it up, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.spmd.placements import Partial, Placement, Replicate
+
+# The inputs in which an operation is linear while the others are replicated.
+_LINEAR: dict[str, frozenset[int]] = {
+    kind: frozenset(inputs)
+    for kind, inputs in {
+        "BatchMatMulV2": (0, 1),
+        "BiasAddGrad": (0,),
+        "Cast": (0,),
+        "Einsum": (0, 1),
+        "ExpandDims": (0,),
+        "MatMul": (0, 1),
+        "Mean": (0,),
+        "Mul": (0, 1),
+        "Neg": (0,),
+        "RealDiv": (0,),
+        "Reshape": (0,),
+        "Slice": (0,),
+        "Squeeze": (0,),
+        "StridedSlice": (0,),
+        "Sum": (0,),
+        "Transpose": (0,),
+    }.items()
+}
+# Linear where all inputs are terms of sums, of one shape.
+_ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
+
+
+def placements(operation: tf.Operation, given: Sequence[Placement]) -> list[Placement] | None:
+    """Where the inputs must be so that an operation can be computed on the terms of sums; `None` if it cannot."""
+    terms = [index for index, one in enumerate(given) if isinstance(one, Partial)]
+    if not terms or any(given[index] != Partial() for index in terms) or len(operation.outputs) != 1:
+        return None
+    if operation.type in _ADDITIVE:
+        shape = operation.outputs[0].shape
+        same = shape.is_fully_defined() and all(tensor.shape == shape for tensor in operation.inputs)
+        return list(given) if same and len(terms) == len(given) else None
+    others = [one for index, one in enumerate(given) if index not in terms]
+    alone = len(terms) == 1 and all(isinstance(one, Replicate) for one in others)
+    return list(given) if alone and _is_linear(operation, terms[0]) else None
+
+
+def _is_linear(operation: tf.Operation, index: int) -> bool:
+    """Whether an operation is linear in an input, and its result is no larger, so that no more is sent than before."""
+    term, result = operation.inputs[index], operation.outputs[0]
+    if index not in _LINEAR.get(operation.type, ()) or (operation.type == "Cast" and not _widens(term, result)):
+        return False
+    elements = term.shape.num_elements(), result.shape.num_elements()
+    return None not in elements and elements[1] <= elements[0]
+
+
+def _widens(source: tf.Tensor, target: tf.Tensor) -> bool:
+    return source.dtype.is_floating and target.dtype.is_floating and target.dtype.size >= source.dtype.size

@@ -1,0 +1,126 @@
+"""The replicas of a partitioned step: where they compute, and how they exchange values.
+
+A mesh says which replicas this process computes, on which devices, and how many copies of a replicated value it holds:
+one that all of its replicas read, or one on each device. The partitioner writes all computation itself, and asks the
+mesh for exchanges only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.spmd.placements import Shard
+
+REDUCTIONS: Mapping[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "sum": tf.add,
+    "max": tf.maximum,
+    "min": tf.minimum,
+    "prod": tf.multiply,
+    "all": tf.logical_and,
+    "any": tf.logical_or,
+}
+
+
+class Mesh:
+    """Replicas on devices of this process, which share one copy of each replicated value, on the first device.
+
+    Attributes:
+        count: the number of replicas of the job.
+        local: the numbers of the replicas that this process computes.
+        devices: of these replicas.
+        copies: how many copies of a replicated value this process has, 1 or as many as devices.
+    """
+
+    def __init__(self, devices: Sequence[str]):
+        self.count = len(devices)
+        self.local: Sequence[int] = range(len(devices))
+        self.devices = list(devices)
+        self.copies = 1
+
+    def on_replica(self, position: int) -> contextlib.AbstractContextManager[Any]:
+        """The context of what the replica at this position of `local` computes."""
+        return tf.device(self.devices[position])
+
+    def on_copy(self, position: int) -> contextlib.AbstractContextManager[Any]:
+        """The context of what is computed for this copy of replicated values."""
+        return tf.device(self.devices[position])
+
+    def copy_of_replica(self, position: int) -> int:
+        """The copy of replicated values that the replica at this position of `local` reads."""
+        return position if self.copies > 1 else 0
+
+    def captured(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """The copies of a tensor from outside of the step, such as the handle of a variable."""
+        return [tensor] * self.copies
+
+    def all_reduce(self, values: Sequence[Sequence[tf.Tensor]], reduction: str) -> list[list[tf.Tensor]]:
+        """Reduces values, each given as the terms of this process' replicas; returns the copies of each."""
+        with self.on_copy(0):
+            return [[functools.reduce(REDUCTIONS[reduction], terms)] for terms in values]
+
+    def all_gather(self, parts: Sequence[tf.Tensor], shard: Shard) -> list[tf.Tensor]:
+        """The copies of a value of which each replica of this process has a part."""
+        with self.on_copy(0):
+            return [joined(parts, shard)]
+
+    def trial(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of exchanges in a graph that is thrown away."""
+        return contextlib.nullcontext()
+
+    def once(self, compute: Callable[[], list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        """The copies of what `compute` returns, which runs once in the job."""
+        with self.on_copy(0):
+            return [[tensor] for tensor in compute()]
+
+
+def joined(parts: Sequence[tf.Tensor], shard: Shard) -> tf.Tensor:
+    """The whole value of the parts of all replicas."""
+    if shard.blocks == 1:
+        return tf.concat(parts, shard.axis)
+    whole = tf.concat([_split_blocks(part, shard) for part in parts], shard.axis + 1)
+    lengths = tf.unstack(tf.shape(whole), num=whole.shape.rank)
+    merged = lengths[shard.axis] * lengths[shard.axis + 1]
+    return tf.reshape(whole, [*lengths[: shard.axis], merged, *lengths[shard.axis + 2 :]])
+
+
+def _split_blocks(part: tf.Tensor, shard: Shard) -> tf.Tensor:
+    lengths = tf.unstack(tf.shape(part), num=part.shape.rank)
+    axis = shard.axis
+    return tf.reshape(part, [*lengths[:axis], shard.blocks, lengths[axis] // shard.blocks, *lengths[axis + 1 :]])
+
+
+def cut(whole: tf.Tensor, shard: Shard, replica: int) -> tf.Tensor:
+    """The part of one replica of a whole value."""
+    axis, sizes = shard.axis, shard.sizes
+    if shard.blocks > 1:
+        blocks = _split_blocks(whole, shard)
+        part = cut(blocks, Shard(axis + 1, sizes), replica)
+        lengths = tf.unstack(tf.shape(part), num=part.shape.rank)
+        merged = lengths[axis] * lengths[axis + 1]
+        return tf.reshape(part, [*lengths[:axis], merged, *lengths[axis + 2 :]])
+    length = whole.shape[axis]
+    length = tf.shape(whole)[axis] if length is None else length
+    unit = length // shard.total
+    begin, size = unit * sum(sizes[:replica]), unit * sizes[replica]
+    rank = whole.shape.rank
+    part = tf.slice(
+        whole,
+        [begin if one == axis else 0 for one in range(rank)],
+        [size if one == axis else -1 for one in range(rank)],
+    )
+    if whole.shape[axis] is not None:
+        part.set_shape([size if one == axis else known for one, known in enumerate(whole.shape)])
+    return part
+
+
+def joined_shape(part: tf.TensorShape, shard: Shard, replica: int) -> tf.TensorShape:
+    """The shape of the whole value of which one replica's part has the shape `part`."""
+    length = part[shard.axis]
+    lengths = part.as_list()
+    lengths[shard.axis] = None if length is None else length // shard.sizes[replica] * shard.total
+    return tf.TensorShape(lengths)

@@ -1,0 +1,359 @@
+"""How the graph of one device's step becomes that of N replicas.
+
+    the step of one device        x [8, 4] -> MatMul -> SquaredDifference -> Mean -> loss
+    on two replicas               x_i [4, 4] -> MatMul -> SquaredDifference -> Mean / 2 -> all-reduce -> loss
+
+Every value has a placement (`tfdist.spmd.placements`): batches are sharded along their first axis, variables are
+replicated. For each operation a rule (`tfdist.spmd.rules`) says how it is computed on parts of its inputs, and where
+its outputs are then. An operation without a rule is computed whole, on every replica, from gathered inputs. So nothing
+is assumed of an operation that is not known.
+
+Exchanges are put off until nothing else can be computed, and are then made together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfdist.internals import tensorflow_functions
+from tfdist.spmd import constants, control_flow, effects, linear, tensor_lists
+from tfdist.spmd.conversions import Conversions
+from tfdist.spmd.cost import Cost
+from tfdist.spmd.flattening import ALIASES, Flat, Node, Slot, flatten
+from tfdist.spmd.meshes import Mesh
+from tfdist.spmd.operation import Operation
+from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard
+from tfdist.spmd.rules import Cut, Local, rule_of
+
+_HALF = (tf.float16, tf.bfloat16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an operation is to be computed.
+
+    Attributes:
+        placements: where each input must be.
+        compute: given the inputs in these placements, the outputs.
+    """
+
+    placements: Sequence[Placement]
+    compute: Callable[[list[Placed]], list[Placed]]
+
+
+class Partitioner:
+    """Computes graphs of the one-device step on the replicas of a mesh, in the present graph.
+
+    Args:
+        mesh: the replicas.
+        rows: the placement of the batch, and the number of its examples, if it is sharded.
+        cost: counts what the partitioned step computes and exchanges.
+    """
+
+    def __init__(self, mesh: Mesh, rows: tuple[Shard, int] | None, cost: Cost | None = None):
+        self.mesh = mesh
+        self.rows = rows
+        self.cost = cost or Cost()
+        self.conversions = Conversions(mesh, self.cost)
+
+    def run(self, graph: tf.Graph, inputs: Sequence[Placed]) -> list[Placed]:
+        """Computes a function's graph on placed inputs; returns its placed outputs."""
+        flat = flatten(graph, [Slot(value=value) for value in inputs])
+        self._compute(flat)
+        return [_value(slot) for slot in flat.outputs]
+
+    @contextlib.contextmanager
+    def counting(self, cost: Cost) -> Iterator[None]:
+        """What is computed in this context is counted in `cost`."""
+        before = self.cost
+        self.cost = self.conversions.cost = cost
+        try:
+            yield
+        finally:
+            self.cost = self.conversions.cost = before
+
+    def _compute(self, flat: Flat) -> None:
+        order = {node: number for number, node in enumerate(flat.nodes)}
+        followers: dict[Node, list[Node]] = {node: [] for node in flat.nodes}
+        left: dict[Node, int] = {}
+        for node in flat.nodes:
+            before = {slot.node for slot in node.inputs if slot.node is not None} | set(node.before)
+            left[node] = len(before)
+            for earlier in before:
+                followers[earlier].append(node)
+        ready = [(order[node], node) for node in flat.nodes if not left[node]]
+        heapq.heapify(ready)
+        waiting: list[tuple[Node, Plan]] = []
+        while ready or waiting:
+            if ready:
+                node = heapq.heappop(ready)[1]
+                plan = self.plan(node)
+                if any(self.conversions.needs_exchange(value, placement) for value, placement in _wanted(node, plan)):
+                    waiting.append((node, plan))
+                    continue
+                planned = [(node, plan)]
+            else:
+                planned, waiting = waiting, []
+                self.conversions.convert(pair for node, plan in planned for pair in _wanted(node, plan))
+            for node, plan in planned:
+                self._finish(node, plan)
+                for follower in followers[node]:
+                    left[follower] -= 1
+                    if not left[follower]:
+                        heapq.heappush(ready, (order[follower], follower))
+
+    def _finish(self, node: Node, plan: Plan) -> None:
+        values = [_value(slot) for slot in node.inputs]
+        inputs = [
+            self.conversions.placed(value, placement) for value, placement in zip(values, plan.placements, strict=True)
+        ]
+        outputs = plan.compute(inputs)
+        for slot, value, lengths in zip(node.outputs, outputs, constants.lengths(node.operation, values), strict=True):
+            if lengths is not None and value.lengths is None:
+                value.lengths = lengths
+            slot.value = value
+
+    def plan(self, node: Node) -> Plan:
+        """How the operation of `node` is computed, from where its inputs are."""
+        values = [_value(slot) for slot in node.inputs]
+        given = [value.placement for value in values]
+        known = constants.known(node.operation, values)
+        if known is not None:
+            return Plan(given, lambda _: known)
+        terms = linear.placements(node.operation, given)
+        if terms is not None:
+            return Plan(terms, lambda inputs: self._terms(node, inputs))
+        return self._plan_of_its_own(node, values) or self._plan_by_rule(node, values)
+
+    def _plan_of_its_own(self, node: Node, values: Sequence[Placed]) -> Plan | None:
+        """The plan for operations that no rule describes."""
+        given, kind = [value.placement for value in values], node.operation.type
+        if kind in ALIASES:
+            return Plan(given, lambda inputs: inputs)  # it waits for an effect, as those that read it do now
+        if kind == "EnsureShape" and not isinstance(given[0], Replicate):
+            return Plan(given, lambda inputs: inputs)  # the shape of the whole value was inferred from it
+        of_shape = _OF_SHAPE | tensor_lists.OF_SHAPE
+        if (kind in of_shape and not isinstance(given[0], Replicate)) or (
+            kind in _OF_SHAPE_OF_TERMS and isinstance(given[0], Partial)
+        ):
+            return Plan(given, lambda inputs: self._of_shape(node, inputs))
+        if kind in tensor_lists.EMPTY:
+            whole = [REPLICATE] * len(values)
+            return Plan(whole, lambda inputs: [tensor_lists.empty(self.conversions, node.operation, inputs)])
+        found = control_flow.plan(self, node.operation, values) if kind in control_flow.TYPES else None
+        return found and Plan(*found)
+
+    def _plan_by_rule(self, node: Node, values: Sequence[Placed]) -> Plan:
+        # What is not linear needs the whole value of a sum.
+        given = [REPLICATE if isinstance(value.placement, Partial) else value.placement for value in values]
+        operation = Operation(node.operation, values, given)
+        local = self._local(operation)
+        if local is None:
+            return Plan([REPLICATE] * len(values), lambda inputs: self._whole(node, inputs, values))
+        found, shard = local
+        wanted = [_placement(one, shard) for one in found.inputs]
+        return Plan(wanted, lambda inputs: self._parts(node, operation, found, shard, inputs))
+
+    def _local(self, operation: Operation) -> tuple[Local, Shard] | None:
+        """What the operation's rule says of the largest of its sharded inputs of which it says something."""
+        sharded = {index: one for index, one in enumerate(operation.placements) if isinstance(one, Shard)}
+        rule = rule_of(operation) if sharded else None
+        if rule is None:
+            return None
+        for index in sorted(sharded, key=operation.elements, reverse=True):
+            found = rule(operation, index, sharded[index])
+            if found is not None and _is_possible(operation, found, sharded[index]):
+                return found, sharded[index]
+        return None
+
+    def _terms(self, node: Node, inputs: list[Placed]) -> list[Placed]:
+        """A linear operation on the terms of a sum."""
+        parts = []
+        for position in range(len(self.mesh.local)):
+            with self.mesh.on_replica(position):
+                reads = [self.conversions.read(value, position) for value in inputs]
+                parts += tensorflow_functions.create(node.operation, reads)
+        self.cost.compute(node.operation, repeated=False)
+        return [Placed(Partial(), parts)]
+
+    def _parts(
+        self, node: Node, operation: Operation, found: Local, shard: Shard, inputs: list[Placed]
+    ) -> list[Placed]:
+        """An operation on the parts of its inputs."""
+        # Sums of half precision stay in float32 until the replicas have added them up, as kernels do it.
+        half = operation.output_dtypes[0] in _HALF and list(found.outputs) == ["sum"]
+        half = half and "T" in node.operation.node_def.attr
+        attributes = dict(found.attributes) | ({"T": tf.float32} if half else {})
+        dtypes = [tf.float32] if half else operation.output_dtypes
+        results = []
+        for position, replica in enumerate(self.mesh.local):
+            with self.mesh.on_replica(position):
+                reads = [self.conversions.read(value, position) for value in inputs]
+                for index, entry in found.localized.items():
+                    reads[index] = _localized(reads[index], inputs[index], entry, shard, replica)
+                if half:
+                    reads = [tf.cast(one, tf.float32) if one.dtype in _HALF else one for one in reads]
+                made = tensorflow_functions.create(node.operation, reads, attributes, dtypes)
+                if found.mean:
+                    made = [one * tf.cast(shard.sizes[replica] / shard.total, one.dtype) for one in made]
+                results.append(made)
+        outputs = []
+        for index, one in enumerate(found.outputs):
+            parts = [made[index] for made in results]
+            if isinstance(one, str):
+                placement: Placement = Partial(one, operation.output_dtypes[0] if half else None)
+            else:
+                placement = _placement(one, shard)
+            if not self._add_up(parts, placement, operation.output_shapes[index]):
+                self.cost.refused.append(operation.type)
+                return self._whole(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
+            element_dtype = _element_dtype(node.operation, inputs) if parts[0].dtype == tf.variant else None
+            outputs.append(Placed(placement, parts, element_dtype=element_dtype))
+        self.cost.compute(node.operation, repeated=False)
+        return outputs
+
+    def _add_up(self, parts: Sequence[tf.Tensor], placement: Placement, shape: Sequence[int | None] | None) -> bool:
+        """Whether the parts have the shapes that their placement says, as far as they are known; sets those."""
+        if parts[0].dtype in (tf.variant, tf.resource) or shape is None:
+            return True
+        for replica, part in zip(self.mesh.local, parts, strict=True):
+            expected = list(shape)
+            if isinstance(placement, Shard):
+                length = expected[placement.axis]
+                expected[placement.axis] = None if length is None else placement.part(length, replica)
+            if not part.shape.is_compatible_with(expected):
+                return False
+            part.set_shape(expected)
+        return True
+
+    def _whole(self, node: Node, inputs: list[Placed], given: Sequence[Placed]) -> list[Placed]:
+        """An operation on whole inputs, once for each copy."""
+        operation = node.operation
+        repeated = any(value.repeated for value in inputs)
+        self.cost.compute(operation, repeated=repeated)
+        if effects.once(operation):
+            reads = [self.conversions.tensors(value)[0] for value in inputs]
+            copies = self.mesh.once(lambda: tensorflow_functions.create(operation, reads))
+        else:
+            made = []
+            for copy in range(self.mesh.copies):
+                with self.mesh.on_copy(copy):
+                    reads = [self.conversions.tensors(value)[copy] for value in inputs]
+                    made.append(tensorflow_functions.create(operation, reads))
+            copies = [[one[index] for one in made] for index in range(len(operation.outputs))]
+        results = []
+        for tensors, output in zip(copies, operation.outputs, strict=True):
+            element_dtype = _element_dtype(operation, inputs) if output.dtype == tf.variant else None
+            if output.dtype not in (tf.resource, tf.variant):
+                for tensor in tensors:
+                    tensor.set_shape(output.shape)
+            results.append(Placed(REPLICATE, tensors, repeated=repeated, element_dtype=element_dtype))
+        if any(isinstance(value.placement, Shard) for value in given) or repeated:
+            results = [self._by_rows(value, output) for value, output in zip(results, operation.outputs, strict=True)]
+        return results
+
+    def _by_rows(self, value: Placed, output: tf.Tensor) -> Placed:
+        """A value that was computed whole from examples, cut again where it has a row per example.
+
+        So only this operation is repeated on each replica, and not those that follow.
+        """
+        if self.rows is None or not output.shape.rank or output.shape[0] != self.rows[1]:
+            return value
+        if output.dtype in (tf.resource, tf.variant):
+            return value
+        return value.keep(self.conversions.cut(value, self.rows[0]))
+
+    def _of_shape(self, node: Node, inputs: list[Placed]) -> list[Placed]:
+        """What follows from the shape of a value that is not replicated."""
+        (value,) = inputs
+        copies = []
+        for copy in range(self.mesh.copies):
+            position = copy if self.mesh.copies > 1 else 0
+            part, replica = value.tensors[position], self.mesh.local[position]
+            with self.mesh.on_copy(copy):
+                if node.operation.type in tensor_lists.OF_SHAPE:
+                    tensor = tensor_lists.of_shape(node.operation, part, value.placement, replica)
+                elif node.operation.type in _OF_SHAPE:
+                    shape = _whole_shape(tf.shape(part, node.operation.outputs[0].dtype), value.placement, replica)
+                    tensor = shape if node.operation.type == "Shape" else tf.reduce_prod(shape)
+                else:
+                    (tensor,) = tensorflow_functions.create(node.operation, [part])
+            tensor.set_shape(node.operation.outputs[0].shape)
+            copies.append(tensor)
+        return [Placed(REPLICATE, copies)]
+
+
+# Computed from the shape of their input alone. `ZerosLike` of a part has a rule.
+_OF_SHAPE = frozenset(("Shape", "Size"))
+_OF_SHAPE_OF_TERMS = frozenset(("ZerosLike", "OnesLike"))
+
+
+def _whole_shape(shape: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
+    """The shape of a value, from that of one replica's part."""
+    if not isinstance(placement, Shard):
+        return shape
+    length = shape[placement.axis] // placement.sizes[replica] * placement.total
+    return tf.tensor_scatter_nd_update(shape, [[placement.axis]], [length])
+
+
+def _value(slot: Slot) -> Placed:
+    assert slot.value is not None, "an operation is computed before its inputs"
+    return slot.value
+
+
+def _wanted(node: Node, plan: Plan) -> list[tuple[Placed, Placement]]:
+    return [(_value(slot), placement) for slot, placement in zip(node.inputs, plan.placements, strict=True)]
+
+
+def _placement(one: Cut, shard: Shard) -> Placement:
+    if one is None:
+        return REPLICATE
+    return one if isinstance(one, Shard) else shard.moved(one)
+
+
+def _is_possible(operation: Operation, found: Local, shard: Shard) -> bool:
+    """Whether the axes that a rule cuts are known to be divisible so."""
+    for index, one in enumerate(found.inputs):
+        wanted, shape = _placement(one, shard), operation.input_shapes[index]
+        if not isinstance(wanted, Shard) or operation.placements[index] == wanted:
+            continue
+        if operation.input_dtypes[index] != tf.variant and (shape is None or not wanted.divides(shape[wanted.axis])):
+            return False
+    for index, out in enumerate(found.outputs):
+        shape = operation.output_shapes[index]
+        if isinstance(out, str):
+            continue
+        wanted = _placement(out, shard)
+        if not isinstance(wanted, Shard) or operation.output_dtypes[index] == tf.variant:
+            continue
+        if shape is None:
+            return False
+        length = shape[wanted.axis]
+        if length is not None and not wanted.divides(length):
+            return False
+    return True
+
+
+def _localized(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, replica: int) -> tf.Tensor:
+    """A vector of lengths, or one length, with an entry that is that of a replica's part; -1 stays."""
+    if value.constant is not None:
+        lengths = value.constant.copy()
+        place = () if lengths.ndim == 0 else (entry,)
+        if lengths[place] > 0:
+            lengths[place] = shard.part(lengths[place], replica)
+        return tf.constant(lengths)
+    if tensor.shape.rank == 0:
+        return shard.part(tensor, replica)
+    return tf.tensor_scatter_nd_update(tensor, [[entry]], [shard.part(tensor[entry], replica)])
+
+
+def _element_dtype(operation: tf.Operation, inputs: Sequence[Placed]) -> tf.DType | None:
+    """The dtype of the elements of the list that an operation returns; `None` if it returns no list."""
+    if "element_dtype" in operation.node_def.attr:
+        return operation.get_attr("element_dtype")
+    return next((value.element_dtype for value in inputs if value.element_dtype is not None), None)

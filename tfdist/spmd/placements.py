@@ -1,0 +1,157 @@
+"""Where the values of a partitioned step are: whole on every replica, cut along an axis, or a term of a sum.
+
+The three placements are those of DTensor (`torch.distributed.tensor`) and of GSPMD (Xu et al., arXiv 2105.04663),
+except that the parts of an axis may differ in length.
+
+Synopsis:
+
+    >>> Shard(0, (4, 3)).lengths(14)
+    [8, 6]
+    >>> Shard(0, (4, 3)).divides(12)
+    False
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.spmd.lengths import Lengths, Monomial
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """The whole value, the same on every replica."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Replica i has a part of `axis`, in proportion to `sizes[i]`; the other axes are whole.
+
+    With `blocks` above 1 the axis consists of that many blocks of equal length, and a replica has its part of each
+    block, one after the other: as after concatenating two sharded tensors along the sharded axis.
+
+    Attributes:
+        axis: counted from 0.
+        sizes: one positive integer per replica of the job, without a common divisor.
+        blocks: the number of blocks of the axis.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    blocks: int = 1
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[int], axis: int = 0) -> Shard:
+        """The placement of an axis of which replica i has `rows[i]`."""
+        return cls(axis, tuple(number // math.gcd(*rows) for number in rows))
+
+    @property
+    def total(self) -> int:
+        """The sum of the sizes; the length of a block is a multiple of it."""
+        return sum(self.sizes)
+
+    def divides(self, length: int | None) -> bool:
+        """Whether an axis of this length can be cut in these proportions."""
+        return length is not None and length % (self.total * self.blocks) == 0
+
+    def lengths(self, length: int) -> list[int]:
+        """The length of each replica's part of an axis of `length`."""
+        return [length // self.total * size for size in self.sizes]
+
+    def part(self, length: Any, replica: int) -> Any:
+        """The length of one replica's part of an axis of `length`: an integer or an integer tensor."""
+        return length // self.total * self.sizes[replica]
+
+    def moved(self, axis: int, blocks: int | None = None) -> Shard:
+        """The same parts on another axis."""
+        return Shard(axis, self.sizes, self.blocks if blocks is None else blocks)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each replica has a value of the global shape; the whole value is their reduction.
+
+    Attributes:
+        reduction: "sum", "max", "min", "prod", "all" or "any".
+        dtype: of the whole value, where the parts of a sum are kept in float32 until they are added.
+    """
+
+    reduction: str = "sum"
+    dtype: tf.DType | None = None
+
+
+Placement = Replicate | Shard | Partial
+REPLICATE = Replicate()
+
+
+_numbers = itertools.count()
+
+
+class Placed:
+    """A value of the one-device step, and where it is in the partitioned one.
+
+    Attributes:
+        number: tells it from other values.
+        placement: of `tensors`.
+        tensors: one for each copy of a replicated value in this process, else one for each replica of this process.
+        constant: the value, where it is known while the graph is made.
+        lengths: for a vector of lengths, or one length, what is known of each entry; `None` if nothing is.
+        repeated: it is computed whole from sharded values, so that each replica repeats the computation.
+        element_dtype: of the elements of a list of tensors (TensorList).
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        tensors: Sequence[tf.Tensor] = (),
+        constant: np.ndarray | None = None,
+        repeated: bool = False,
+        element_dtype: tf.DType | None = None,
+    ):
+        self.number = next(_numbers)
+        self.placement = placement
+        self.tensors = list(tensors)
+        self.constant = constant
+        self.repeated = repeated
+        self.element_dtype = element_dtype
+        self.lengths: Lengths | None = None
+        if constant is not None and constant.ndim < 2 and constant.dtype.kind in "iu" and constant.size < 64:
+            self.lengths = [Monomial(int(number)) if number > 0 else None for number in constant.ravel()]
+        self._converted: dict[Placement, list[tuple[tf.Graph, Placed]]] = {}
+
+    def converted(self, placement: Placement) -> Placed | None:
+        """This value in another placement, if it was converted in a graph that the present one can read."""
+        if self.placement == placement:
+            return self
+        graphs = _enclosing(tf.compat.v1.get_default_graph())
+        return next((value for graph, value in self._converted.get(placement, ()) if graph in graphs), None)
+
+    def converted_in(self, graph: tf.Graph, placement: Placement) -> bool:
+        """Whether this value was converted in this graph."""
+        return any(one is graph for one, _ in self._converted.get(placement, ()))
+
+    def keep(self, value: Placed) -> Placed:
+        """Keeps the same value in another placement; returns it."""
+        graph = tf.compat.v1.get_default_graph()
+        self._converted.setdefault(value.placement, []).append((graph, value))
+        value._converted.setdefault(self.placement, []).append((graph, self))
+        return value
+
+
+def dimensions(value: Placed, shape: Sequence[int | None]) -> list[Monomial]:
+    """The lengths of the axes of a value of this global shape; an unknown length is a symbol of the value."""
+    return [Monomial(1, (f"{value.number}.{axis}",)) if n is None else Monomial(n) for axis, n in enumerate(shape)]
+
+
+def _enclosing(graph: Any) -> list[Any]:
+    found = [graph]
+    while (graph := getattr(graph, "outer_graph", None)) is not None:
+        found.append(graph)
+    return found

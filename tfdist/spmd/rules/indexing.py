@@ -1,0 +1,199 @@
+"""Slices, and values that are looked up or added by index."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tfdist.spmd.operation import Operation
+from tfdist.spmd.placements import Shard
+from tfdist.spmd.rules.registry import Local, rule
+
+
+@rule("Slice")
+def slices(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """That takes the cut axis whole."""
+    begin, size = operation.constants[1], operation.constants[2]
+    length = operation.length(0, shard.axis)
+    if index != 0 or begin is None or size is None or begin[shard.axis] != 0:
+        return None
+    if size[shard.axis] not in (-1, length):
+        return None
+    return Local([shard.axis, None, None], [shard.axis], localized={2: shard.axis})
+
+
+_MASKS = "begin_mask end_mask ellipsis_mask new_axis_mask shrink_axis_mask"
+
+
+class _Slice:
+    """What a strided slice does to each axis.
+
+    Attributes:
+        axes: for each axis of the input that the specification names: its number, the number of the specification's
+            entry, and that of the output's axis, `None` where it is removed.
+        shift: for later axes, the difference of the numbers in the output and in the input.
+    """
+
+    def __init__(self, operation: Operation, entries: int):
+        self._operation = operation
+        self.axes: list[tuple[int, int, int | None]] = []
+        axis = result = 0
+        for entry in range(entries):
+            if self._masked("new_axis_mask", entry):
+                result += 1
+            elif self._masked("shrink_axis_mask", entry):
+                self.axes.append((axis, entry, None))
+                axis += 1
+            else:
+                self.axes.append((axis, entry, result))
+                axis, result = axis + 1, result + 1
+        self.end, self.shift = axis, result - axis
+
+    def _masked(self, name: str, entry: int) -> bool:
+        return bool(self._operation.attribute(name) >> entry & 1)
+
+    def takes_all(
+        self, entry: int, length: int | None, begin: np.ndarray | None, end: np.ndarray | None, step: np.ndarray | None
+    ) -> bool:
+        """Whether an entry takes an axis of `length` whole, in order."""
+        if step is None or step[entry] != 1:
+            return False
+        from_first = self._masked("begin_mask", entry) or (
+            begin is not None and (begin[entry] == 0 or (length is not None and begin[entry] <= -length))
+        )
+        to_last = self._masked("end_mask", entry) or (end is not None and length is not None and end[entry] >= length)
+        return from_first and to_last
+
+    def attributes(self, entry: int) -> dict[str, int]:
+        """The attributes with which an entry takes a part whole."""
+        return {name: self._operation.attribute(name) | 1 << entry for name in ("begin_mask", "end_mask")}
+
+
+@rule("StridedSlice", attributes=_MASKS)
+def strided_slice(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """That takes the cut axis whole."""
+    shape = operation.input_shapes[1]
+    if index != 0 or operation.attribute("ellipsis_mask") or shape is None or shape[0] is None:
+        return None
+    taken = _Slice(operation, shape[0])
+    for axis, entry, result in taken.axes:
+        if axis == shard.axis:
+            length = operation.length(0, axis)
+            if result is None or not taken.takes_all(entry, length, *operation.constants[1:4]):
+                return None
+            return Local([axis, None, None, None], [result], attributes=taken.attributes(entry))
+    return Local([shard.axis, None, None, None], [shard.axis + taken.shift])
+
+
+@rule("StridedSliceGrad", attributes=_MASKS)
+def strided_slice_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of a slice that took the cut axis whole."""
+    given = operation.input_shapes[1]
+    if index != 4 or operation.attribute("ellipsis_mask") or given is None or given[0] is None:
+        return None
+    taken = _Slice(operation, given[0])
+    whole, length = operation.constants[0], operation.length(4, shard.axis)
+    for axis, entry, result in taken.axes:
+        if result == shard.axis:
+            known = int(whole[axis]) if whole is not None else None
+            if known is None or known != length:
+                return None
+            if not taken.takes_all(entry, known, *operation.constants[1:4]):
+                return None
+            return Local([None] * 4 + [shard.axis], [axis], {0: axis}, taken.attributes(entry))
+    axis = shard.axis - taken.shift
+    if shard.axis < taken.end + taken.shift:  # a new axis
+        return None
+    return Local([None] * 4 + [shard.axis], [axis], {0: axis})
+
+
+@rule("GatherV2", attributes="batch_dims")
+def gather(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Whole rows by cut indices; or of values that are cut along another axis; or row by row (`batch_dims`)."""
+    rank, index_rank = operation.rank(0), operation.rank(1)
+    axis, batch = operation.axis(2, rank), operation.attribute("batch_dims")
+    if rank is None or index_rank is None or axis is None or batch < 0:
+        return None
+    if shard.axis < batch:
+        return Local([shard.axis, shard.axis, None], [shard.axis])
+    if index == 1:
+        return Local([None, shard.axis, None], [axis + shard.axis - batch]) if not batch else None
+    if index != 0 or shard.axis == axis:
+        return None
+    return Local([shard.axis, None, None], [shard.axis if shard.axis < axis else shard.axis - 1 + index_rank - batch])
+
+
+@rule("GatherNd", attributes="bad_indices_policy")
+def gather_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Whole values by cut indices."""
+    rank = operation.rank(1)
+    if index != 1 or rank is None or shard.axis == rank - 1:
+        return None
+    return Local([None, shard.axis], [shard.axis])
+
+
+@rule("ResourceGather", attributes="batch_dims validate_indices")
+def resource_gather(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Rows of a variable by cut indices."""
+    if index != 1 or operation.attribute("batch_dims"):
+        return None
+    return Local([None, shard.axis], [shard.axis])
+
+
+@rule("ResourceGatherNd")
+def resource_gather_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Rows of a variable by cut indices."""
+    return gather_nd(operation, index, shard)
+
+
+@rule("OneHot", attributes="axis")
+def one_hot(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of cut indices."""
+    rank, axis = operation.rank(0), operation.attribute("axis")
+    if index != 0 or rank is None:
+        return None
+    axis = rank if axis == -1 else axis
+    return Local([shard.axis, None, None, None], [shard.axis + (axis <= shard.axis)])
+
+
+_SEGMENTS = {"Sum": "sum", "Max": "max", "Min": "min", "Prod": "prod"}
+
+
+@rule(*(f"UnsortedSegment{kind}" for kind in _SEGMENTS))
+def segments(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Sums and the like over the rows of each segment, whose number is known."""
+    rank = operation.rank(1)
+    if index > 1 or rank is None:
+        return None
+    if shard.axis >= rank:
+        return Local([shard.axis, None, None], [shard.axis - rank + 1])
+    return Local([shard.axis, shard.axis, None], [_SEGMENTS[operation.type.removeprefix("UnsortedSegment")]])
+
+
+@rule("ScatterNd", attributes="bad_indices_policy")
+def scatter_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Rows that are added into zeros."""
+    rank = operation.rank(0)
+    if index > 1 or rank is None or shard.axis >= rank - 1:
+        return None
+    return Local([shard.axis, shard.axis, None], ["sum"])
+
+
+@rule("Bincount")
+def bincount(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Counts of each number, or sums of weights; without weights the second input has no elements."""
+    if index not in (0, 2):
+        return None
+    weights = operation.input_shapes[2]
+    return Local([shard.axis, None, None if weights == [0] else shard.axis], ["sum"])
+
+
+@rule("DenseBincount", attributes="binary_output")
+def dense_bincount(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Counts of each number; of a matrix, in each row."""
+    weights = operation.input_shapes[2]
+    if index not in (0, 2) or weights is None:
+        return None
+    cut = None if 0 in weights else shard.axis
+    if operation.rank(0) == 2:
+        return Local([0, None, cut], [0]) if shard.axis == 0 else None
+    return None if operation.attribute("binary_output") else Local([0, None, cut], ["sum"])

@@ -1,0 +1,73 @@
+"""Sums, means and the like along axes: along a cut axis they give terms of a sum, or of another reduction."""
+
+from __future__ import annotations
+
+from tfdist.spmd.operation import Operation
+from tfdist.spmd.placements import Shard
+from tfdist.spmd.rules.registry import Local, rule
+
+_REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": "prod", "All": "all", "Any": "any"}
+
+
+def _after(axis: int, removed: set[int]) -> int:
+    """The number of an axis when others are removed."""
+    return axis - sum(one < axis for one in removed)
+
+
+@rule(*_REDUCTIONS, attributes="keep_dims")
+def reduction(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """A reduction along known axes."""
+    axes = operation.axes(1, operation.rank(0))
+    if index != 0 or axes is None:
+        return None
+    if shard.axis in axes:
+        if operation.output_dtypes[0].is_complex and operation.type != "Sum":
+            return None
+        if operation.type == "Mean" and not operation.output_dtypes[0].is_floating:
+            return None
+        return Local([shard.axis, None], [_REDUCTIONS[operation.type]], mean=operation.type == "Mean")
+    kept = shard.axis if operation.attribute("keep_dims") else _after(shard.axis, axes)
+    return Local([shard.axis, None], [kept])
+
+
+@rule("EuclideanNorm", attributes="keep_dims")
+def norm(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Along axes that are whole."""
+    axes = operation.axes(1, operation.rank(0))
+    if index != 0 or axes is None or shard.axis in axes:
+        return None
+    return Local([shard.axis, None], [shard.axis if operation.attribute("keep_dims") else _after(shard.axis, axes)])
+
+
+@rule("L2Loss")
+def l2_loss(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Half of the sum of squares."""
+    del operation, index
+    return Local([shard.axis], ["sum"])
+
+
+@rule("ArgMax", "ArgMin")
+def arg(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Along an axis that is whole."""
+    axis = operation.axis(1, operation.rank(0))
+    if index != 0 or axis is None or axis == shard.axis:
+        return None
+    return Local([shard.axis, None], [_after(shard.axis, {axis})])
+
+
+@rule("Cumsum", "Cumprod", "CumulativeLogsumexp", attributes="exclusive reverse")
+@rule("ReverseV2")
+def along(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Running sums and reversed orders, along axes that are whole."""
+    axes = operation.axes(1, operation.rank(0))
+    if index != 0 or axes is None or shard.axis in axes:
+        return None
+    return Local([shard.axis, None], [shard.axis])
+
+
+@rule("TopKV2", attributes="sorted")
+def top_k(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Along the last axis."""
+    if index != 0 or operation.rank(0) in (None, shard.axis + 1):
+        return None
+    return Local([shard.axis, None], [shard.axis, shard.axis])

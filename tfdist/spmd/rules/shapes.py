@@ -1,0 +1,119 @@
+"""Operations that change the shape of a value and keep its elements, or repeat them."""
+
+from __future__ import annotations
+
+from tfdist.spmd.lengths import Lengths, Monomial, product
+from tfdist.spmd.operation import Operation
+from tfdist.spmd.placements import Shard
+from tfdist.spmd.rules.registry import Local, rule
+
+
+@rule("Reshape")
+def reshape(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """The output's axis, or blocks of it, before which there are as many elements as before the cut axis.
+
+    A value `[P, L, ...]` whose axis L is cut consists of P pieces, each cut in the same proportions. The same holds for
+    an output `[P, M, ...]`, if M can be cut in these proportions, and for `[P / k, k M, ...]` with k blocks.
+    """
+    shape = operation.input_shapes[0]
+    if index != 0 or shape is None:
+        return None
+    own = operation.own_lengths(0)
+    lengths = _lengths(operation, own)
+    if lengths is None:
+        return None
+    pieces = product([*own[: shard.axis], Monomial(shard.blocks)])
+    assert pieces is not None
+    for axis, length in enumerate(lengths):
+        before = product(lengths[:axis])
+        if before is None:
+            return None
+        blocks = pieces.divided_by(before)
+        if blocks is None or blocks.symbols or length is None:
+            continue
+        if length.multiple_of(blocks.factor * shard.total):
+            return Local([shard.axis, None], [shard.moved(axis, blocks.factor)], localized={1: axis})
+    return None
+
+
+def _lengths(operation: Operation, own: list[Monomial]) -> Lengths | None:
+    """What is known of the lengths of the output; an entry of -1 follows from the others."""
+    static = operation.output_shapes[0]
+    given = operation.lengths[1]
+    if static is None:
+        return None
+    if given is None or len(given) != len(static):
+        given = [None] * len(static)
+    found: Lengths = [one if n is None else Monomial(n) for n, one in zip(static, given, strict=True)]
+    if found.count(None) == 1:
+        elements, rest = product(own), product([one for one in found if one is not None])
+        if elements is not None and rest is not None:
+            found[found.index(None)] = elements.divided_by(rest)
+    return found
+
+
+@rule("Transpose", "ConjugateTranspose")
+def transpose(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """By a known permutation."""
+    order = operation.constants[1]
+    if index != 0 or order is None:
+        return None
+    return Local([shard.axis, None], [order.tolist().index(shard.axis)])
+
+
+@rule("ExpandDims")
+def expand_dims(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """At a known place."""
+    rank = operation.rank(0)
+    axis = None if rank is None else operation.axis(1, rank + 1)
+    if index != 0 or axis is None:
+        return None
+    return Local([shard.axis, None], [shard.axis + (axis <= shard.axis)])
+
+
+@rule("Squeeze", attributes="squeeze_dims")
+def squeeze(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of axes other than the cut one, which is longer than 1."""
+    shape = operation.input_shapes[index]
+    if shape is None:
+        return None
+    removed = [axis % len(shape) for axis in operation.attribute("squeeze_dims")]
+    if not removed:
+        if None in shape:
+            return None
+        removed = [axis for axis, length in enumerate(shape) if length == 1]
+        if not removed:  # there is no way to state that no axis is removed, and a part may have the length 1
+            return None
+    if shard.axis in removed:
+        return None
+    left = shard.axis - sum(axis < shard.axis for axis in removed)
+    return Local([shard.axis], [left], attributes={"squeeze_dims": removed})
+
+
+@rule("BroadcastTo")
+def broadcast_to(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """The cut axis is not broadcast, since it is longer than 1."""
+    rank, own_rank = operation.output_rank(), operation.rank(0)
+    if index != 0 or rank is None or own_rank is None:
+        return None
+    axis = shard.axis + rank - own_rank
+    return Local([shard.axis, None], [axis], localized={1: axis})
+
+
+@rule("Tile")
+def tile(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """A repeated cut axis consists of more blocks."""
+    multiples = operation.constants[1]
+    if index != 0 or multiples is None or multiples[shard.axis] < 1:
+        return None
+    return Local([shard.axis, None], [shard.moved(shard.axis, shard.blocks * int(multiples[shard.axis]))])
+
+
+@rule("Pad", "PadV2")
+@rule("MirrorPad", "MirrorPadGrad", attributes="mode")
+def pad(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of axes other than the cut one."""
+    paddings = operation.constants[1]
+    if index != 0 or paddings is None or paddings[shard.axis].any():
+        return None
+    return Local([shard.axis] + [None] * (len(operation.placements) - 1), [shard.axis])
