@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.spmd import Mesh
 from tfdist.strategies import base
 from tfdist.strategies._towers import Tower
 from tfdist.strategies._traits import Traits
@@ -28,6 +29,11 @@ class CustomStrategy(base.Strategy):
     def set_up(self) -> None:
         # Only its threads and contexts are used, to trace the towers side by side; it never makes a variable.
         self._towers = tf.distribute.MirroredStrategy(self.devices) if len(self.devices) > 1 else None
+        self._mesh = Mesh(self.devices)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
 
     @property
     def alone(self) -> bool:

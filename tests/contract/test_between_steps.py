@@ -87,7 +87,7 @@ def test_a_model_that_is_prepared_again_follows_the_last_strategy():
     strategy = start(("custom", 2))
     strategy.prepare(model)
     ran = []
-    strategy.run = lambda step: ran.append(step) or type(strategy).run(strategy, step)
+    strategy.program = lambda steps: ran.append(steps) or type(strategy).program(strategy, steps)
     model.fit(X, Y, **ARGUMENTS)
     assert ran
 

@@ -39,12 +39,13 @@ class _Made:
 def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Sequence[Any] = ()) -> Program:
     """The inner loop for the batches of `feed` and for `callbacks`; `kind` is "train", "test" or "predict"."""
     at_nan = steps_per_call.at_nan(callbacks if kind == "train" else ())
-    key = (id(strategy), feed.batches, at_nan)
+    key = (id(strategy), feed.batches, at_nan, strategy.mesh and str(feed.spec))
     programs = _made(model, kind).programs
     if key not in programs:
         build(strategy, model, kind, feed)
         batches = as_traced(strategy, model, feed.batches)
-        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, _made(model, kind).own_logs))
+        own_logs = _made(model, kind).own_logs
+        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, own_logs, feed.spec))
     return programs[key]
 
 

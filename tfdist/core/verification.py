@@ -85,10 +85,12 @@ def verify(
         if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
             building.build_eagerly(strategy, model, "train", batches[0])
         with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
-            steps = Steps(model, "train", BatchFeed.batches, own_logs=seen)
+            spec = BatchFeed(batches[0]).spec
+            steps = Steps(model, "train", BatchFeed.batches, own_logs=seen, spec=spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
         feed = in_one_call_from or BatchFeed(batches[0])
-        program = strategy.program(Steps(model, "train", as_traced(strategy, model, feed.batches), own_logs=seen))
+        traced = as_traced(strategy, model, feed.batches)
+        program = strategy.program(Steps(model, "train", traced, own_logs=seen, spec=feed.spec))
         metrics.reset(strategy, model)
         if in_one_call_from is None:
             found = _run(program, batches, compared)

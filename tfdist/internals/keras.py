@@ -161,6 +161,21 @@ def strategy_of(optimizer: Any) -> Any:
     return optimizer._distribution_strategy
 
 
+@contextlib.contextmanager
+def updating_on_one_device(model: Any) -> Iterator[None]:
+    """In this context the optimizers of `model` update variables as without a strategy of TensorFlow."""
+    given = [getattr(one, "inner_optimizer", one) for one in optimizers(model)]
+    held = [one for one in given if hasattr(one, "_distribution_strategy")]
+    before = [one._distribution_strategy for one in held]
+    try:
+        for one in held:
+            one._distribution_strategy = tf.distribute.get_strategy()
+        yield
+    finally:
+        for one, strategy in zip(held, before, strict=True):
+            one._distribution_strategy = strategy
+
+
 def in_order_of_metrics(model: Any, logs: Any) -> Any:
     """`logs` as a list, in the order in which `evaluate` returns them."""
     return model._flatten_metrics_in_order(logs)

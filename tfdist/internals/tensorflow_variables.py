@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.saved_model import save_context
 
 # Longer ones are slower: the C library asks the system for the memory of each, and every page of it is zeroed first.
 PIECE_BYTES = 1 << 24
@@ -32,6 +33,28 @@ def copies(variable: Any) -> list[Any]:
     if isinstance(value, tf.distribute.DistributedValues):
         return list(value.distribute_strategy.experimental_local_results(value))
     return [value]
+
+
+def container(handle: tf.Tensor) -> Any:
+    """The variable of a `tf.distribute.Strategy`, one of whose copies has this handle; `None` if there is none."""
+    reference = getattr(handle, "_distributed_container", None)
+    return None if reference is None else reference()
+
+
+def is_sum_of_copies(variable: Any) -> bool:
+    """Whether the value of a strategy's variable is the sum of its copies, as that of a metric is."""
+    on_read, of_sum = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+    return variable.synchronization == on_read and variable.aggregation == of_sum
+
+
+@contextlib.contextmanager
+def first_copies() -> Iterator[None]:
+    """Code that is traced in this context reads and assigns the first copy of each variable of a strategy alone.
+
+    It is the context in which TensorFlow exports a model for one device.
+    """
+    with save_context.save_context(tf.saved_model.SaveOptions()):
+        yield
 
 
 def size_bytes(variable: tf.Variable) -> int:

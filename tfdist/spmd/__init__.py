@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
-from tfdist.spmd.meshes import Mesh
+from tfdist.spmd.meshes import Mesh, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Placed, Shard
 
-__all__ = ["Cost", "Mesh", "Placed", "Shard", "compute", "partitioned", "replicated"]
+__all__ = ["Cost", "Mesh", "Placed", "Shard", "compute", "joined", "partitioned", "reduced", "replicated"]
 
 
 def replicated(tensors: Sequence[tf.Tensor]) -> Placed:
@@ -46,6 +46,7 @@ def compute(traced: Any, mesh: Mesh, batch: Sequence[Placed], rows: Sequence[int
     Returns:
         What the traced function returns, replicated; this process' first copy.
     """
+    mesh.compute()
     captured, _ = tensorflow_functions.captured(traced.graph)
     outside = [replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))

@@ -78,6 +78,12 @@ def unequal_lengths(found: str) -> tuple[str, str]:
 UNEQUAL_LENGTHS = "The tensors of a batch have different lengths, so that it cannot be divided among replicas"
 
 
+def rows(examples: Any, division: Division) -> list[Any]:
+    """The number of examples in each part of a batch of so many."""
+    parts = [division.part(examples, index) for index in range(division.count)]
+    return [end - begin for begin, end in parts]
+
+
 def bounds(examples: Any, index: Any, division: Division) -> tuple[Any, Any, Any]:
     """Where part `index` of so many examples begins and ends, and its share.
 

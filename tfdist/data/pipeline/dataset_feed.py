@@ -174,6 +174,11 @@ class DatasetBatches(Batches):
                 parts = [batch_parts.of_any_length(part) for part in parts]
         return tree.pack_sequence_as(batch, parts), share
 
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        del state
+        flat = tree.flatten(tree.map_structure(batch_parts.none_if_empty, batch))
+        return batch_parts.rows(batch_parts.common_length(flat), division)
+
 
 class InOrder(keras.utils.PyDataset):
     """A `PyDataset` whose batches come in the order that (seed, epoch) gives, or as they are without a seed."""

@@ -1,0 +1,347 @@
+"""The inner loop of strategies whose replicas compute the step of one device, partitioned (see `tfdist.spmd`).
+
+    the first batch is fetched             how many examples it has for each replica decides which graph runs
+    while there are batches of these sizes
+        the traced step of one device, partitioned for the replicas
+        the next batch is fetched
+    a batch of other sizes                 is handed back, and goes on in the graph of its sizes
+
+The step is traced once, and partitioned for each number of examples that a batch has. There are two as a rule: that of
+a full batch, and that of the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import spmd
+from tfdist.cluster import consensus
+from tfdist.core import fused_optimizers, metrics
+from tfdist.core.inner_loop import HOST, Graph, Outcome, PredictProgram, StepProgram, Steps, joined
+from tfdist.core.metrics import Logs
+from tfdist.core.steps_per_call import AtNan
+from tfdist.data.pipeline import batch_parts
+from tfdist.data.pipeline.division import WHOLE
+from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.spmd.placements import Placed, Shard
+
+# The numbers of examples of the replicas.
+Rows = tuple[int, ...]
+
+
+class OneDeviceStep:
+    """The step of one device, traced once, and computed by the replicas of a strategy.
+
+    Args:
+        strategy: whose replicas compute it.
+        steps: of a model that is built.
+        step: computes a batch.
+    """
+
+    def __init__(self, strategy: Any, steps: Steps, step: Callable[[Any], Any]):
+        self._strategy = strategy
+        self._steps = steps
+        self._step = step
+        self._traced: Any = None
+        self.mesh: spmd.Mesh = strategy.mesh
+        self.cost = spmd.Cost()
+
+    def trace(self) -> Any:
+        """The step, a `tf.types.experimental.ConcreteFunction`, as one device traces it for these data.
+
+        First called outside of other graphs, to which its tensors would belong.
+        """
+        if self._traced is None:
+            assert tf.executing_eagerly()
+            with self._strategy.tracing(self._steps.model):
+                spec = keras_data.without_optionals(self._steps.spec)
+                self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
+        return self._traced
+
+    def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
+        """Computes the step of a batch on the replicas of the strategy, in the present graph."""
+        mesh = self.mesh
+        self.cost = spmd.Cost()
+        placed = self._placed(state, batch, rows)
+        return spmd.compute(self.trace(), mesh, placed, rows if self._is_sharded(rows) else None, self.cost)
+
+    @staticmethod
+    def _is_sharded(rows: Rows) -> bool:
+        """Whether each of several replicas has a part of such a batch; else each has the whole."""
+        return 0 not in rows and len(rows) > 1
+
+    def _placed(self, state: Any, batch: Any, rows: Rows) -> list[Placed]:
+        """The tensors of a batch: those with a row per example are sharded, others are replicated.
+
+        A batch with fewer examples than replicas is replicated.
+        """
+        mesh, batches, division = self.mesh, self._steps.batches, self._strategy.division
+        specs = tf.nest.flatten(keras_data.without_optionals(self._steps.spec))
+        parts: list[Any] = []
+        sharded = self._is_sharded(rows)
+        for position, replica in enumerate(mesh.local if sharded else ()):
+            with mesh.on_replica(position):
+                parts.append(tf.nest.flatten(batches.part(state, batch, replica, division)[0]))
+        whole = self._whole(state, batch) if not parts or not all(map(_is_dense, specs)) else [None] * len(specs)
+        found = []
+        for index, spec in enumerate(specs):
+            if spec is None:
+                continue
+            if parts and _is_dense(spec):
+                lengths = [rows[replica] for replica in mesh.local]
+                own = [_of_spec(part[index], spec, length) for part, length in zip(parts, lengths, strict=True)]
+                found.append(Placed(Shard.of_rows(rows), own, replica=mesh.local[0]))
+                continue
+            value = _of_spec(whole[index], spec, sum(rows)) if _is_dense(spec) else whole[index]
+            for tensor in tf.nest.flatten(value, expand_composites=True):
+                found.append(spmd.replicated([tensor] * mesh.copies))
+        return found
+
+    def _whole(self, state: Any, batch: Any) -> list[Any]:
+        """The values of a global batch."""
+        batches = self._steps.batches
+        if batches.in_parts:
+            return tf.nest.flatten(self.mesh.gathered(batches.mine(batch)))
+        return tf.nest.flatten(batches.part(state, batch, 0, WHOLE)[0])
+
+
+def _is_dense(spec: Any) -> bool:
+    """Whether a value of this spec is a tensor with a row per example."""
+    return spec is None or (isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank))
+
+
+def _of_spec(tensor: tf.Tensor, spec: tf.TensorSpec, length: int) -> tf.Tensor:
+    """`tensor` `[length, ...]`, of whose shape no more is known than in every batch, and in every process."""
+    shape = [length, *spec.shape[1:]]
+    if tensor.shape.as_list() == shape:
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
+
+
+class PartitionedProgram(StepProgram):
+    """Runs `model.train_step` or `model.test_step` of one device on all replicas."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, self._traced_step)
+        self._graphs: dict[tuple[Rows, bool], Any] = {}
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        done, more, finite = 0, True, True
+        logs: Logs = {}
+        held = None  # a batch that was fetched
+        while more and finite and done < count:
+            held = self._fetched(state, first + done) if held is None else held
+            if held is None:
+                return Outcome(done, True, logs)
+            graph = self._graph(state, held, one_step=count - done == 1 and tensorflow_internals.profiling())
+            steps, more, alike, finite, held, logs = graph(state, tf.constant(first + done), count - done, held)
+            more, finite = bool(more), bool(finite) and self._is_finite(logs)
+            held = held if more and not bool(alike) else None
+            done += int(steps) if finite else min(int(steps), self._steps_to_not_finite())
+        return Outcome(done, not more, logs if done else {})
+
+    def _is_finite(self, logs: Logs) -> bool:
+        """Whether the loss is finite, as far as that is asked for."""
+        return self._at_nan is not AtNan.FIND or math.isfinite(logs.get("loss", 0.0))
+
+    def _steps_to_not_finite(self) -> int:
+        """The number of steps of the last call of a graph until the loss was not finite."""
+        if self._at_nan is AtNan.STOP:
+            return 1 << 31  # it has stopped there
+        return 1 + min(consensus.all_gather_object(self._strategy, int(self._finite_steps.numpy())))
+
+    def _goes_on(self) -> tf.Tensor:
+        if self._at_nan is AtNan.STOP:  # each process has the whole state of the metrics meanwhile
+            return tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
+        return super()._goes_on()
+
+    def _traced_step(self, data: Any) -> Logs:
+        step = self._recomputation.marked(getattr(self._model, self._step_name), 0)
+        optimizer = self._model.optimizer
+        with fused_optimizers.fused(optimizer, self._strategy.fused), self._recomputation.traced():
+            logs = step(data)
+        if not isinstance(logs, dict):
+            raise UsageError(
+                f"`{self._step_name}` of the model `{self._model.name}` returned `{logs}`",
+                "return a dict of metrics and their values",
+            )
+        return {} if set(logs) == metrics.names(self._model) else logs
+
+    def _fetched(self, state: Any, step: int) -> Any:
+        """The batch number `step` of the pass; `None` if there is none."""
+        batch = self._batches.fetch(state, tf.constant(step))
+        if self._batches.length_known:
+            return _without_optionals(batch)
+        return _without_optionals(batch.get_value()) if bool(batch.has_value()) else None
+
+    def _graph(self, state: Any, batch: Any, *, one_step: bool) -> Callable[..., Any]:
+        """The graph for batches of the sizes of this one."""
+        rows = tuple(int(number) for number in self._batches.lengths_of_parts(state, batch, self._strategy.division))
+        if (rows, one_step) not in self._graphs:
+            self._graphs[rows, one_step] = _Steps(self, rows, batch, one_step)
+        return self._graphs[rows, one_step]
+
+
+class _Steps:
+    """The graph that runs steps on batches of the same sizes.
+
+    Args:
+        program: whose steps they are.
+        rows: the number of examples of each replica.
+        batch: such a batch.
+        one_step: no further batch is fetched.
+    """
+
+    def __init__(self, program: PartitionedProgram, rows: Rows, batch: Any, one_step: bool):
+        self._program = program
+        self._rows = rows
+        self._structure = tf.nest.map_structure(_spec_of_any_size, batch)
+        self._one_step = one_step
+        self._logs = program._one_device.trace().structured_outputs
+        self._graph = Graph(self._run, program._strategy)
+
+    def __call__(self, state: Any, first: tf.Tensor, count: int, batch: Any) -> Any:
+        flat = _flat(batch)
+        steps, more, alike, finite, batch, logs = self._graph(state, first, tf.constant(count), flat)
+        return steps, more, alike, finite, self._packed(batch), logs
+
+    def _run(self, state: Any, first: tf.Tensor, count: tf.Tensor, flat: Sequence[tf.Tensor]) -> Any:
+        program = self._program
+        program._count_no_finite_steps()
+        mesh, metrics = program._one_device.mesh, program._model.metrics_variables
+        mesh.begin(metrics)
+        if self._one_step:
+            finite, logs = self._step(state, flat)
+            with tf.control_dependencies([finite]):
+                mesh.end(metrics)
+            one = tf.constant(1), tf.constant(True), tf.constant(True), finite, flat
+            return *one, logs or program._results(logs, after=finite)
+        with tf.device(HOST):
+            yes = tf.constant(True)
+            begun = tf.constant(0), yes, yes, yes, list(flat), self._no_logs()
+        invariants = tf.nest.map_structure(lambda one: one.shape, begun)
+        # Other axes than that of the examples may have other lengths in another batch.
+        invariants = (*invariants[:4], [tf.TensorShape([None] * one.shape.rank) for one in flat], invariants[5])
+        done, more, alike, finite, batch, logs = tf.while_loop(
+            lambda done, more, alike, finite, batch, logs: self._goes_on(count, done, more, alike, finite),
+            lambda done, more, alike, finite, batch, logs: self._iteration(state, first, count, done, batch),
+            begun,
+            shape_invariants=invariants,
+            parallel_iterations=program._strategy.parallel_steps,
+        )
+        with tf.control_dependencies([done]):
+            mesh.end(metrics)
+        return done, more, alike, finite, batch, logs or program._results(logs, after=done)
+
+    def _goes_on(self, count: tf.Tensor, done: tf.Tensor, *conditions: tf.Tensor) -> tf.Tensor:
+        # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
+        with tf.device(HOST):
+            return tf.reduce_all([done < count, *conditions])
+
+    def _iteration(
+        self, state: Any, first: tf.Tensor, count: tf.Tensor, done: tf.Tensor, flat: Sequence[tf.Tensor]
+    ) -> tuple[Any, ...]:
+        finite, logs = self._step(state, flat)
+        with tf.device(HOST):
+            done += 1
+            more, alike, batch = self._next(state, first + done, done < count, flat)
+        return done, more, alike, finite, batch, logs
+
+    def _step(self, state: Any, flat: Sequence[tf.Tensor]) -> tuple[tf.Tensor, Logs]:
+        logs = self._program._one_device.compute(state, self._packed(flat), self._rows)
+        return self._program._goes_on(), logs
+
+    def _next(self, state: Any, step: tf.Tensor, wanted: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[Any, ...]:
+        """Whether there is a batch number `step`, whether it has the sizes of this graph, and its tensors."""
+        batches, none = self._program._batches, [tf.identity(tensor) for tensor in flat]
+
+        def found(batch: Any) -> tuple[Any, ...]:
+            batch = _without_optionals(batch)
+            rows = batches.lengths_of_parts(state, batch, self._program._strategy.division)
+            alike = tf.reduce_all(tf.equal(tf.stack(list(rows)), tf.constant(self._rows)))
+            return tf.constant(True), alike, _flat(batch)
+
+        def fetch() -> tuple[Any, ...]:
+            batch = batches.fetch(state, step)
+            if batches.length_known:
+                return found(batch)
+            ended = tf.constant(False), tf.constant(True), none
+            return tf.cond(batch.has_value(), lambda: found(batch.get_value()), lambda: ended)
+
+        with self._program._one_device.mesh.branches() as done:
+            found_or_not: tuple[Any, ...] = tf.cond(wanted, fetch, lambda: (tf.constant(True), tf.constant(True), none))
+            done(found_or_not[0])
+        return found_or_not
+
+    def _no_logs(self) -> Logs:
+        outputs = self._logs
+        return tf.nest.map_structure(lambda one: tf.zeros([n or 0 for n in one.shape], one.dtype), outputs)
+
+    def _packed(self, flat: Sequence[tf.Tensor]) -> Any:
+        """The structure of a batch, of its tensors."""
+        tensors = iter(flat)
+        slots = tf.nest.flatten(self._structure, expand_composites=True)
+        filled = [None if slot is None else next(tensors) for slot in slots]
+        return tf.nest.pack_sequence_as(self._structure, filled, expand_composites=True)
+
+
+class PartitionedPredictProgram(PredictProgram):
+    """Runs `model.predict_step` of one device on all replicas."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
+        self._graphs: dict[Rows, Any] = {}
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        outputs = []
+        for batch in self._batches.take(state, first, count):
+            rows = tuple(
+                int(number) for number in self._batches.lengths_of_parts(state, batch, self._strategy.division)
+            )
+            if rows not in self._graphs:
+                self._graphs[rows] = Graph(self._of(rows), self._strategy)
+            outputs.append(self._graphs[rows](state, batch))
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
+
+    def _of(self, rows: Rows) -> Callable[..., Any]:
+        """The function that predicts batches of these sizes."""
+        self._one_device.trace()
+
+        def predict(state: Any, batch: Any) -> Any:
+            return self._one_device.compute(state, batch, rows)
+
+        return predict
+
+
+def _flat(batch: Any) -> list[tf.Tensor]:
+    """The tensors of a batch."""
+    return [tensor for tensor in tf.nest.flatten(batch, expand_composites=True) if tensor is not None]
+
+
+def _spec_of_any_size(value: Any) -> Any:
+    """The spec of a tensor, dense, ragged or sparse, whatever the lengths of its axes are; `None` stays `None`."""
+    if value is None:
+        return None
+    shape = tf.TensorShape([None] * value.shape.rank)
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, value.dtype, value.ragged_rank, value.row_splits.dtype)
+    kind = tf.SparseTensorSpec if isinstance(value, tf.SparseTensor) else tf.TensorSpec
+    return kind(shape, value.dtype)
+
+
+def _without_optionals(batch: Any) -> Any:
+    return tf.nest.map_structure(batch_parts.none_if_empty, batch)
+
+
+def repeated(cost: spmd.Cost) -> Mapping[str, float]:
+    """What a run's record says of the cost of partitioned steps."""
+    return {"repeated_share": cost.repeated_share, "gathered_bytes": cost.gathered_bytes}
