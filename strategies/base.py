@@ -259,12 +259,16 @@ class Strategy(KerasMethods):
         """The inner loop that runs `steps`."""
         from tfdist.core import inner_loop, partitioned_program
 
-        if self.mesh is not None and not self.alone and not self.runs_eagerly(steps.model):
-            partitioned = partitioned_program.PartitionedProgram, partitioned_program.PartitionedPredictProgram
-            return partitioned[steps.kind == "predict"](self, steps)
-        return (
-            inner_loop.PredictProgram(self, steps) if steps.kind == "predict" else inner_loop.StepProgram(self, steps)
-        )
+        of_kind = int(steps.kind == "predict")
+        if self.mesh is not None and not self.alone:
+            if self.runs_eagerly(steps.model):
+                return (partitioned_program.OneReplicaProgram, partitioned_program.OneReplicaPredictProgram)[of_kind](
+                    self, steps
+                )
+            return (partitioned_program.PartitionedProgram, partitioned_program.PartitionedPredictProgram)[of_kind](
+                self, steps
+            )
+        return (inner_loop.StepProgram, inner_loop.PredictProgram)[of_kind](self, steps)
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
         """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""

@@ -32,8 +32,8 @@ def both(function, *batch, replicas=2):
 def assert_equal(found, expected, dtype_digits=None):
     """Structures of tensors that differ by rounding at most; in float64 that is 1e-12."""
     tf.nest.assert_same_structure(found, expected)
-    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
-        one, other = np.asarray(one), np.asarray(other)
+    arrays = [[np.asarray(one) for one in tf.nest.flatten(structure)] for structure in (found, expected)]
+    for one, other in zip(*arrays, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         if one.dtype.kind in "fc":
             digits = dtype_digits or (1e-12 if one.dtype.itemsize >= 8 and one.dtype != np.complex64 else 2e-6)

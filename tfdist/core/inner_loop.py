@@ -219,6 +219,8 @@ class StepProgram(Program):
         """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
         if self._at_nan is AtNan.STOP:
             total = keras_internals.loss_tracker(self._model).total
+            if self._strategy.mesh is not None:  # each process has the whole state of the metrics in its steps
+                return tf.math.is_finite(metrics.own_part(total))
             return tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
         if self._at_nan is AtNan.FIND:
             self._count_if_finite()

@@ -13,6 +13,7 @@ a full batch, and that of the last one.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,14 +21,14 @@ import tensorflow as tf
 
 from tfdist import spmd
 from tfdist.cluster import consensus
-from tfdist.core import fused_optimizers, metrics
+from tfdist.core import building, fused_optimizers, metrics
 from tfdist.core.inner_loop import HOST, Graph, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
+from tfdist.data.pipeline.batch_parts import UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import UsageError
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.spmd.placements import Placed, Shard
@@ -77,6 +78,15 @@ class OneDeviceStep:
         """Whether each of several replicas has a part of such a batch; else each has the whole."""
         return 0 not in rows and len(rows) > 1
 
+    def rows(self, state: Any, batch: Any) -> Rows:
+        """The number of examples of each replica in a batch that was fetched; none for a batch without rows.
+
+        That is one whose tensors have different lengths, such as a graph's nodes and edges.
+        """
+        lengths = self._steps.batches.lengths_of_parts(state, batch, self._strategy.division)
+        found = tuple(int(length) for length in lengths)
+        return () if UNEQUAL in found else found
+
     def _placed(self, state: Any, batch: Any, rows: Rows) -> list[Placed]:
         """The tensors of a batch: those with a row per example are sharded, others are replicated.
 
@@ -89,7 +99,8 @@ class OneDeviceStep:
         for position, replica in enumerate(mesh.local if sharded else ()):
             with mesh.on_replica(position):
                 parts.append(tf.nest.flatten(batches.part(state, batch, replica, division)[0]))
-        whole = self._whole(state, batch) if not parts or not all(map(_is_dense, specs)) else [None] * len(specs)
+        needed = not parts or not all(map(_is_dense, specs))
+        whole = tf.nest.flatten(self.whole_batch(state, batch)) if needed else [None] * len(specs)
         found = []
         for index, spec in enumerate(specs):
             if spec is None:
@@ -99,17 +110,15 @@ class OneDeviceStep:
                 own = [_of_spec(part[index], spec, length) for part, length in zip(parts, lengths, strict=True)]
                 found.append(Placed(Shard.of_rows(rows), own, replica=mesh.local[0]))
                 continue
-            value = _of_spec(whole[index], spec, sum(rows)) if _is_dense(spec) else whole[index]
+            value = _of_spec(whole[index], spec, sum(rows)) if _is_dense(spec) and rows else whole[index]
             for tensor in tf.nest.flatten(value, expand_composites=True):
                 found.append(spmd.replicated([tensor] * mesh.copies))
         return found
 
-    def _whole(self, state: Any, batch: Any) -> list[Any]:
-        """The values of a global batch."""
+    def whole_batch(self, state: Any, batch: Any) -> Any:
+        """A global batch, as the step of one device takes it."""
         batches = self._steps.batches
-        if batches.in_parts:
-            return tf.nest.flatten(self.mesh.gathered(batches.mine(batch)))
-        return tf.nest.flatten(batches.part(state, batch, 0, WHOLE)[0])
+        return self.mesh.gathered(batches.mine(batch)) if batches.in_parts else batches.part(state, batch, 0, WHOLE)[0]
 
 
 def _is_dense(spec: Any) -> bool:
@@ -123,6 +132,16 @@ def _of_spec(tensor: tf.Tensor, spec: tf.TensorSpec, length: int) -> tf.Tensor:
     if tensor.shape.as_list() == shape:
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
+
+
+def own_logs(model: Any, step_name: str, logs: Any) -> Logs:
+    """The logs of a step that are not the results of the metrics of `model`, which are read after the steps."""
+    if not isinstance(logs, dict):
+        raise UsageError(
+            f"`{step_name}` of the model `{model.name}` returned `{logs}`",
+            "return a dict of metrics and their values",
+        )
+    return {} if set(logs) == metrics.names(model) else logs
 
 
 class PartitionedProgram(StepProgram):
@@ -158,22 +177,11 @@ class PartitionedProgram(StepProgram):
             return 1 << 31  # it has stopped there
         return 1 + min(consensus.all_gather_object(self._strategy, int(self._finite_steps.numpy())))
 
-    def _goes_on(self) -> tf.Tensor:
-        if self._at_nan is AtNan.STOP:  # each process has the whole state of the metrics meanwhile
-            return tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
-        return super()._goes_on()
-
     def _traced_step(self, data: Any) -> Logs:
         step = self._recomputation.marked(getattr(self._model, self._step_name), 0)
         optimizer = self._model.optimizer
         with fused_optimizers.fused(optimizer, self._strategy.fused), self._recomputation.traced():
-            logs = step(data)
-        if not isinstance(logs, dict):
-            raise UsageError(
-                f"`{self._step_name}` of the model `{self._model.name}` returned `{logs}`",
-                "return a dict of metrics and their values",
-            )
-        return {} if set(logs) == metrics.names(self._model) else logs
+            return own_logs(self._model, self._step_name, step(data))
 
     def _fetched(self, state: Any, step: int) -> Any:
         """The batch number `step` of the pass; `None` if there is none."""
@@ -184,7 +192,7 @@ class PartitionedProgram(StepProgram):
 
     def _graph(self, state: Any, batch: Any, *, one_step: bool) -> Callable[..., Any]:
         """The graph for batches of the sizes of this one."""
-        rows = tuple(int(number) for number in self._batches.lengths_of_parts(state, batch, self._strategy.division))
+        rows = self._one_device.rows(state, batch)
         if (rows, one_step) not in self._graphs:
             self._graphs[rows, one_step] = _Steps(self, rows, batch, one_step)
         return self._graphs[rows, one_step]
@@ -265,6 +273,8 @@ class _Steps:
 
         def found(batch: Any) -> tuple[Any, ...]:
             batch = _without_optionals(batch)
+            if not self._rows:  # each batch is computed whole
+                return tf.constant(True), tf.constant(True), _flat(batch)
             rows = batches.lengths_of_parts(state, batch, self._program._strategy.division)
             alike = tf.reduce_all(tf.equal(tf.stack(list(rows)), tf.constant(self._rows)))
             return tf.constant(True), alike, _flat(batch)
@@ -293,6 +303,61 @@ class _Steps:
         return tf.nest.pack_sequence_as(self._structure, filled, expand_composites=True)
 
 
+class OneReplicaProgram(StepProgram):
+    """Runs the steps of a model with `run_eagerly=True`, which have no graph to partition, on one replica.
+
+    Each process of a job computes the whole of each batch.
+    """
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, getattr(steps.model, self._step_name))
+        warnings.warn(
+            f"The model `{steps.model.name}` has `run_eagerly=True`, so that one replica of `{strategy.name}` computes "
+            "its steps; compile the model without it to train on all replicas",
+            stacklevel=2,
+        )
+
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        mesh, metrics_variables = self._one_device.mesh, self._model.metrics_variables
+        done, finite = 0, True
+        logs: Logs = {}
+        mesh.begin(metrics_variables)
+        for batch in self._batches.take(state, int(first), int(count)):
+            logs = self._computed(self._one_device.whole_batch(state, batch))
+            done += 1
+            finite = bool(self._goes_on())
+            if not finite:
+                break
+        mesh.end(metrics_variables)
+        building.spread(self._strategy, self._model)
+        return done, done == int(count) or not finite, logs or self._results({})
+
+    def _computed(self, data: Any) -> Logs:
+        kind = self._step_name.removesuffix("_step")
+        building.build_eagerly(self._strategy, self._model, kind, data)
+        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused)
+        with self._strategy.tracing(self._model), update:
+            return own_logs(self._model, self._step_name, getattr(self._model, self._step_name)(data))
+
+
+class OneReplicaPredictProgram(PredictProgram):
+    """Predicts with a model with `run_eagerly=True` on one replica."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        outputs = []
+        for batch in self._batches.take(state, first, count):
+            data = self._one_device.whole_batch(state, batch)
+            building.build_eagerly(self._strategy, self._model, "predict", data)
+            with self._strategy.tracing(self._model):
+                outputs.append(self._model.predict_step(data))
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
+
+
 class PartitionedPredictProgram(PredictProgram):
     """Runs `model.predict_step` of one device on all replicas."""
 
@@ -304,9 +369,7 @@ class PartitionedPredictProgram(PredictProgram):
     def run(self, state: Any, first: int, count: int) -> Outcome:
         outputs = []
         for batch in self._batches.take(state, first, count):
-            rows = tuple(
-                int(number) for number in self._batches.lengths_of_parts(state, batch, self._strategy.division)
-            )
+            rows = self._one_device.rows(state, batch)
             if rows not in self._graphs:
                 self._graphs[rows] = Graph(self._of(rows), self._strategy)
             outputs.append(self._graphs[rows](state, batch))

@@ -253,7 +253,8 @@ def _epsilon_of(kind: type) -> float:
 
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
     first = report.first
-    mine = None if first is None else [*explained(model, first), first.layer]
+    partitioned = strategy.mesh is not None
+    mine = None if first is None else [*explained(model, first, partitioned), first.layer]
     told = next((one for one in consensus.all_gather_object(strategy, mine) if one is not None), None)
     if told is None:
         return

@@ -9,10 +9,16 @@ import keras
 from tfdist.core.verification_report import Entry
 from tfdist.internals import keras as keras_internals
 
+# Of a strategy that partitions the step of one device, whatever the model computes.
+_OF_THE_PARTITIONER = (
+    "tfdist divides an operation of the step among the replicas by a wrong rule",
+    "this is a fault of tfdist: train with the strategy `single`, and report the layer",
+)
 
-def explained(model: Any, entry: Entry) -> tuple[str, str]:
-    """The sentence and the hint for the first entry that differs."""
-    cause, hint = _cause(model, entry)
+
+def explained(model: Any, entry: Entry, partitioned: bool) -> tuple[str, str]:
+    """The sentence and the hint for the first entry that differs; whether the step of one device was partitioned."""
+    cause, hint = _OF_THE_PARTITIONER if partitioned else _cause(model, entry)
     sentence = (
         f"{_WHAT[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
         f"{entry.step}, where rounding makes {entry.sensitivity:.2g}; the likely cause: {cause}"

@@ -177,7 +177,7 @@ class DatasetBatches(Batches):
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
         del state
         flat = tree.flatten(tree.map_structure(batch_parts.none_if_empty, batch))
-        return batch_parts.rows(batch_parts.common_length(flat), division)
+        return batch_parts.lengths_of_parts(flat, division)
 
 
 class InOrder(keras.utils.PyDataset):
