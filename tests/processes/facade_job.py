@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist.horovod as hvd
+from tests.processes import facade_tapes
 from tfdist import data
 
 GLOBAL_BATCH = 32
@@ -169,6 +170,51 @@ def fit_mine_without_broadcast(model):
     fit(model, slice(hvd.rank(), None, hvd.size()), GLOBAL_BATCH // hvd.size())
 
 
+# Of each global batch of 32 examples, process 0 has 24 and process 1 has 8; of the last, 12 and 4.
+PARTS, OWN_BATCH, LAST = ((0, 24), (24, 32)), (24, 8), ((0, 12), (12, 16))
+
+
+def of_different_sizes(make, optimizer, options=None, weights=None):
+    """Batches of different sizes, and what one process trains on the joined batches."""
+    x, y = (array[:112] for array in digits())
+    begin, end = PARTS[hvd.rank()]
+    mine = [slice(first + begin, first + end) for first in (0, 32, 64)]
+    mine.append(slice(96 + LAST[hvd.rank()][0], 96 + LAST[hvd.rank()][1]))
+    keras.utils.set_random_seed(5)
+    alone, distributed = make(), make()
+    distributed.set_weights(alone.get_weights())
+    sample_weight = (
+        None if weights is None else np.concatenate([np.repeat(weights, OWN_BATCH)] * 3 + [np.repeat(weights, [12, 4])])
+    )
+    compiled(alone, optimizer()).fit(
+        x, y, sample_weight=sample_weight, batch_size=32, epochs=2, shuffle=False, verbose=0
+    )
+    own = tuple(np.concatenate([array[part] for part in mine]) for array in (x, y))
+    fit(
+        compiled(distributed, hvd.DistributedOptimizer(optimizer(), **(options or {}))),
+        batch=OWN_BATCH[hvd.rank()],
+        examples=own,
+    )
+    return compare(distributed, alone)
+
+
+def passes_of_different_sizes():
+    """Two passes before an update: the mean over all their examples in all processes, here of 64, and of 48."""
+    x, y = (array[:112] for array in digits())
+    keras.utils.set_random_seed(5)
+    alone, distributed = dense(), dense()
+    distributed.set_weights(alone.get_weights())
+    compiled(alone, SGD(0.1))
+    for part in (slice(0, 64), slice(64, 112)):
+        alone.train_on_batch(x[part], y[part])
+    options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    compiled(distributed, hvd.DistributedOptimizer(SGD(0.1), **options))
+    for first, (begin, end) in zip((0, 32, 64, 96), [PARTS[hvd.rank()]] * 3 + [LAST[hvd.rank()]], strict=True):
+        part = slice(first + begin, first + end)
+        distributed.train_on_batch(x[part], y[part])
+    return compare(distributed, alone)
+
+
 def graphs_that_differ():
     """The last batch has twelve examples in one process and four in the other."""
     model = compiled(dense(), hvd.DistributedOptimizer(SGD(0.1)))
@@ -250,10 +296,25 @@ def jobs(folder):
         "loss_scaling_inside": functools.partial(loss_scaling, inside),
         "loss_scaling_outside": functools.partial(loss_scaling, outside),
         "own_step": own_step,
+        "different_sizes": functools.partial(of_different_sizes, dense, lambda: SGD(0.1)),
+        "different_sizes_adam_clipped": functools.partial(
+            of_different_sizes, dense, lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05)
+        ),
+        "different_sizes_sparse": functools.partial(of_different_sizes, embedding, lambda: SGD(0.1)),
+        "different_sizes_scaled": functools.partial(
+            of_different_sizes, dense, lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=8.0)
+        ),
+        "different_sizes_plain_mean": functools.partial(
+            of_different_sizes, dense, lambda: SGD(0.1), {"average_over": "processes"}, (32 / 48, 32 / 16)
+        ),
+        "different_sizes_passes": passes_of_different_sizes,
         "graphs_that_differ": graphs_that_differ,
         "callbacks": callbacks,
         "checkpoints": functools.partial(checkpoints, folder),
         "values": values,
+        "tapes": facade_tapes.tapes,
+        "collectives": facade_tapes.collectives,
+        "mnist_loop": facade_tapes.mnist_loop,
     }
 
 

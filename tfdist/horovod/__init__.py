@@ -7,10 +7,10 @@
     model.compile(optimizer, ...)
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
-`DistributedOptimizer`, `load_model`, `broadcast_variables`, the four collectives for values and the `callbacks` are
-written for Keras 3. `init` also joins a job that TF_CONFIG or Slurm describes, and refuses an `mpirun` of another MPI
-library. All other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of `horovod.tensorflow`, which
-is imported when one of them is first used.
+`DistributedOptimizer`, `DistributedGradientTape`, `load_model`, `broadcast_variables`, the four collectives for values
+and the `callbacks` are written for Keras 3. `init` also joins a job that TF_CONFIG or Slurm describes, and refuses an
+`mpirun` of another MPI library. All other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of
+`horovod.tensorflow`, which is imported when one of them is first used.
 """
 
 from __future__ import annotations
@@ -22,18 +22,31 @@ from tfdist.cluster.world import World
 from tfdist.communicators import gloo
 from tfdist.communicators import horovod as engine
 from tfdist.horovod import callbacks
-from tfdist.horovod.collectives import allgather, allreduce, broadcast, broadcast_variables, reducescatter
+from tfdist.horovod.collectives import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
+from tfdist.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
 from tfdist.strategies import _distribute as distribute
 
 # One of these is set if `horovodrun`, `mpirun` or `srun --mpi` has given Horovod itself the rank of this process.
 KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 
 __all__ = [
+    "DistributedGradientTape",
     "DistributedOptimizer",
+    "PartialDistributedGradientTape",
     "allgather",
     "allreduce",
     "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
     "broadcast_variables",
     "callbacks",
     "init",
