@@ -71,6 +71,12 @@ def test_local_layers_are_layers_of_keras():
         hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
 
 
+@pytest.mark.parametrize("option", ["timeout_seconds", "callback_timeout_seconds"])
+def test_a_time_that_cannot_be_is_refused(option):
+    with pytest.raises(UsageError, match=f"`{option}` is 0"):
+        hvd.init(**{option: 0})
+
+
 def test_what_tensorflow_2_does_not_have_is_refused():
     with pytest.raises(UsageError, match="TensorFlow 2 has no global variables"):
         hvd.broadcast_global_variables(0)

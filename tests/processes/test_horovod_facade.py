@@ -199,7 +199,7 @@ def test_values_cross_the_processes(over):
     assert [rank["values"] for rank in ranks] == [expected] * 2
 
 
-def test_the_launcher_starts_it_over_gloo(tmp_path):
+def test_the_launcher_starts_it_over_gloo_and_tensorflow_is_configured_afterwards(tmp_path):
     (tmp_path / "which.py").write_text(
         "import runpy; import tfdist.horovod as hvd; hvd.init(); print('gloo', hvd.gloo_enabled(), flush=True)\n"
         "runpy.run_module('tests.processes.facade_job', run_name='__main__')"

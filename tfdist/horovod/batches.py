@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.internals import keras_patches
+from tfdist.internals import keras_loops
 
 
 class _Thread(threading.local):
@@ -28,7 +28,7 @@ _thread = _Thread()
 @functools.cache
 def install() -> None:
     """From now on the steps of Keras' own loop know the number of examples of their batches."""
-    keras_patches.around_steps(_with_number)
+    keras_loops.around_steps(_with_number)
 
 
 def examples() -> tf.Tensor | None:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.communicators import horovod as engine
 from tfdist.core.gradient_reduction import Packing, packed
 from tfdist.errors import UsageError
+from tfdist.horovod import names, operations
 
 
 @tf.autograph.experimental.do_not_convert
@@ -46,27 +47,44 @@ def reducescatter(value: Any, *arguments: Any, **options: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
-    """Gives `variables`, of Keras or TensorFlow, the values that they have in the process `root_rank`."""
-    hvd = engine.load()
-    plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: Any = None, inplace: bool = False
+) -> None:
+    """Gives `variables`, of Keras or TensorFlow, the values that they have in the process `root_rank`.
 
-    def send(tensors: list[Any]) -> list[Any]:
-        return [
-            hvd.broadcast(tensor, root_rank, name=f"tfdist.broadcast.{index}", ignore_name_scope=True)
-            for index, tensor in enumerate(tensors)
-        ]
-
-    sent = packed(send, Packing(None))([tf.convert_to_tensor(variable) for variable in plain])
-    for variable, value in zip(plain, sent, strict=True):
-        variable.assign(value)
+    Args:
+        variables: in the same order in all processes.
+        root_rank: the process whose values the others receive.
+        process_set: the processes that take part; `None` is all.
+        inplace: has no effect.
+    """
+    del inplace
+    _broadcast(variables, root_rank, process_set)
 
 
 @tf.autograph.experimental.do_not_convert
-def broadcast_(variables: Iterable[Any], root_rank: int, *arguments: Any, **options: Any) -> Any:
-    """`horovod.tensorflow.broadcast_`: broadcasts `variables`, of Keras or TensorFlow, in place."""
+def broadcast_(variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: Any = None) -> list[Any]:
+    """As `broadcast_variables`; returns the values. `name` has no effect."""
+    del name
+    return _broadcast(variables, root_rank, process_set)
+
+
+def _broadcast(variables: Iterable[Any], root_rank: int, process_set: Any) -> list[Any]:
+    hvd = engine.load()
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
-    return engine.load().broadcast_(plain, root_rank, *arguments, **options)
+    name = names.next_name("tfdist.broadcast")
+    options = {"process_set": process_set or hvd.global_process_set, "ignore_name_scope": True}
+
+    def send(tensors: list[Any]) -> list[Any]:
+        return [
+            hvd.broadcast(tensor, root_rank, name=f"{name}.{index}", **options) for index, tensor in enumerate(tensors)
+        ]
+
+    with operations.named("a broadcast of variables"):
+        sent = packed(send, Packing(None))([tf.convert_to_tensor(variable) for variable in plain])
+    for variable, value in zip(plain, sent, strict=True):
+        variable.assign(value)
+    return sent
 
 
 @tf.autograph.experimental.do_not_convert

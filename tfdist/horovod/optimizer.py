@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.horovod import batches, reduction
+from tfdist.horovod import batches, operations, reduction
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
@@ -76,14 +76,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
     )
     batches.install()
-    name = name or f"DistributedOptimizer.{next(_numbers)}"
     divisor = backward_passes_per_step if average_aggregated_gradients else 1
     add_up = _SeveralPasses(backward_passes_per_step, divisor) if backward_passes_per_step > 1 else None
+    around_apply = _reducing(reduces, name or f"DistributedOptimizer.{next(_numbers)}", add_up)
+    keras_patches.set_around_apply(optimizer, around_apply)
+    return optimizer
+
+
+def _reducing(reduces: reduction.Reduction, name: str, add_up: _SeveralPasses | None) -> keras_patches.AroundApply:
+    """What an optimizer does in place of an update: reduces the gradients first, perhaps those of several passes."""
 
     def around_apply(caller: Any, gradients: list[Any], variables: list[Any], update: Callable[..., None]) -> None:
         def reduce_and_update(gradients: list[Any], examples: tf.Tensor | None) -> None:
-            factor = None if examples is None else _factor(caller, examples, name)
-            update(reduces.of_all(gradients, name, factor))
+            with operations.named(f"the gradients of `{caller.name}`"):
+                factor = None if examples is None else _factor(caller, examples, name)
+                reduced = reduces.of_all(gradients, name, factor)
+            update(reduced)
 
         examples = batches.examples() if reduces.weighs else None
         if add_up is None:
@@ -91,8 +99,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         else:
             add_up(caller, gradients, variables, examples, reduce_and_update)
 
-    keras_patches.set_around_apply(optimizer, around_apply)
-    return optimizer
+    return around_apply
 
 
 def load_model(

@@ -8,7 +8,6 @@ gradients = tape.gradient(loss, model.trainable_variables)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -17,11 +16,8 @@ import tensorflow as tf
 
 from tfdist.communicators import horovod as engine
 from tfdist.errors import UsageError
-from tfdist.horovod import batches, reduction
+from tfdist.horovod import batches, names, operations, reduction
 from tfdist.internals import keras as keras_internals
-
-# How many gradients a graph, and the graphs inside it, have sent: their names must differ within a graph.
-_sent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class DistributedGradientTape(tf.GradientTape):
@@ -136,10 +132,11 @@ class DistributedGradientTape(tf.GradientTape):
         flat = tf.nest.flatten(sources)
         plain = [_plain(source) for source in flat]
         found = self._inner.gradient(target, plain, output_gradients, unconnected_gradients)
-        name = _next_name()
-        factor = self._factor(found, name)
         shared = [index for index, source in enumerate(flat) if _identity(source) not in self._local]
-        reduced = self._reduction.of_all([found[index] for index in shared], name, factor)
+        with operations.named("the gradients of a tape"):
+            name = names.next_name("DistributedGradientTape")
+            factor = self._factor(found, name)
+            reduced = self._reduction.of_all([found[index] for index in shared], name, factor)
         of_all = dict(zip(shared, reduced, strict=True))
         gradients = [
             of_all[index] if index in of_all else self._scaled(gradient, factor) for index, gradient in enumerate(found)
@@ -210,14 +207,3 @@ def _plain(source: Any) -> Any:
 
 def _identity(source: Any) -> int:
     return id(_plain(source))
-
-
-def _next_name() -> str:
-    """A different name for each gradient of a graph and of the graphs inside it; outside of graphs they take turns."""
-    if tf.executing_eagerly():
-        return "DistributedGradientTape"
-    graph = tf.compat.v1.get_default_graph()
-    while (outer := getattr(graph, "outer_graph", None)) is not None and hasattr(outer, "outer_graph"):
-        graph = outer
-    _sent[graph] = _sent.get(graph, 0) + 1
-    return f"DistributedGradientTape.{_sent[graph]}"

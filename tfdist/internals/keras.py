@@ -1,7 +1,7 @@
 """The private parts of Keras' models, layers, metrics and optimizers that tfdist calls, reads and sets.
 
-`keras_patches` replaces functions of Keras, `keras_variables` initializes, reads and protects variables, and
-`keras_data` reads the data of `fit`. All four modules were written for Keras 3.15.1, and
+`keras_patches` and `keras_loops` replace functions of Keras, `keras_variables` initializes, reads and protects
+variables, and `keras_data` reads the data of `fit`. All five modules were written for Keras 3.15.1, and
 `tests/test_keras_internals.py` fails when Keras changes a part that they use.
 """
 

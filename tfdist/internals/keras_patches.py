@@ -186,21 +186,6 @@ def counting(optimizer: Any, count: Callable[[Any], None]) -> Iterator[None]:
         object.__delattr__(iterations, "assign_add")
 
 
-def around_steps(around: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """From now on Keras' own loop takes the step `around(step)` in place of a model's `train_step` and `test_step`.
-
-    Models whose loop Keras has made before keep their step.
-    """
-    kind = tensorflow_trainer.TensorFlowTrainer
-    original = kind._make_function
-
-    @functools.wraps(original)
-    def make_function(model: Any, step: Callable[[Any], Any]) -> Any:
-        return original(model, around(step))
-
-    kind._make_function = make_function
-
-
 # `see(kind, of, value)` receives the values that a step computes; for gradients it returns those to apply.
 See = Callable[[str, Any, Any], Any]
 
