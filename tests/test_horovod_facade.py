@@ -77,6 +77,11 @@ def test_a_time_that_cannot_be_is_refused(option):
         hvd.init(**{option: 0})
 
 
+def test_a_normalization_that_keras_3_does_not_have_is_refused():
+    with pytest.raises(UsageError, match="does not support `fused=True`"):
+        hvd.SyncBatchNormalization(fused=True)
+
+
 def test_what_tensorflow_2_does_not_have_is_refused():
     with pytest.raises(UsageError, match="TensorFlow 2 has no global variables"):
         hvd.broadcast_global_variables(0)

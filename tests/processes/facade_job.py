@@ -89,8 +89,8 @@ def fit_mine(model, callbacks=(), **options):
     return fit(model, part, GLOBAL_BATCH // hvd.size(), [begin, *callbacks], **options)
 
 
-def compiled(model, optimizer, **options):
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+def compiled(model, optimizer, loss=None, **options):
+    model.compile(optimizer, loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
     return model
 
 
@@ -174,28 +174,48 @@ def fit_mine_without_broadcast(model):
 PARTS, OWN_BATCH, LAST = ((0, 24), (24, 32)), (24, 8), ((0, 12), (12, 16))
 
 
-def of_different_sizes(make, optimizer, options=None, weights=None):
-    """Batches of different sizes, and what one process trains on the joined batches."""
+def of_different_sizes(
+    make, optimizer, options=None, weights=None, alone=None, loss=None, own_weights=None, steps=0, make_one=None
+):
+    """Batches of different sizes, and what one process trains on the joined batches.
+
+    `weights` are those of examples of either process in one process, which `alone` optimizes; `own_weights` those of
+    all examples wherever they are. With `steps`, an example has that number of targets.
+    """
     x, y = (array[:112] for array in digits())
+    y = np.repeat(y[:, None], steps, 1) if steps else y
     begin, end = PARTS[hvd.rank()]
     mine = [slice(first + begin, first + end) for first in (0, 32, 64)]
     mine.append(slice(96 + LAST[hvd.rank()][0], 96 + LAST[hvd.rank()][1]))
     keras.utils.set_random_seed(5)
-    alone, distributed = make(), make()
-    distributed.set_weights(alone.get_weights())
-    sample_weight = (
-        None if weights is None else np.concatenate([np.repeat(weights, OWN_BATCH)] * 3 + [np.repeat(weights, [12, 4])])
+    one, distributed = (make_one or make)(), make()
+    distributed.set_weights(one.get_weights())
+    if weights is not None:
+        own_weights = np.concatenate([np.repeat(weights, OWN_BATCH)] * 3 + [np.repeat(weights, [12, 4])])
+    compiled(one, (alone or optimizer)(), loss=loss).fit(
+        x, y, sample_weight=own_weights, batch_size=32, epochs=2, shuffle=False, verbose=0
     )
-    compiled(alone, optimizer()).fit(
-        x, y, sample_weight=sample_weight, batch_size=32, epochs=2, shuffle=False, verbose=0
+    arrays = (x, y) if own_weights is None or weights is not None else (x, y, own_weights)
+    x, y, *own = (np.concatenate([array[part] for part in mine]) for array in arrays)
+    compiled(distributed, hvd.DistributedOptimizer(optimizer(), **(options or {})), loss=loss).fit(
+        x, y, OWN_BATCH[hvd.rank()], epochs=2, shuffle=False, verbose=0, sample_weight=own[0] if own else None
     )
-    own = tuple(np.concatenate([array[part] for part in mine]) for array in (x, y))
-    fit(
-        compiled(distributed, hvd.DistributedOptimizer(optimizer(), **(options or {}))),
-        batch=OWN_BATCH[hvd.rank()],
-        examples=own,
+    return compare(distributed, one)
+
+
+def normalized(kind):
+    return keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(16), kind(momentum=0.5), keras.layers.ReLU(), keras.layers.Dense(10)]
     )
-    return compare(distributed, alone)
+
+
+def masked():
+    shades = [keras.Input((64,)), keras.layers.Rescaling(16), keras.layers.Embedding(17, 4, mask_zero=True)]
+    return keras.Sequential([*shades, keras.layers.Dense(10)])
+
+
+def cross_entropy(reduction):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
 
 
 def passes_of_different_sizes():
@@ -306,6 +326,23 @@ def jobs(folder):
         ),
         "different_sizes_plain_mean": functools.partial(
             of_different_sizes, dense, lambda: SGD(0.1), {"average_over": "processes"}, (32 / 48, 32 / 16)
+        ),
+        "different_sizes_masked": functools.partial(of_different_sizes, masked, lambda: SGD(0.1), steps=64),
+        "different_sizes_weighted": functools.partial(
+            of_different_sizes,
+            dense,
+            lambda: SGD(0.1),
+            loss=cross_entropy("mean_with_sample_weight"),
+            own_weights=np.linspace(0, 2, 112),
+        ),
+        "different_sizes_sum": functools.partial(  # the mean of the processes' sums
+            of_different_sizes, dense, lambda: SGD(0.01), alone=lambda: SGD(0.005), loss=cross_entropy("sum")
+        ),
+        "different_sizes_normalized": functools.partial(
+            of_different_sizes,
+            functools.partial(normalized, hvd.SyncBatchNormalization),
+            lambda: SGD(0.1),
+            make_one=functools.partial(normalized, keras.layers.BatchNormalization),
         ),
         "different_sizes_passes": passes_of_different_sizes,
         "graphs_that_differ": graphs_that_differ,

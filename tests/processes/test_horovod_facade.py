@@ -23,7 +23,14 @@ QUICK = [
     "mnist_loop",
 ]
 # Each process has another number of examples.
-UNEQUAL = ["different_sizes", "different_sizes_sparse", "different_sizes_passes", "different_sizes_plain_mean"]
+UNEQUAL = [
+    "different_sizes",
+    "different_sizes_sparse",
+    "different_sizes_passes",
+    "different_sizes_masked",
+    "different_sizes_sum",
+    "different_sizes_normalized",
+]
 THOROUGH = [
     "momentum_and_clipnorm",
     "moving_average",
@@ -37,11 +44,21 @@ THOROUGH = [
     "loss_scaling_inside",
     "different_sizes_adam_clipped",
     "different_sizes_scaled",
+    "different_sizes_weighted",
 ]
 ONLY_BETWEEN = ["built_by_the_first_batch", "graphs_that_differ", "checkpoints"]
 # What is run together: everything quick over Gloo, and over MPI what shows that it is no different.
 OVER = {
-    "gloo": [*QUICK, *UNEQUAL, *ONLY_BETWEEN, "callbacks", "values", "tapes", "collectives"],
+    "gloo": [
+        *QUICK,
+        *UNEQUAL,
+        "different_sizes_plain_mean",
+        *ONLY_BETWEEN,
+        "callbacks",
+        "values",
+        "tapes",
+        "collectives",
+    ],
     "mpi": ["sgd", "sparse_gradients", "loss_scaling_outside", "different_sizes", "callbacks", "tapes"],
 }
 SIZE = 2
@@ -81,7 +98,7 @@ def test_the_weights_are_those_of_one_process_with_the_same_global_batches(over,
     check_equal_to_one_process(chief, [name])
 
 
-@pytest.mark.parametrize("name", UNEQUAL[:3])
+@pytest.mark.parametrize("name", UNEQUAL)
 def test_batches_of_different_sizes_give_the_weights_of_one_process_with_the_joined_batches(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, [name])

@@ -32,6 +32,7 @@ from tfdist.horovod.collectives import (
     broadcast_variables,
     reducescatter,
 )
+from tfdist.horovod.normalization import SyncBatchNormalization
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
 from tfdist.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
 from tfdist.options import checked_seconds
@@ -44,6 +45,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
     "allgather",
     "allreduce",
     "broadcast",

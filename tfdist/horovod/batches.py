@@ -6,10 +6,10 @@ first tensor, as everywhere in Keras. In a loop written by hand nothing says whi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -18,8 +18,21 @@ import tensorflow as tf
 from tfdist.internals import keras_loops
 
 
+@dataclass(frozen=True)
+class Batch:
+    """A batch that a step of Keras' trains on.
+
+    Attributes:
+        examples: how many it has, int64; `None` if it has no tensor with axes.
+        optimizer: that of the model, or `None`.
+    """
+
+    examples: tf.Tensor | None
+    optimizer: Any
+
+
 class _Thread(threading.local):
-    examples: tf.Tensor | None = None
+    batch: Batch | None = None
 
 
 _thread = _Thread()
@@ -27,32 +40,33 @@ _thread = _Thread()
 
 @functools.cache
 def install() -> None:
-    """From now on the steps of Keras' own loop know the number of examples of their batches."""
-    keras_loops.around_steps(_with_number)
+    """From now on the training steps of Keras' own loop know their batches."""
+    keras_loops.around_steps(_knowing_batch)
+
+
+def current() -> Batch | None:
+    """The batch of the training step that is computed or traced; `None` outside of one."""
+    return _thread.batch
 
 
 def examples() -> tf.Tensor | None:
     """The number of examples, int64, of the batch of the step that is computed or traced; `None` outside of one."""
-    return _thread.examples
+    return None if _thread.batch is None else _thread.batch.examples
 
 
-@contextlib.contextmanager
-def of_batch(data: Any) -> Iterator[None]:
-    """The context of a step on the batch `data`."""
-    before, _thread.examples = _thread.examples, _length(data)
-    try:
-        yield
-    finally:
-        _thread.examples = before
+def _knowing_batch(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if step != model.train_step:
+        return step
 
-
-def _with_number(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(step)
-    def numbered(data: Any) -> Any:
-        with of_batch(data):
+    def knowing(data: Any) -> Any:
+        before, _thread.batch = _thread.batch, Batch(_length(data), getattr(model, "optimizer", None))
+        try:
             return step(data)
+        finally:
+            _thread.batch = before
 
-    return numbered
+    return knowing
 
 
 def _length(data: Any) -> tf.Tensor | None:

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.horovod import batches, operations, reduction
+from tfdist.horovod import batches, losses, operations, reduction
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
@@ -76,30 +76,41 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
     )
     batches.install()
+    losses.install()
     divisor = backward_passes_per_step if average_aggregated_gradients else 1
     add_up = _SeveralPasses(backward_passes_per_step, divisor) if backward_passes_per_step > 1 else None
-    around_apply = _reducing(reduces, name or f"DistributedOptimizer.{next(_numbers)}", add_up)
+    around_apply = _Reducing(reduces, name or f"DistributedOptimizer.{next(_numbers)}", add_up)
     keras_patches.set_around_apply(optimizer, around_apply)
     return optimizer
 
 
-def _reducing(reduces: reduction.Reduction, name: str, add_up: _SeveralPasses | None) -> keras_patches.AroundApply:
-    """What an optimizer does in place of an update: reduces the gradients first, perhaps those of several passes."""
+class _Reducing:
+    """What an optimizer does in place of an update: reduces the gradients first, perhaps those of several passes.
 
-    def around_apply(caller: Any, gradients: list[Any], variables: list[Any], update: Callable[..., None]) -> None:
+    Attributes:
+        weighs: whether the gradients of processes count by their numbers of examples.
+    """
+
+    def __init__(self, reduces: reduction.Reduction, name: str, add_up: _SeveralPasses | None):
+        self.weighs = reduces.weighs
+        self._reduces = reduces
+        self._name = name
+        self._add_up = add_up
+
+    def __call__(
+        self, caller: Any, gradients: list[Any], variables: list[Any], update: Callable[[Sequence[Any]], None]
+    ) -> None:
         def reduce_and_update(gradients: list[Any], examples: tf.Tensor | None) -> None:
             with operations.named(f"the gradients of `{caller.name}`"):
-                factor = None if examples is None else _factor(caller, examples, name)
-                reduced = reduces.of_all(gradients, name, factor)
+                factor = None if examples is None else _factor(caller, examples, self._name)
+                reduced = self._reduces.of_all(gradients, self._name, factor)
             update(reduced)
 
-        examples = batches.examples() if reduces.weighs else None
-        if add_up is None:
+        examples = batches.examples() if self.weighs else None
+        if self._add_up is None:
             reduce_and_update(gradients, examples)
         else:
-            add_up(caller, gradients, variables, examples, reduce_and_update)
-
-    return around_apply
+            self._add_up(caller, gradients, variables, examples, reduce_and_update)
 
 
 def load_model(

@@ -37,6 +37,7 @@ __all__ = ["ProgbarLogger", "global_state", "tree"]
 concatenate = tensorflow_trainer.potentially_ragged_concat
 is_default = keras.src.utils.is_default
 join = tensorflow_trainer.concat
+apply_mask = loss_module.apply_mask
 squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 max_epochs = config.max_epochs
 max_steps_per_epoch = config.max_steps_per_epoch

@@ -13,12 +13,13 @@ Unary = Callable[[Any], Any]
 
 
 def around_steps(
-    around_step: Callable[[Unary], Unary] = lambda step: step, around_call: Callable[[Unary], Unary] = lambda call: call
+    around_step: Callable[[Any, Unary], Unary] = lambda model, step: step,
+    around_call: Callable[[Unary], Unary] = lambda call: call,
 ) -> None:
     """From now on Keras' own loop takes other steps. Models whose functions Keras has made before keep them.
 
     Args:
-        around_step: is given `train_step`, `test_step` or `predict_step`, and returns the step to take.
+        around_step: is given a model and its `train_step`, `test_step` or `predict_step`, and returns the step to take.
         around_call: is given the function that takes the steps of a call, from an iterator, and returns another one.
     """
     kind = tensorflow_trainer.TensorFlowTrainer
@@ -26,7 +27,7 @@ def around_steps(
 
     @functools.wraps(original)
     def make_function(model: Any, step: Unary) -> Any:
-        return around_call(original(model, around_step(step)))
+        return around_call(original(model, around_step(model, step)))
 
     kind._make_function = make_function
 
