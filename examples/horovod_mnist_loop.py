@@ -54,9 +54,11 @@ def training_step(images, labels, first_batch):
     return loss_value
 
 
-for batch, (images, labels) in enumerate(dataset.take(STEPS // hvd.size())):
-    loss_value = training_step(images, labels, batch == 0)
+for batch, (some_images, some_labels) in enumerate(dataset.take(STEPS // hvd.size())):
+    loss_value = training_step(some_images, some_labels, batch == 0)
     if batch % 10 == 0 and hvd.local_rank() == 0:
         print(f"Step #{batch}\tLoss: {loss_value:.6f}")
 if hvd.rank() == 0:  # otherwise the processes would overwrite each other's files
     checkpoint.save("./checkpoints/mnist")
+    mnist_model.compile(loss=loss, metrics=["accuracy"])
+    print(mnist_model.evaluate(images, labels, verbose=0, return_dict=True))

@@ -255,8 +255,12 @@ def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
     assert ranks[0]["checkpoints"] == {"between": 0.0, "kind": "Adam", "iterations": 16}
 
 
-@pytest.mark.thorough  # in one process tests/test_documents.py runs it
-def test_the_port_of_horovods_own_example_trains(tmp_path):
+@pytest.mark.thorough  # in one process tests/test_documents.py runs them
+def test_the_ports_of_horovods_own_examples_train(tmp_path):
     output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_keras_mnist.py", cwd=tmp_path)
     assert output.count("'accuracy'") == 1  # rank 0 alone prints
     assert (tmp_path / "checkpoint-4.keras").exists()
+    output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_mnist_loop.py", cwd=tmp_path)
+    losses = [float(line.split("Loss:")[1]) for line in output.splitlines() if "Loss:" in line]
+    assert len(losses) == 8 and losses[-1] < losses[0] / 4
+    assert (tmp_path / "checkpoints" / "mnist-1.index").exists()
