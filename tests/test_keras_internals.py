@@ -58,6 +58,8 @@ def test_the_version_of_keras_is_the_one_that_was_read():
         (keras.Variable._direct_assign, ["self", "value"]),
         (keras.Model._compute_loss, ["self", "x", "y", "y_pred", "sample_weight", "training"]),
         (keras.Model.make_train_function, ["self", "force"]),
+        (keras.Model._make_function, ["self", "step_function"]),
+        (keras.callbacks.CallbackList.set_model, ["self", "model"]),
         (keras.callbacks.CallbackList.set_model, ["self", "model"]),
         (keras.Model.make_test_function, ["self", "force"]),
         (keras.Model.make_predict_function, ["self", "force"]),

@@ -1,7 +1,7 @@
 """The private parts of Keras' models, layers, metrics and optimizers that tfdist calls, reads and sets.
 
-`keras_patches` replaces functions of Keras, `keras_variables` initializes, reads and protects variables, and
-`keras_data` reads the data of `fit`. All four modules were written for Keras 3.15.1, and
+`keras_patches` and `keras_loops` replace functions of Keras, `keras_variables` initializes, reads and protects
+variables, and `keras_data` reads the data of `fit`. All five modules were written for Keras 3.15.1, and
 `tests/test_keras_internals.py` fails when Keras changes a part that they use.
 """
 
@@ -37,6 +37,7 @@ __all__ = ["ProgbarLogger", "global_state", "tree"]
 concatenate = tensorflow_trainer.potentially_ragged_concat
 is_default = keras.src.utils.is_default
 join = tensorflow_trainer.concat
+apply_mask = loss_module.apply_mask
 squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 max_epochs = config.max_epochs
 max_steps_per_epoch = config.max_steps_per_epoch
