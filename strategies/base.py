@@ -257,12 +257,12 @@ class Strategy(KerasMethods):
 
     def program(self, steps: Steps) -> Program:
         """The inner loop that runs `steps`."""
-        from tfdist.core import inner_loop, partitioned_program
+        from tfdist.core import inner_loop, one_replica_program, partitioned_program
 
         of_kind = int(steps.kind == "predict")
         if self.mesh is not None and not self.alone:
             if self.runs_eagerly(steps.model):
-                return (partitioned_program.OneReplicaProgram, partitioned_program.OneReplicaPredictProgram)[of_kind](
+                return (one_replica_program.OneReplicaProgram, one_replica_program.OneReplicaPredictProgram)[of_kind](
                     self, steps
                 )
             return (partitioned_program.PartitionedProgram, partitioned_program.PartitionedPredictProgram)[of_kind](

@@ -13,135 +13,19 @@ a full batch, and that of the last one.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist import spmd
 from tfdist.cluster import consensus
-from tfdist.core import building, fused_optimizers, metrics
+from tfdist.core import fused_optimizers
 from tfdist.core.inner_loop import HOST, Graph, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
+from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
-from tfdist.data.pipeline.batch_parts import UNEQUAL
-from tfdist.data.pipeline.division import WHOLE
-from tfdist.errors import UsageError
-from tfdist.internals import keras_data
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.spmd.placements import Placed, Shard
-
-# The numbers of examples of the replicas.
-Rows = tuple[int, ...]
-
-
-class OneDeviceStep:
-    """The step of one device, traced once, and computed by the replicas of a strategy.
-
-    Args:
-        strategy: whose replicas compute it.
-        steps: of a model that is built.
-        step: computes a batch.
-    """
-
-    def __init__(self, strategy: Any, steps: Steps, step: Callable[[Any], Any]):
-        self._strategy = strategy
-        self._steps = steps
-        self._step = step
-        self._traced: Any = None
-        self.mesh: spmd.Mesh = strategy.mesh
-        self.cost = spmd.Cost()
-
-    def trace(self) -> Any:
-        """The step, a `tf.types.experimental.ConcreteFunction`, as one device traces it for these data.
-
-        First called outside of other graphs, to which its tensors would belong.
-        """
-        if self._traced is None:
-            assert tf.executing_eagerly()
-            with self._strategy.tracing(self._steps.model):
-                spec = keras_data.without_optionals(self._steps.spec)
-                self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
-        return self._traced
-
-    def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
-        """Computes the step of a batch on the replicas of the strategy, in the present graph."""
-        mesh = self.mesh
-        self.cost = spmd.Cost()
-        placed = self._placed(state, batch, rows)
-        return spmd.compute(self.trace(), mesh, placed, rows if self._is_sharded(rows) else None, self.cost)
-
-    @staticmethod
-    def _is_sharded(rows: Rows) -> bool:
-        """Whether each of several replicas has a part of such a batch; else each has the whole."""
-        return 0 not in rows and len(rows) > 1
-
-    def rows(self, state: Any, batch: Any) -> Rows:
-        """The number of examples of each replica in a batch that was fetched; none for a batch without rows.
-
-        That is one whose tensors have different lengths, such as a graph's nodes and edges.
-        """
-        lengths = self._steps.batches.lengths_of_parts(state, batch, self._strategy.division)
-        found = tuple(int(length) for length in lengths)
-        return () if UNEQUAL in found else found
-
-    def _placed(self, state: Any, batch: Any, rows: Rows) -> list[Placed]:
-        """The tensors of a batch: those with a row per example are sharded, others are replicated.
-
-        A batch with fewer examples than replicas is replicated.
-        """
-        mesh, batches, division = self.mesh, self._steps.batches, self._strategy.division
-        specs = tf.nest.flatten(keras_data.without_optionals(self._steps.spec))
-        parts: list[Any] = []
-        sharded = self._is_sharded(rows)
-        for position, replica in enumerate(mesh.local if sharded else ()):
-            with mesh.on_replica(position):
-                parts.append(tf.nest.flatten(batches.part(state, batch, replica, division)[0]))
-        needed = not parts or not all(map(_is_dense, specs))
-        whole = tf.nest.flatten(self.whole_batch(state, batch)) if needed else [None] * len(specs)
-        found = []
-        for index, spec in enumerate(specs):
-            if spec is None:
-                continue
-            if parts and _is_dense(spec):
-                lengths = [rows[replica] for replica in mesh.local]
-                own = [_of_spec(part[index], spec, length) for part, length in zip(parts, lengths, strict=True)]
-                found.append(Placed(Shard.of_rows(rows), own, replica=mesh.local[0]))
-                continue
-            value = _of_spec(whole[index], spec, sum(rows)) if _is_dense(spec) and rows else whole[index]
-            for tensor in tf.nest.flatten(value, expand_composites=True):
-                found.append(spmd.replicated([tensor] * mesh.copies))
-        return found
-
-    def whole_batch(self, state: Any, batch: Any) -> Any:
-        """A global batch, as the step of one device takes it."""
-        batches = self._steps.batches
-        return self.mesh.gathered(batches.mine(batch)) if batches.in_parts else batches.part(state, batch, 0, WHOLE)[0]
-
-
-def _is_dense(spec: Any) -> bool:
-    """Whether a value of this spec is a tensor with a row per example."""
-    return spec is None or (isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank))
-
-
-def _of_spec(tensor: tf.Tensor, spec: tf.TensorSpec, length: int) -> tf.Tensor:
-    """`tensor` `[length, ...]`, of whose shape no more is known than in every batch, and in every process."""
-    shape = [length, *spec.shape[1:]]
-    if tensor.shape.as_list() == shape:
-        return tensor
-    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
-
-
-def own_logs(model: Any, step_name: str, logs: Any) -> Logs:
-    """The logs of a step that are not the results of the metrics of `model`, which are read after the steps."""
-    if not isinstance(logs, dict):
-        raise UsageError(
-            f"`{step_name}` of the model `{model.name}` returned `{logs}`",
-            "return a dict of metrics and their values",
-        )
-    return {} if set(logs) == metrics.names(model) else logs
 
 
 class PartitionedProgram(StepProgram):
@@ -303,61 +187,6 @@ class _Steps:
         return tf.nest.pack_sequence_as(self._structure, filled, expand_composites=True)
 
 
-class OneReplicaProgram(StepProgram):
-    """Runs the steps of a model with `run_eagerly=True`, which have no graph to partition, on one replica.
-
-    Each process of a job computes the whole of each batch.
-    """
-
-    def __init__(self, strategy: Any, steps: Steps):
-        super().__init__(strategy, steps)
-        self._one_device = OneDeviceStep(strategy, steps, getattr(steps.model, self._step_name))
-        warnings.warn(
-            f"The model `{steps.model.name}` has `run_eagerly=True`, so that one replica of `{strategy.name}` computes "
-            "its steps; compile the model without it to train on all replicas",
-            stacklevel=2,
-        )
-
-    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
-        mesh, metrics_variables = self._one_device.mesh, self._model.metrics_variables
-        done, finite = 0, True
-        logs: Logs = {}
-        mesh.begin(metrics_variables)
-        for batch in self._batches.take(state, int(first), int(count)):
-            logs = self._computed(self._one_device.whole_batch(state, batch))
-            done += 1
-            finite = bool(self._goes_on())
-            if not finite:
-                break
-        mesh.end(metrics_variables)
-        building.spread(self._strategy, self._model)
-        return done, done == int(count) or not finite, logs or self._results({})
-
-    def _computed(self, data: Any) -> Logs:
-        kind = self._step_name.removesuffix("_step")
-        building.build_eagerly(self._strategy, self._model, kind, data)
-        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused)
-        with self._strategy.tracing(self._model), update:
-            return own_logs(self._model, self._step_name, getattr(self._model, self._step_name)(data))
-
-
-class OneReplicaPredictProgram(PredictProgram):
-    """Predicts with a model with `run_eagerly=True` on one replica."""
-
-    def __init__(self, strategy: Any, steps: Steps):
-        super().__init__(strategy, steps)
-        self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
-
-    def run(self, state: Any, first: int, count: int) -> Outcome:
-        outputs = []
-        for batch in self._batches.take(state, first, count):
-            data = self._one_device.whole_batch(state, batch)
-            building.build_eagerly(self._strategy, self._model, "predict", data)
-            with self._strategy.tracing(self._model):
-                outputs.append(self._model.predict_step(data))
-        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
-
-
 class PartitionedPredictProgram(PredictProgram):
     """Runs `model.predict_step` of one device on all replicas."""
 
@@ -403,8 +232,3 @@ def _spec_of_any_size(value: Any) -> Any:
 
 def _without_optionals(batch: Any) -> Any:
     return tf.nest.map_structure(batch_parts.none_if_empty, batch)
-
-
-def repeated(cost: spmd.Cost) -> Mapping[str, float]:
-    """What a run's record says of the cost of partitioned steps."""
-    return {"repeated_share": cost.repeated_share, "gathered_bytes": cost.gathered_bytes}
