@@ -66,6 +66,10 @@ class DifferenceWarning(UserWarning):
     """What is computed is not what one device computes; commands show it, and do not only log it."""
 
 
+class CostWarning(UserWarning):
+    """Every replica repeats much of a step; commands show it, and do not only log it."""
+
+
 class UsageError(TfdistError, ValueError):
     """An option or argument that cannot work."""
 

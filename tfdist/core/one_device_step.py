@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,12 @@ from tfdist.core.inner_loop import Steps
 from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.batch_parts import UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
-from tfdist.errors import UsageError
-from tfdist.internals import keras_data
+from tfdist.errors import CostWarning, UsageError
+from tfdist.internals import keras_data, tensorflow_graphs
 from tfdist.spmd.placements import Placed, Shard
 
+# The share of a step's operations that may be repeated on every replica without a word.
+_MUCH = 0.05
 # The numbers of examples of the replicas.
 Rows = tuple[int, ...]
 
@@ -35,6 +38,7 @@ class OneDeviceStep:
         self._steps = steps
         self._step = step
         self._traced: Any = None
+        self._said = False
         self.mesh: spmd.Mesh = strategy.mesh
         self.cost = spmd.Cost()
 
@@ -52,10 +56,29 @@ class OneDeviceStep:
 
     def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""
-        mesh = self.mesh
-        self.cost = spmd.Cost()
-        placed = self._placed(state, batch, rows)
-        return spmd.compute(self.trace(), mesh, placed, rows if self._is_sharded(rows) else None, self.cost)
+        placed, cost = self._placed(state, batch, rows), spmd.Cost()
+        results = spmd.compute(self.trace(), self.mesh, placed, rows if self._is_sharded(rows) else None, cost)
+        if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
+            self.cost = cost
+        self._say(cost, rows)
+        return results
+
+    def _say(self, cost: spmd.Cost, rows: Rows) -> None:
+        """Says what the step of a training costs beyond that of one device, if it is much."""
+        if self._said or self._steps.kind != "train" or not self._strategy.world.is_chief or 0 in rows:
+            return
+        if self.mesh.count == 1 or cost.repeated_share <= _MUCH:
+            return
+        self._said = True
+        most = max(cost.repeated, key=lambda one: one[1])[0]
+        warnings.warn(
+            f"Each replica of `{self._strategy.name}` repeats {cost.repeated_share:.0%} of the computation of a step, "
+            f"most of it in {tensorflow_graphs.place(most)}, which is computed of the whole batch\n\n"
+            "hint: the result is that of one device; if the training is too slow, compute there what belongs to one "
+            "example alone, or use fewer replicas",
+            CostWarning,
+            stacklevel=2,
+        )
 
     @staticmethod
     def _is_sharded(rows: Rows) -> bool:
@@ -96,7 +119,7 @@ class OneDeviceStep:
                 continue
             value = _of_spec(whole[index], spec, sum(rows)) if _is_dense(spec) and rows else whole[index]
             for tensor in tf.nest.flatten(value, expand_composites=True):
-                found.append(spmd.replicated([tensor] * mesh.copies))
+                found.append(spmd.replicated([tensor] * mesh.copies, repeated=mesh.count > 1))
         return found
 
     def whole_batch(self, state: Any, batch: Any) -> Any:

@@ -26,6 +26,7 @@ from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.spmd import Cost
 
 
 class PartitionedProgram(StepProgram):
@@ -35,6 +36,11 @@ class PartitionedProgram(StepProgram):
         super().__init__(strategy, steps)
         self._one_device = OneDeviceStep(strategy, steps, self._traced_step)
         self._graphs: dict[tuple[Rows, bool], Any] = {}
+
+    @property
+    def cost(self) -> Cost:
+        """What a step on a full batch costs."""
+        return self._one_device.cost
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         done, more, finite = 0, True, True

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.core import building, randomness, steps_per_call
 from tfdist.core.inner_loop import Program, Steps, as_traced
+from tfdist.core.partitioned_program import PartitionedProgram
 from tfdist.data.pipeline.feed import Feed
 from tfdist.internals import keras as keras_internals
+from tfdist.spmd import Cost
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -72,3 +74,10 @@ def _made(model: Any, kind: str) -> _Made:
     if kind not in kinds or kinds[kind].function is not function:
         kinds[kind] = _Made(function)
     return kinds[kind]
+
+
+def cost(model: Any) -> Cost | None:
+    """What the partitioned step of a training of `model` costs; `None` where no step is partitioned."""
+    programs = _made(model, "train").programs.values()
+    costs = [one.cost for one in programs if isinstance(one, PartitionedProgram)]
+    return max(costs, key=lambda one: one.flops, default=None)

@@ -203,7 +203,7 @@ class Partitioner:
                     reads = [tf.cast(one, tf.float32) if one.dtype in _HALF else one for one in reads]
                 made = tensorflow_functions.create(node.operation, reads, attributes, dtypes)
                 if found.mean:
-                    made = [one * tf.cast(shard.sizes[replica] / shard.total, one.dtype) for one in made]
+                    made = [one * tf.constant(shard.sizes[replica] / shard.total, one.dtype) for one in made]
                 results.append(made)
         outputs = []
         for index, one in enumerate(found.outputs):
