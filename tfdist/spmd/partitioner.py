@@ -200,7 +200,7 @@ class Partitioner:
                     reads = [tf.cast(one, tf.float32) if one.dtype in _HALF else one for one in reads]
                 made = tensorflow_functions.create(node.operation, reads, attributes, dtypes)
                 if found.mean:
-                    made = [one * tf.cast(shard.sizes[replica] / shard.total, one.dtype) for one in made]
+                    made = [one * tf.constant(shard.sizes[replica] / shard.total, one.dtype) for one in made]
                 results.append(made)
         outputs = []
         for index, one in enumerate(found.outputs):
@@ -212,6 +212,8 @@ class Partitioner:
             if not self._add_up(parts, placement, operation.output_shapes[index]):
                 self.cost.refused.append(operation.type)
                 return self._whole(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
+            if isinstance(placement, Replicate):
+                parts = parts[: self.mesh.copies]
             element_dtype = _element_dtype(node.operation, inputs) if parts[0].dtype == tf.variant else None
             outputs.append(Placed(placement, parts, element_dtype=element_dtype))
         self.cost.compute(node.operation, repeated=False)
@@ -347,9 +349,9 @@ def _localized(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, repli
         if lengths[place] > 0:
             lengths[place] = shard.part(lengths[place], replica)
         return tf.constant(lengths)
-    if tensor.shape.rank == 0:
-        return shard.part(tensor, replica)
-    return tf.tensor_scatter_nd_update(tensor, [[entry]], [shard.part(tensor[entry], replica)])
+    length = tensor if tensor.shape.rank == 0 else tensor[entry]
+    part = tf.where(length > 0, shard.part(length, replica), length)
+    return part if tensor.shape.rank == 0 else tf.tensor_scatter_nd_update(tensor, [[entry]], [part])
 
 
 def _element_dtype(operation: tf.Operation, inputs: Sequence[Placed]) -> tf.DType | None:
