@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.spmd.placements import Partial, Placement, Replicate
 
 # The inputs in which an operation is linear while the others are replicated.
-_LINEAR: dict[str, frozenset[int]] = {
+INPUTS: dict[str, frozenset[int]] = {
     kind: frozenset(inputs)
     for kind, inputs in {
         "BatchMatMulV2": (0, 1),
@@ -37,7 +37,7 @@ _LINEAR: dict[str, frozenset[int]] = {
     }.items()
 }
 # Linear where all inputs are terms of sums, of one shape.
-_ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
+ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
 
 
 def placements(operation: tf.Operation, given: Sequence[Placement]) -> list[Placement] | None:
@@ -45,7 +45,7 @@ def placements(operation: tf.Operation, given: Sequence[Placement]) -> list[Plac
     terms = [index for index, one in enumerate(given) if isinstance(one, Partial)]
     if not terms or any(given[index] != Partial() for index in terms) or len(operation.outputs) != 1:
         return None
-    if operation.type in _ADDITIVE:
+    if operation.type in ADDITIVE:
         shape = operation.outputs[0].shape
         same = shape.is_fully_defined() and all(tensor.shape == shape for tensor in operation.inputs)
         return list(given) if same and len(terms) == len(given) else None
@@ -57,7 +57,9 @@ def placements(operation: tf.Operation, given: Sequence[Placement]) -> list[Plac
 def _is_linear(operation: tf.Operation, index: int) -> bool:
     """Whether an operation is linear in an input, and its result is no larger, so that no more is sent than before."""
     term, result = operation.inputs[index], operation.outputs[0]
-    if index not in _LINEAR.get(operation.type, ()) or (operation.type == "Cast" and not _widens(term, result)):
+    if index not in INPUTS.get(operation.type, ()) or (operation.type == "Cast" and not _widens(term, result)):
+        return False
+    if operation.type == "Mean" and term.dtype.is_integer:  # it is rounded
         return False
     elements = term.shape.num_elements(), result.shape.num_elements()
     return None not in elements and elements[1] <= elements[0]
