@@ -29,14 +29,17 @@ def both(function, *batch, replicas=2):
     return one(*tensors), several(*tensors), cost
 
 
+_DIGITS = {"float64": 1e-12, "complex128": 1e-12, "float32": 2e-6, "complex64": 2e-6, "float16": 1e-2}
+
+
 def assert_equal(found, expected, dtype_digits=None):
     """Structures of tensors that differ by rounding at most; in float64 that is 1e-12."""
     tf.nest.assert_same_structure(found, expected)
-    arrays = [[np.asarray(one) for one in tf.nest.flatten(structure)] for structure in (found, expected)]
-    for one, other in zip(*arrays, strict=True):
+    pairs = zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True)
+    for one, other in (map(np.asarray, pair) for pair in pairs):
         assert one.dtype == other.dtype and one.shape == other.shape
         if one.dtype.kind in "fc":
-            digits = dtype_digits or (1e-12 if one.dtype.itemsize >= 8 and one.dtype != np.complex64 else 2e-6)
+            digits = dtype_digits or _DIGITS[one.dtype.name]
             np.testing.assert_allclose(one, other, rtol=digits, atol=digits)
         else:
             np.testing.assert_array_equal(one, other)

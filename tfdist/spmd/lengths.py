@@ -21,7 +21,7 @@ class Monomial:
     """`factor` times lengths that are not known, each named by a symbol.
 
     Attributes:
-        factor: a positive integer.
+        factor: a non-negative integer.
         symbols: sorted.
     """
 
@@ -38,7 +38,7 @@ class Monomial:
             if symbol not in symbols:
                 return None
             symbols.remove(symbol)
-        if self.factor % other.factor:
+        if other.factor == 0 or self.factor % other.factor:
             return None
         return Monomial(self.factor // other.factor, tuple(symbols))
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
 
 # The inputs in which an operation is linear while the others are replicated.
-_LINEAR: dict[str, frozenset[int]] = {
+INPUTS: dict[str, frozenset[int]] = {
     kind: frozenset(inputs)
     for kind, inputs in {
         "BatchMatMulV2": (0, 1),
@@ -41,7 +41,7 @@ _NO_LARGER = frozenset(
     ("BiasAddGrad", "ExpandDims", "Mean", "Neg", "Reshape", "Slice", "Squeeze", "StridedSlice", "Sum", "Transpose")
 )
 # Linear where all inputs are terms of sums, of one shape.
-_ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
+ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
 
 
 def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
@@ -50,7 +50,7 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     terms = [index for index, one in enumerate(given) if isinstance(one, Partial)]
     if not terms or any(given[index] != Partial() for index in terms) or len(operation.outputs) != 1:
         return None
-    if operation.type in _ADDITIVE:
+    if operation.type in ADDITIVE:
         shape = values[0].shape
         same = shape.is_fully_defined() and all(value.shape == shape for value in values)
         return list(given) if same and len(terms) == len(given) else None
@@ -62,7 +62,9 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
 def _is_linear(operation: tf.Operation, index: int, term: Placed) -> bool:
     """Whether an operation is linear in an input, and its result is no larger, so that no more is sent than before."""
     result = operation.outputs[0]
-    if index not in _LINEAR.get(operation.type, ()):
+    if index not in INPUTS.get(operation.type, ()):
+        return False
+    if operation.type == "Mean" and result.dtype.is_integer:  # it is rounded
         return False
     if operation.type == "Cast":
         return _widens(operation.inputs[0], result)

@@ -215,6 +215,8 @@ class Partitioner:
             if not self._add_up(parts, placement, operation.output_shapes[index]):
                 self.cost.refused.append(operation.type)
                 return self._whole(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
+            if isinstance(placement, Replicate):
+                parts = parts[: self.mesh.copies]
             element_dtype = _element_dtype(node.operation, inputs) if parts[0].dtype == tf.variant else None
             outputs.append(Placed(placement, parts, element_dtype=element_dtype, replica=self.mesh.local[0]))
             outputs[-1].is_gradient = _OF_A_TAPE in node.operation.name
@@ -377,9 +379,9 @@ def _localized(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, repli
         if lengths[place] > 0:
             lengths[place] = shard.part(lengths[place], replica)
         return tf.constant(lengths)
-    if tensor.shape.rank == 0:
-        return shard.part(tensor, replica)
-    return tf.tensor_scatter_nd_update(tensor, [[entry]], [shard.part(tensor[entry], replica)])
+    length = tensor if tensor.shape.rank == 0 else tensor[entry]
+    part = tf.where(length > 0, shard.part(length, replica), length)
+    return part if tensor.shape.rank == 0 else tf.tensor_scatter_nd_update(tensor, [[entry]], [part])
 
 
 def _element_dtype(operation: tf.Operation, inputs: Sequence[Placed]) -> tf.DType | None:

@@ -3,12 +3,15 @@
 from tfdist.spmd.rules import (  # noqa: F401 - they register their rules
     contractions,
     elementwise,
+    images,
     indexing,
     joining,
     lists,
+    matrices,
     neural,
     reductions,
     shapes,
+    strings,
 )
 from tfdist.spmd.rules.registry import Cut, Local, Rule, rule, rule_of, types
 

@@ -57,16 +57,30 @@ def batch_matmul(operation: Operation, index: int, shard: Shard) -> Local | None
 
 @rule("Einsum", attributes="N equation")
 def einsum(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Without ellipses and diagonals."""
-    equation = operation.attribute("equation").replace(" ", "")
-    if "." in equation or "->" not in equation:
+    """Without diagonals; the axes of an ellipsis are broadcast, those with a letter are not."""
+    parts = operation.attribute("equation").replace(" ", "").split("->")
+    ranks = [operation.rank(one) for one in range(len(operation.placements))]
+    if len(parts) != 2 or None in ranks:
         return None
-    inputs, output = equation.split("->")
-    labels = inputs.split(",")
+    inputs = parts[0].split(",")
+    hidden = [(rank or 0) - len(one.replace("...", "")) for one, rank in zip(inputs, ranks, strict=True)]
+    depth = max((count for one, count in zip(inputs, hidden, strict=True) if "..." in one), default=0)
+    labels = [_letters(one, count, depth) for one, count in zip(inputs, hidden, strict=True)]
+    output = _letters(parts[1], depth, depth)
     if any(len(set(one)) < len(one) for one in [*labels, output]):
         return None
     label = labels[index][shard.axis]
-    lengths = [operation.length(one, of.index(label)) for one, of in enumerate(labels) if label in of]
-    if 1 in lengths:  # an axis of length 1 may be broadcast
-        return None
+    if label.startswith("batch"):
+        for one, of in enumerate(labels):
+            axis = of.index(label) if label in of else None
+            if axis is not None and operation.length(one, axis) == 1:
+                of[axis] = "broadcast"
+            elif axis is not None and operation.length(one, axis) is None and not operation.is_cut(one, shard, axis):
+                return None
     return contraction(labels, output, index, shard)
+
+
+def _letters(part: str, hidden: int, depth: int) -> list[str]:
+    """A label for each axis; the `hidden` axes of an ellipsis are the last of `depth`."""
+    before, dots, after = part.partition("...")
+    return [*before, *(f"batch{axis}" for axis in range(depth - hidden, depth) if dots), *after]

@@ -16,7 +16,7 @@ _OF_ONE = """
 _OF_SEVERAL = """
     Add AddN AddV2 Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div DivNoNan EluGrad
     FloorDiv FloorMod Greater GreaterEqual Igamma Igammac IgammaGradA InvGrad LeftShift Less LessEqual
-    LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter Polygamma Pow RealDiv ReciprocalGrad
+    LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter Polygamma Pow RandomGammaGrad RealDiv ReciprocalGrad
     Relu6Grad ReluGrad RightShift RsqrtGrad SelectV2 SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad
     SquaredDifference Sub TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 """
@@ -28,6 +28,8 @@ _OF_SEVERAL = """
 @rule("CheckNumericsV2", attributes="message")
 @rule("Equal", "NotEqual", "ApproximateEqual", attributes="incompatible_shape_error tolerance")
 @rule("LeakyRelu", "LeakyReluGrad", attributes="alpha")
+@rule("Bucketize", attributes="boundaries")
+@rule("FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxArgsGradient", attributes="min max num_bits narrow_range")
 @rule("Angle", "Bitcast")
 def elementwise(operation: Operation, index: int, shard: Shard) -> Local | None:
     """The leading input's axis in the output; inputs of length 1 there, or without that axis, stay whole."""
@@ -67,10 +69,46 @@ def _same_length(operation: Operation, index: int, shard: Shard, other: int, axi
 
 @rule("Select")
 def select(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """`Select` with a condition of the same shape as the values, or a scalar one."""
-    shape = operation.output_shapes[0]
-    if shape is None or any(one is None or len(one) not in (0, len(shape)) for one in operation.input_shapes):
+    """`Select` with a condition of the same shape as the values, or a scalar one, or one for each row."""
+    ranks = [operation.rank(one) for one in range(3)]
+    if None in ranks or ranks[1] != ranks[2] or ranks[0] not in (0, 1, ranks[1]):
         return None
-    cuts: list[Cut] = [None if not one else shard.axis for one in operation.input_shapes]
+    of_rows = ranks[0] == 1
     del index
-    return Local(cuts, [shard.axis])
+    return Local([None if not ranks[0] or (of_rows and shard.axis) else shard.axis] + [shard.axis] * 2, [shard.axis])
+
+
+_QUANTIZATION = "num_bits narrow_range"
+
+
+@rule("FakeQuantWithMinMaxVars", attributes=_QUANTIZATION)
+def quantized(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """With one range for all elements."""
+    del operation
+    return None if index else Local([shard.axis, None, None], [shard.axis])
+
+
+@rule("FakeQuantWithMinMaxVarsGradient", attributes=_QUANTIZATION)
+def quantized_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of the elements; those of the range are sums over all elements."""
+    del operation
+    return None if index > 1 else Local([shard.axis, shard.axis, None, None], [shard.axis, "sum", "sum"])
+
+
+@rule("FakeQuantWithMinMaxVarsPerChannel", attributes=_QUANTIZATION)
+def quantized_by_channel(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """With a range for each entry of the last axis."""
+    rank = operation.rank(0)
+    if rank is None:
+        return None
+    axis = rank - 1 if index else shard.axis
+    of_range = 0 if axis == rank - 1 else None
+    return Local([axis, of_range, of_range], [axis])
+
+
+@rule("FakeQuantWithMinMaxVarsPerChannelGradient", attributes=_QUANTIZATION)
+def quantized_by_channel_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Along axes other than the last, over which the gradients of the ranges are sums."""
+    if index > 1 or operation.rank(0) in (None, shard.axis + 1):
+        return None
+    return Local([shard.axis, shard.axis, None, None], [shard.axis, "sum", "sum"])

@@ -111,8 +111,9 @@ def gather(operation: Operation, index: int, shard: Shard) -> Local | None:
     """Whole rows by cut indices; or of values that are cut along another axis; or row by row (`batch_dims`)."""
     rank, index_rank = operation.rank(0), operation.rank(1)
     axis, batch = operation.axis(2, rank), operation.attribute("batch_dims")
-    if rank is None or index_rank is None or axis is None or batch < 0:
+    if rank is None or index_rank is None or axis is None:
         return None
+    batch += index_rank if batch < 0 else 0
     if shard.axis < batch:
         return Local([shard.axis, shard.axis, None], [shard.axis])
     if index == 1:
@@ -124,11 +125,16 @@ def gather(operation: Operation, index: int, shard: Shard) -> Local | None:
 
 @rule("GatherNd", attributes="bad_indices_policy")
 def gather_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Whole values by cut indices."""
+    """Whole values by cut indices, or values that are cut along an axis that indices do not name."""
     rank = operation.rank(1)
-    if index != 1 or rank is None or shard.axis == rank - 1:
+    if rank is None:
         return None
-    return Local([None, shard.axis], [shard.axis])
+    if index == 1:
+        return Local([None, shard.axis], [shard.axis]) if shard.axis < rank - 1 else None
+    depth = operation.length(1, rank - 1)
+    if depth is None or shard.axis < depth:
+        return None
+    return Local([shard.axis, None], [shard.axis - depth + rank - 1])
 
 
 @rule("ResourceGather", attributes="batch_dims validate_indices")
@@ -142,7 +148,7 @@ def resource_gather(operation: Operation, index: int, shard: Shard) -> Local | N
 @rule("ResourceGatherNd")
 def resource_gather_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
     """Rows of a variable by cut indices."""
-    return gather_nd(operation, index, shard)
+    return gather_nd(operation, index, shard) if index == 1 else None
 
 
 @rule("OneHot", attributes="axis")
@@ -169,13 +175,62 @@ def segments(operation: Operation, index: int, shard: Shard) -> Local | None:
     return Local([shard.axis, shard.axis, None], [_SEGMENTS[operation.type.removeprefix("UnsortedSegment")]])
 
 
+_SPARSE = [f"SparseSegment{kind}{suffix}" for kind in ("Mean", "SqrtN", "Sum") for suffix in ("", "WithNumSegments")]
+_SPARSE_GRADIENTS = [f"SparseSegment{kind}Grad" for kind in ("Mean", "SqrtN", "Sum")]
+
+
+@rule(*(f"Segment{kind}" for kind in ("Max", "Mean", "Min", "Prod", "Sum")))
+@rule(*_SPARSE, *_SPARSE_GRADIENTS, attributes="sparse_gradient")
+def parts_of_rows(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Sums and the like over rows that are cut along another axis."""
+    if index or not shard.axis:
+        return None
+    return Local([shard.axis] + [None] * (len(operation.placements) - 1), [shard.axis])
+
+
+@rule("SparseTensorDenseMatMul", attributes="adjoint_a adjoint_b")
+def sparse_matmul(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """The columns of the dense factor, which are those of the product."""
+    columns = 0 if operation.attribute("adjoint_b") else 1
+    if index != 3 or shard.axis != columns:
+        return None
+    return Local([None, None, None, columns], [1])
+
+
+@rule("LowerBound", "UpperBound")
+def search(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Values that are looked for in sorted rows: by row, or in whole rows."""
+    if shard.axis == 0:
+        return Local([0, 0], [0])
+    return Local([None, 1], [1]) if index == 1 else None
+
+
 @rule("ScatterNd", attributes="bad_indices_policy")
 def scatter_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Rows that are added into zeros."""
+    """Rows that are added into zeros, or parts of rows."""
     rank = operation.rank(0)
-    if index > 1 or rank is None or shard.axis >= rank - 1:
+    if index > 1 or rank is None:
         return None
-    return Local([shard.axis, shard.axis, None], ["sum"])
+    if shard.axis < rank - 1:
+        return Local([shard.axis, shard.axis, None], ["sum"])
+    depth = operation.length(0, rank - 1)
+    if index == 0 or depth is None:
+        return None
+    axis = shard.axis - (rank - 1) + depth
+    return Local([None, shard.axis, None], [axis], localized={2: axis})
+
+
+@rule(*(f"TensorScatter{kind}" for kind in ("Add", "Max", "Min", "Sub", "Update")), attributes="bad_indices_policy")
+def tensor_scatter(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Parts of rows that change a value along an axis that indices do not name."""
+    rank = operation.rank(1)
+    depth = None if rank is None else operation.length(1, rank - 1)
+    if index == 1 or rank is None or depth is None:
+        return None
+    axis = shard.axis if index == 0 else shard.axis - (rank - 1) + depth
+    if axis < depth or (index == 2 and shard.axis < rank - 1):
+        return None
+    return Local([axis, None, axis - depth + rank - 1], [axis])
 
 
 @rule("Bincount")
@@ -194,6 +249,8 @@ def dense_bincount(operation: Operation, index: int, shard: Shard) -> Local | No
     if index not in (0, 2) or weights is None:
         return None
     cut = None if 0 in weights else shard.axis
+    if operation.rank(0) not in (1, 2):
+        return None
     if operation.rank(0) == 2:
         return Local([0, None, cut], [0]) if shard.axis == 0 else None
     return None if operation.attribute("binary_output") else Local([0, None, cut], ["sum"])

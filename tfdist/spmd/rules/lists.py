@@ -42,6 +42,29 @@ def stack(operation: Operation, index: int, shard: Shard) -> Local | None:
     return None if index else Local([shard.axis, None], [shard.axis + 1], localized={1: shard.axis})
 
 
+@rule("TensorListGather")
+def gather(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Some elements along a new first axis."""
+    del operation
+    return None if index else Local([shard.axis, None, None], [shard.axis + 1], localized={2: shard.axis})
+
+
+@rule("TensorListResize")
+def resize(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Elements at the end that are added or removed."""
+    del operation
+    return None if index else Local([shard.axis, None], [shard.axis])
+
+
+@rule("TensorListScatterV2")
+def scatter(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """The elements are along the first axis, which is whole."""
+    del operation
+    if index or shard.axis == 0:
+        return None
+    return Local([shard.axis, None, None, None], [shard.axis - 1], localized={2: shard.axis - 1})
+
+
 @rule("TensorListFromTensor")
 def from_tensor(operation: Operation, index: int, shard: Shard) -> Local | None:
     """The elements are along the first axis, which is whole."""

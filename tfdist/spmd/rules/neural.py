@@ -1,4 +1,4 @@
-"""Layers' operations: convolutions, pooling, softmax, losses per row, resized pictures."""
+"""Layers' operations: convolutions, pooling, normalization, softmax, losses per row."""
 
 from __future__ import annotations
 
@@ -24,13 +24,31 @@ def by_row(inputs: Sequence[Cut], outputs: Sequence[Cut | str], localized: Seque
     return local
 
 
-rule("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative", attributes=_CONVOLUTION)(by_row([0, None], [0]))
-rule(
+rule("Conv2D", "Conv3D", "DepthwiseConv2dNative", attributes=_CONVOLUTION)(by_row([0, None], [0]))
+
+
+@rule("Conv", attributes=f"{_CONVOLUTION} groups batch_dims")
+def convolution(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """With one batch axis."""
+    if index or shard.axis or operation.attribute("batch_dims") != 1:
+        return None
+    return Local([0, None], [0])
+
+
+@rule(
     "Conv2DBackpropInput",
     "Conv3DBackpropInputV2",
     "DepthwiseConv2dNativeBackpropInput",
     attributes=_CONVOLUTION,
-)(by_row([None, None, 0], [0], localized=[0]))
+)
+def convolution_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of the input, whose shape is given; that of a picture alone says nothing of rows."""
+    lengths, rank = operation.input_shapes[0], operation.rank(2)
+    if index != 2 or shard.axis or rank is None or lengths != [rank]:
+        return None
+    return Local([None, None, 0], [0], localized={0: 0})
+
+
 rule(
     "Conv2DBackpropFilter",
     "Conv3DBackpropFilterV2",
@@ -41,28 +59,55 @@ rule("AvgPool", "AvgPool3D", "MaxPool", "MaxPool3D", attributes=_POOLING)(by_row
 rule("MaxPoolGrad", "MaxPoolGradGrad", "MaxPool3DGrad", "MaxPool3DGradGrad", attributes=_POOLING)(
     by_row([0, 0, 0], [0])
 )
+rule("MaxPoolV2", attributes="padding data_format")(by_row([0, None, None], [0]))
+rule("MaxPoolGradV2", attributes="padding data_format")(by_row([0, 0, 0, None, None], [0]))
 rule("AvgPoolGrad", "AvgPool3DGrad", attributes=_POOLING)(by_row([None, 0], [0], localized=[0]))
 rule("LRN", attributes="depth_radius bias alpha beta")(by_row([0], [0]))
 rule("LRNGrad", attributes="depth_radius bias alpha beta")(by_row([0, 0, 0], [0]))
 rule("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")(by_row([0, 0], [0, 0]))
 rule("InTopK", attributes="k")(by_row([0, 0], [0]))
 rule("InTopKV2")(by_row([0, 0, None], [0]))
-rule(
-    "ResizeBilinear",
-    "ResizeBicubic",
-    "ResizeArea",
-    "ResizeNearestNeighbor",
-    attributes="align_corners half_pixel_centers",
-)(by_row([0, None], [0]))
-rule("ResizeBilinearGrad", "ResizeBicubicGrad", attributes="align_corners half_pixel_centers")(by_row([0, 0], [0]))
-rule("ResizeNearestNeighborGrad", attributes="align_corners half_pixel_centers")(by_row([0, None], [0]))
-rule("DepthToSpace", "SpaceToDepth", attributes="block_size data_format")(by_row([0], [0]))
+rule("Dilation2D", attributes="strides rates padding")(by_row([0, None], [0]))
+rule("Dilation2DBackpropInput", attributes="strides rates padding")(by_row([0, None, 0], [0]))
+rule("Dilation2DBackpropFilter", attributes="strides rates padding")(by_row([0, None, 0], ["sum"]))
+
+
+_WITH_ARGMAX = "ksize strides padding include_batch_in_index"
+
+
+@rule("MaxPoolWithArgmax", attributes=_WITH_ARGMAX)
+@rule("MaxPoolGradWithArgmax", attributes=_WITH_ARGMAX)
+def max_pool_with_argmax(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """With places that are counted in each row."""
+    del index
+    if shard.axis or operation.attribute("include_batch_in_index"):
+        return None
+    return Local([0] * len(operation.placements), [0] * len(operation.output_shapes))
+
+
+_NORMALIZATION = "epsilon exponential_avg_factor data_format is_training"
+
+
+@rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", attributes=_NORMALIZATION)
+def batch_normalization(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """By given means and variances, not by those of the batch."""
+    if index or shard.axis or operation.attribute("is_training"):
+        return None
+    return Local([0, None, None, None, None], [0] + [None] * (len(operation.output_shapes) - 1))
+
+
+@rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3", attributes=_NORMALIZATION)
+def batch_normalization_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of a normalization by given means and variances; of scale and offset, it is a sum over the rows."""
+    if index > 1 or shard.axis or operation.attribute("is_training"):
+        return None
+    return Local([0, 0] + [None] * (len(operation.placements) - 2), [0, "sum", "sum", None, None])
 
 
 @rule("BiasAdd", attributes="data_format")
 def bias_add(operation: Operation, index: int, shard: Shard) -> Local | None:
     """Along any axis but that of the features."""
-    if index != 0 or shard.axis == _features(operation, 0):
+    if index != 0 or _features(operation, 0) in (None, shard.axis):
         return None
     return Local([shard.axis, None], [shard.axis])
 
@@ -78,14 +123,14 @@ def bias_add_last(operation: Operation, index: int, shard: Shard) -> Local | Non
 @rule("BiasAddGrad", attributes="data_format")
 def bias_add_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
     """The sum over all axes but that of the features."""
-    return None if shard.axis == _features(operation, index) else Local([shard.axis], ["sum"])
+    return None if _features(operation, index) in (None, shard.axis) else Local([shard.axis], ["sum"])
 
 
-def _features(operation: Operation, index: int) -> int:
+def _features(operation: Operation, index: int) -> int | None:
     rank = operation.rank(index)
     if operation.attribute("data_format") == "NCHW":
         return 1
-    return -1 if rank is None else rank - 1
+    return None if rank is None else rank - 1
 
 
 @rule("Softmax", "LogSoftmax")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.registry import Local, rule
+from tfdist.spmd.rules.registry import Cut, Local, rule
 
 _REDUCTIONS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "Prod": "prod", "All": "all", "Any": "any"}
 
@@ -65,9 +65,37 @@ def along(operation: Operation, index: int, shard: Shard) -> Local | None:
     return Local([shard.axis, None], [shard.axis])
 
 
+@rule("Roll")
+def roll(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Along axes that are whole."""
+    axes = operation.axes(2, operation.rank(0))
+    if index != 0 or axes is None or shard.axis in axes:
+        return None
+    return Local([shard.axis, None, None], [shard.axis])
+
+
+@rule("ReverseSequence", attributes="seq_dim batch_dim")
+def reverse_sequence(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of cut rows, each with its length, or along an axis that is neither."""
+    batch = operation.attribute("batch_dim")
+    axis = batch if index else shard.axis
+    if batch < 0 or operation.attribute("seq_dim") in range(-9, 0) or axis == operation.attribute("seq_dim"):
+        return None
+    return Local([axis, 0 if axis == batch else None], [axis])
+
+
 @rule("TopKV2", attributes="sorted")
-def top_k(operation: Operation, index: int, shard: Shard) -> Local | None:
+@rule("NthElement", attributes="reverse")
+def along_last(operation: Operation, index: int, shard: Shard) -> Local | None:
     """Along the last axis."""
     if index != 0 or operation.rank(0) in (None, shard.axis + 1):
         return None
-    return Local([shard.axis, None], [shard.axis, shard.axis])
+    rest: list[Cut] = [None] * (len(operation.placements) - 1)
+    return Local([shard.axis, *rest], [shard.axis] * len(operation.output_shapes))
+
+
+@rule("HistogramFixedWidth")
+def histogram(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Counts of the values in each bin."""
+    del operation
+    return None if index else Local([shard.axis, None, None], ["sum"])

@@ -26,7 +26,8 @@ class Local:
 
     Attributes:
         inputs: how each input is cut; `None` for a whole one.
-        outputs: how each output is cut, or the reduction whose terms the replicas compute, as "sum".
+        outputs: how each output is cut, or the reduction whose terms the replicas compute, as "sum"; `None` for an
+            output that follows from the whole inputs alone, and so is the same on each replica.
         localized: for an input that is a vector of lengths, or one length, the entry that becomes that of the part.
         attributes: those that differ from the whole operation's.
         mean: outputs that are terms of a sum are means over the part, and count with its share of the axis.

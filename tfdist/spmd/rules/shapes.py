@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tfdist.spmd.lengths import Lengths, Monomial, product
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
@@ -29,7 +31,7 @@ def reshape(operation: Operation, index: int, shard: Shard) -> Local | None:
         if before is None:
             return None
         blocks = pieces.divided_by(before)
-        if blocks is None or blocks.symbols or length is None:
+        if blocks is None or blocks.symbols or not blocks.factor or length is None:
             continue
         if length.multiple_of(blocks.factor * shard.total):
             return Local([shard.axis, None], [shard.moved(axis, blocks.factor)], localized={1: axis})
@@ -107,6 +109,28 @@ def tile(operation: Operation, index: int, shard: Shard) -> Local | None:
     if index != 0 or multiples is None or multiples[shard.axis] < 1:
         return None
     return Local([shard.axis, None], [shard.moved(shard.axis, shard.blocks * int(multiples[shard.axis]))])
+
+
+@rule("SpaceToBatchND")
+def space_to_batch(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Rows become a block of rows for each place in a block of space."""
+    sides = operation.constants[1]
+    if index != 0 or sides is None or 0 < shard.axis <= len(sides):
+        return None
+    blocks = 1 if shard.axis else int(np.prod(sides))
+    return Local([shard.axis, None, None], [shard.moved(shard.axis, shard.blocks * blocks)])
+
+
+@rule("BatchToSpaceND")
+def batch_to_space(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """The inverse of `space_to_batch`, of rows that consist of blocks."""
+    sides = operation.constants[1]
+    if index != 0 or sides is None or 0 < shard.axis <= len(sides):
+        return None
+    blocks = 1 if shard.axis else int(np.prod(sides))
+    if shard.blocks % blocks:
+        return None
+    return Local([shard.axis, None, None], [shard.moved(shard.axis, shard.blocks // blocks)])
 
 
 @rule("Pad", "PadV2")

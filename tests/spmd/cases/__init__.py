@@ -1,0 +1,1 @@
+"""Operations for the property test of rules, by family as in `tfdist/spmd/rules`."""
