@@ -20,7 +20,7 @@ from tfdist.cluster import job_environment, rendezvous
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches
+from tfdist.internals import keras_routes
 from tfdist.internals.tensorflow import global_seed, runtime_started
 from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
@@ -69,7 +69,7 @@ class DistributeStrategy(base.Strategy):
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
         # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
         # other processes take part in its batches.
-        with keras_patches.led_to(model, self):
+        with keras_routes.led_to(model, self):
             return super()._in_loop(method, model, *arguments, **named)
 
     def check(self, model: Any) -> None:
