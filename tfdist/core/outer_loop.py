@@ -97,6 +97,7 @@ def fit(
         validation = _Validation(strategy, model, validation_data, size, _limited(validation_steps))
     programs.build(strategy, model, "train", feed)
     with Passes(feed, steps) as passes, writer.finished():
+        passes.reset()
         if keras_internals.take_to_verify(model):
             verification.verify(strategy, model, feed.first(verification.STEPS))
         beginning.require_alike(strategy, model, passes, range(initial_epoch, epochs))
@@ -301,6 +302,7 @@ def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs
 def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) -> Logs:
     runner = EpochRunner(strategy, model, "test", passes, callbacks)
     model.stop_evaluating = False
+    passes.reset()
     callbacks.on_test_begin()
     metrics.reset(strategy, model)
     logs = keras_internals.pythonify_logs(runner.run(0))

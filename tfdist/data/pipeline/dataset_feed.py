@@ -134,6 +134,18 @@ class DatasetFeed(Feed):
     def finish(self) -> None:
         self._adapter.on_epoch_end()
 
+    def reset(self) -> None:
+        # Keras calls this hook once before the first epoch, and a dataset that shuffles in it begins shuffled.
+        self.end_epoch()
+
+    def begin_epoch(self) -> None:
+        if self._in_order is not None:
+            self._in_order.dataset.on_epoch_begin()
+
+    def end_epoch(self) -> None:
+        if self._in_order is not None:
+            self._in_order.dataset.on_epoch_end()
+
     def release(self) -> None:
         self._iterator = self._untouched = self._rest = None
 
@@ -176,7 +188,12 @@ class DatasetBatches(Batches):
 
 
 class InOrder(keras.utils.PyDataset):
-    """A `PyDataset` whose batches come in the order that (seed, epoch) gives, or as they are without a seed."""
+    """A `PyDataset` whose batches come in the order that (seed, epoch) gives, or as they are without a seed.
+
+    Attributes:
+        dataset: the user's, whose hooks are not called from here: this dataset begins and ends with a pass over the
+            data, which may last several epochs.
+    """
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int | None):
         super().__init__(
@@ -184,30 +201,24 @@ class InOrder(keras.utils.PyDataset):
             use_multiprocessing=dataset.use_multiprocessing,
             max_queue_size=dataset.max_queue_size,
         )
-        self._dataset = dataset
+        self.dataset = dataset
         self._seed = seed
         self._order: Callable[[int], int] = lambda batch: batch
 
     @property
     def always_alike(self) -> bool:
         """Whether nothing of the user's happens between two epochs: then a batch follows from its number."""
-        kind = type(self._dataset)
+        kind = type(self.dataset)
         hooks = "on_epoch_begin", "on_epoch_end"
         return all(getattr(kind, name) is getattr(keras.utils.PyDataset, name) for name in hooks)
 
     def set_epoch(self, epoch: int) -> None:
         if self._seed is not None:
-            self._order = order.epoch_order(self._dataset.num_batches, self._seed, epoch).__getitem__
+            self._order = order.epoch_order(self.dataset.num_batches, self._seed, epoch).__getitem__
 
     def __getitem__(self, batch: int) -> Any:
-        return self._dataset[int(self._order(batch))]
+        return self.dataset[int(self._order(batch))]
 
     @property
     def num_batches(self) -> int | None:
-        return self._dataset.num_batches
-
-    def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
+        return self.dataset.num_batches
