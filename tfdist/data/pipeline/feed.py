@@ -59,6 +59,9 @@ class Feed:
     def end_epoch(self) -> None:
         """Tells the data that an epoch has ended, and was not stopped."""
 
+    def look_ahead(self, keep: bool) -> None:
+        """Makes what the next pass reads from, at the end of a pass whose length was known; `keep` has it read."""
+
     def release(self) -> None:
         """Lets go of what passes have left open, when none is to follow."""
 
@@ -111,6 +114,9 @@ class WrappedFeed(Feed):
 
     def end_epoch(self) -> None:
         self._feed.end_epoch()
+
+    def look_ahead(self, keep: bool) -> None:
+        self._feed.look_ahead(keep)
 
     def release(self) -> None:
         self._feed.release()

@@ -112,6 +112,8 @@ class Passes:
             self.close()
             self._pass, self.position = self._pass + 1, 0
         if not stopped:
+            if data_ended and self.feed.num_batches is not None:
+                self.feed.look_ahead(keep=self._steps is not None)
             self.feed.end_epoch()
         if self._steps is not None and steps < self._steps and data_ended:
             warnings.warn(
