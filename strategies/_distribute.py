@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from tfdist.cluster import job_environment, rendezvous
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_routes
+from tfdist.internals import keras_routes, tensorflow_variables
 from tfdist.internals.tensorflow import global_seed, runtime_started
 from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
@@ -58,7 +58,7 @@ class DistributeStrategy(base.Strategy):
     tf_strategy: tf.distribute.Strategy
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return self.tf_strategy.scope()
+        return _scope(self.tf_strategy)
 
     def run(self, step: base.Step) -> list[Any]:
         def on_replica() -> Any:
@@ -97,6 +97,12 @@ class DistributeStrategy(base.Strategy):
     def is_ours(self, variable: Any) -> bool:
         """Whether a variable of Keras was made in the scope."""
         return self.tf_strategy.extended.variable_created_in_scope(variable.value)
+
+
+@contextlib.contextmanager
+def _scope(strategy: tf.distribute.Strategy) -> Iterator[Any]:
+    with strategy.scope() as entered, tensorflow_variables.converting_to_numbers():
+        yield entered
 
 
 def require_addresses(world: World, strategy: str) -> None:

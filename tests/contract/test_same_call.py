@@ -1,5 +1,6 @@
 """Point 1, the call: what `fit`, `evaluate` and `predict` take, for any model, gives what stock Keras gives."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -511,6 +512,47 @@ def test_predicts_before_anything_else(contestant):
         unbuilt = compiled(Subclassed(), metrics=["accuracy"])
     predictions = strategy.predict(unbuilt, X, batch_size=BATCH, verbose=0)
     assert_same(predictions, X @ unbuilt.dense.kernel.numpy())
+
+
+READS = {
+    "float(learning_rate)": lambda model: float(model.optimizer.learning_rate),
+    "int(iterations)": lambda model: int(model.optimizer.iterations),
+    "complex(learning_rate)": lambda model: complex(model.optimizer.learning_rate.value),
+    "'%d'": lambda model: f"{int(model.optimizer.iterations):d} {float(model.optimizer.learning_rate):.3f}",
+    "math": lambda model: math.sqrt(model.optimizer.learning_rate),
+    "a comparison": lambda model: bool(model.optimizer.learning_rate < 1),
+    "np.asarray(weight)": lambda model: np.asarray(model.layers[0].kernel),
+    "np.asarray(weight.value)": lambda model: np.asarray(model.layers[0].kernel.value),
+    "weight.numpy()": lambda model: model.layers[0].kernel.numpy(),
+    "convert_to_numpy": lambda model: keras.ops.convert_to_numpy(model.optimizer.learning_rate),
+    "np.linalg.norm": lambda model: np.linalg.norm(model.layers[0].kernel),
+    "tf.reduce_sum": lambda model: float(tf.reduce_sum(model.layers[0].kernel)),
+    "a slot": lambda model: np.asarray(model.optimizer.variables[-1]),
+    "float(metric.result())": lambda model: float(model.metrics[0].result()),
+    "the state of a metric": lambda model: float(model.metrics[0].variables[0]),
+    "a tf.Variable": lambda model: float(model.own),
+    "assign": lambda model: float(model.optimizer.learning_rate.assign(float(model.optimizer.learning_rate) * 0.9)),
+}
+
+
+@contestants.among(contestants.FEW)
+def test_variables_convert_to_numbers_in_a_callback_and_afterwards_as_with_stock_keras(same_as_stock):
+    def case(contestant):
+        strategy, found = start(contestant), []
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((X.shape[1],)), layers.Dense(1)])
+            model.own = tf.Variable(1.5, trainable=False)
+            model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
+
+        def read(*arguments, **named):
+            found.append({name: value(model) for name, value in READS.items()})
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=read, on_epoch_end=read)
+        strategy.fit(model, X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+        read()
+        return found
+
+    same_as_stock(case)
 
 
 class OfManyTypes(keras.Model):
