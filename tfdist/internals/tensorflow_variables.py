@@ -47,7 +47,8 @@ def converting_to_numbers() -> Iterator[None]:
     def make(next_creator: Callable[..., Any], **options: Any) -> Any:
         variable = next_creator(**options)
         if isinstance(variable, tf.distribute.DistributedValues) and not hasattr(type(variable), "__float__"):
-            variable.__class__ = _with_numbers(type(variable))
+            kind: Any = type(variable)
+            variable.__class__ = _with_numbers(kind)
         return variable
 
     with tf.variable_creator_scope(make):
