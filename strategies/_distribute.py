@@ -21,7 +21,7 @@ from tfdist.cluster import job_environment, rendezvous
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches, tensorflow_variables
+from tfdist.internals import keras_routes, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow import global_seed, runtime_started
@@ -120,7 +120,7 @@ class DistributeStrategy(base.Strategy):
     tf_strategy: tf.distribute.Strategy
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return self.tf_strategy.scope()
+        return _scope(self.tf_strategy)
 
     @contextlib.contextmanager
     def tracing(self, model: Any) -> Iterator[None]:
@@ -136,7 +136,7 @@ class DistributeStrategy(base.Strategy):
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
         # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
         # other processes take part in its batches.
-        with keras_patches.led_to(model, self):
+        with keras_routes.led_to(model, self):
             return super()._in_loop(method, model, *arguments, **named)
 
     def check(self, model: Any) -> None:
@@ -164,6 +164,12 @@ class DistributeStrategy(base.Strategy):
     def is_ours(self, variable: Any) -> bool:
         """Whether a variable of Keras was made in the scope."""
         return self.tf_strategy.extended.variable_created_in_scope(variable.value)
+
+
+@contextlib.contextmanager
+def _scope(strategy: tf.distribute.Strategy) -> Iterator[Any]:
+    with strategy.scope() as entered, tensorflow_variables.converting_to_numbers():
+        yield entered
 
 
 def require_addresses(world: World, strategy: str) -> None:

@@ -12,6 +12,8 @@ import tfdist
 from tests.contract import cases, contestants, test_steps
 from tfdist.errors import UsageError, VerificationError
 from tfdist.spmd.rules import Local, registry
+from tfdist.strategies import base
+from tfdist.strategies._towers import Tower
 
 REPLICAS = contestants.FEW
 EXAMPLES, BATCH = 19, 10
@@ -195,6 +197,71 @@ def test_a_wrong_rule_of_the_partitioner_is_found_and_the_layer_named(name, cont
     assert "a fault of tfdist" in error.hint, error
     assert error.report.first.step == 0
     assert "differs" in str(error.report)
+
+
+WRONG_SUMS = {
+    "twice": lambda total, own: 2 * total,
+    "nothing of the others": lambda total, own: own,
+    "large tensors": lambda total, own: 1.5 * total if (total.shape.num_elements() or 0) > 20 else total,
+}
+
+
+class AddsWrongly(Tower):
+    def __init__(self, way, *arguments):
+        super().__init__(*arguments)
+        self.way = way
+
+    def all_reduce(self, tensors):
+        pairs = zip(super().all_reduce(tensors), tensors, strict=True)
+        return [WRONG_SUMS[self.way](total, own) if own.dtype.is_floating else total for total, own in pairs]
+
+
+class Wrong(base.Strategy):
+    """A strategy of one's own, whose replicas compute their parts of a batch and add up wrongly."""
+
+    name = "wrong"
+
+    def set_up(self):
+        self._towers = tf.distribute.MirroredStrategy(self.devices)
+
+    def run(self, step):
+        def on_replica():
+            return step(AddsWrongly(self.way, base.current_index(), len(self.devices), self.devices[0]))
+
+        return base.local_results(self._towers, self._towers.run(on_replica))
+
+
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [
+        ("twice", "The batch that a step is given, in `x`, differs"),
+        ("nothing of the others", "The batch that a step is given, in `x`, differs"),
+        ("large tensors", "The gradient of `sequential/before/kernel`, of the layer `before`, differs"),
+    ],
+)
+def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
+    keras.utils.set_random_seed(11)
+    strategy = Wrong(devices=2)
+    strategy.way = way
+    with pytest.raises(VerificationError) as raised:
+        verified(strategy, lambda: network(layers.Flatten()))
+    assert raised.value.sentence.startswith(what)
+    assert "the strategy `wrong`" in raised.value.sentence
+    assert raised.value.hint.startswith("this is a fault of the strategy")
+
+
+@contestants.among({"custom": (2,)})
+def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebook(contestant):
+    equal = verified(start(contestant), lambda: network(layers.Flatten()))
+    with pytest.raises(VerificationError) as raised:
+        verified(start(contestant), lambda: network(Centred(name="planted")))
+    different = raised.value.report
+    assert equal.verdict == "The steps of `custom` on 2 replicas are those of one device."
+    verdict = "The steps of `custom` on 2 replicas differ from those of one device, first in the output `"
+    assert different.verdict.startswith(verdict) and "planted` in step 0: by " in different.verdict
+    for report in (equal, different):
+        assert str(report) == repr(report) == f"{report.verdict}\n\n{report.table}"
+        assert report._repr_html_().startswith(f"<p><strong>{report.verdict}</strong></p>\n<pre>")
 
 
 def noisy():

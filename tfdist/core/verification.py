@@ -44,6 +44,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
+from tfdist.terminal import counted
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -102,7 +103,8 @@ def verify(
     if not inside:
         found = [{key: value for key, value in step.items() if key[0] == "variable"} for step in found]
     sizes = {v.path: float(np.max(np.abs(_value(v)), initial=0)) for v in variables}
-    report = Comparison(model, groups, sizes, watch.seen, epsilon).report(reference, nudged, found)
+    of = f"`{strategy.name}` on {counted(strategy.num_replicas, 'replica')}"
+    report = Comparison(model, of, groups, sizes, watch.seen, epsilon).report(reference, nudged, found)
     _raise_if_different(strategy, model, report)
     return report
 
@@ -254,7 +256,7 @@ def _epsilon_of(kind: type) -> float:
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
     first = report.first
     partitioned = strategy.mesh is not None
-    mine = None if first is None else [*explained(model, first, partitioned), first.layer]
+    mine = None if first is None else [*explained(strategy.name, model, first, partitioned), first.layer]
     told = next((one for one in consensus.all_gather_object(strategy, mine) if one is not None), None)
     if told is None:
         return

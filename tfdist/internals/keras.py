@@ -1,7 +1,8 @@
 """The private parts of Keras' models, layers, metrics and optimizers that tfdist calls, reads and sets.
 
-`keras_patches` and `keras_loops` replace functions of Keras, `keras_variables` initializes, reads and protects
-variables, and `keras_data` reads the data of `fit`. All five modules were written for Keras 3.15.1, and
+`keras_patches` and `keras_loops` replace functions of Keras, `keras_routes` leads those of a prepared model to its
+strategy, `keras_variables` initializes, reads and protects variables, and `keras_data` reads the data of `fit`. All of
+these modules were written for Keras 3.15.1, and
 `tests/test_keras_internals.py` fails when Keras changes a part that they use.
 """
 
@@ -27,6 +28,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.utils import python_utils
 
 from tfdist.errors import UsageError
+from tfdist.internals import keras_routes
 from tfdist.internals.keras_data import unpack_x_y_sample_weight
 
 SEEN_IN = "3.15.1"
@@ -274,7 +276,7 @@ def step_function(model: Any, kind: str) -> Any:
     `make_train_function(force=True)`, but not after a change of `trainable` alone.
     """
     getattr(model, f"make_{kind}_function")()
-    function = getattr(model, f"{kind}_function")
+    function = keras_routes.unguarded(getattr(model, f"{kind}_function"))
     if getattr(function, "python_function", function).__module__ != tensorflow_trainer.__name__:
         raise UsageError(
             f"The model `{model.name}` has a `{kind}_function` of its own, which a strategy does not call",

@@ -52,6 +52,18 @@ class Feed:
     def finish(self) -> None:
         """Ends a pass."""
 
+    def reset(self) -> None:
+        """Tells the data, as Keras does, that a training or an evaluation is about to begin."""
+
+    def begin_epoch(self) -> None:
+        """Tells the data that an epoch begins, before its first batch is read."""
+
+    def end_epoch(self) -> None:
+        """Tells the data that an epoch has ended, and was not stopped."""
+
+    def look_ahead(self, keep: bool) -> None:
+        """Makes what the next pass reads from, at the end of a pass whose length was known; `keep` has it read."""
+
     def release(self) -> None:
         """Lets go of what passes have left open, when none is to follow."""
 
@@ -95,6 +107,18 @@ class WrappedFeed(Feed):
 
     def finish(self) -> None:
         self._feed.finish()
+
+    def reset(self) -> None:
+        self._feed.reset()
+
+    def begin_epoch(self) -> None:
+        self._feed.begin_epoch()
+
+    def end_epoch(self) -> None:
+        self._feed.end_epoch()
+
+    def look_ahead(self, keep: bool) -> None:
+        self._feed.look_ahead(keep)
 
     def release(self) -> None:
         self._feed.release()
