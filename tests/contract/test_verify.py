@@ -251,8 +251,9 @@ def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
 
 
 @contestants.among({"custom": (2,)})
-def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebook(contestant):
+def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebook(contestant, monkeypatch):
     equal = verified(start(contestant), lambda: network(layers.Flatten()))
+    planted_rule("Mean", mean_of_means, monkeypatch)
     with pytest.raises(VerificationError) as raised:
         verified(start(contestant), lambda: network(Centred(name="planted")))
     different = raised.value.report

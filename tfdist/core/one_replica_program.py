@@ -29,17 +29,17 @@ class OneReplicaProgram(StepProgram):
         )
 
     def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
-        mesh, metrics_variables = self._one_device.mesh, self._model.metrics_variables
+        mesh = self._one_device.mesh
         done, finite = 0, True
         logs: Logs = {}
-        mesh.begin(metrics_variables)
+        mesh.begin(self._model.metrics_variables)
         for batch in self._batches.take(state, int(first), int(count)):
             logs = self._computed(self._one_device.whole_batch(state, batch))
             done += 1
             finite = bool(self._goes_on())
             if not finite:
                 break
-        mesh.end(metrics_variables)
+        mesh.end(self._model.metrics_variables)  # some of which the first step has made
         building.spread(self._strategy, self._model)
         return done, done == int(count) or not finite, logs or self._results({})
 

@@ -128,13 +128,15 @@ class _Steps:
         invariants = tf.nest.map_structure(lambda one: one.shape, begun)
         # Other axes than that of the examples may have other lengths in another batch.
         invariants = (*invariants[:4], [tf.TensorShape([None] * one.shape.rank) for one in flat], invariants[5])
-        done, more, alike, finite, batch, logs = tf.while_loop(
-            lambda done, more, alike, finite, batch, logs: self._goes_on(count, done, more, alike, finite),
-            lambda done, more, alike, finite, batch, logs: self._iteration(state, first, count, done, batch),
-            begun,
-            shape_invariants=invariants,
-            parallel_iterations=program._strategy.parallel_steps,
-        )
+        with mesh.branches() as note:
+            done, more, alike, finite, batch, logs = tf.while_loop(
+                lambda done, more, alike, finite, batch, logs: self._goes_on(count, done, more, alike, finite),
+                lambda done, more, alike, finite, batch, logs: self._iteration(state, first, count, done, batch),
+                begun,
+                shape_invariants=invariants,
+                parallel_iterations=program._strategy.parallel_steps,
+            )
+            note(done)
         with tf.control_dependencies([done]):
             mesh.end(metrics)
         return done, more, alike, finite, batch, logs or program._results(logs, after=done)
