@@ -78,6 +78,9 @@ class ProcessMesh(spmd.Mesh):
 
     def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
         (part,) = parts
+        if part.shape.rank is None:  # cut along the first axis
+            rows = self._gather(tf.reshape(part, [tf.shape(part)[0], -1]))
+            return [tf.reshape(rows, tf.concat([[-1], tf.shape(part)[1:]], 0))]
         order = [shard.axis, *(axis for axis in range(part.shape.rank) if axis != shard.axis)]
         rows = self._gather(tf.transpose(part, order) if shard.axis else part)
         if shard.blocks > 1:

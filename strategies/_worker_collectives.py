@@ -106,6 +106,11 @@ class WorkersMesh(distribute.MirroredMesh):
         return found
 
     def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
+        if parts[0].shape.rank is None:  # cut along the first axis
+            shape = tf.concat([[-1], tf.shape(parts[0])[1:]], 0)
+            return [
+                tf.reshape(rows, shape) for rows in self._gather([tf.reshape(p, [tf.shape(p)[0], -1]) for p in parts])
+            ]
         order = [shard.axis, *(axis for axis in range(parts[0].shape.rank) if axis != shard.axis)]
         back = [order.index(axis) for axis in range(len(order))]
         lengths = [size * shard.blocks for size in shard.sizes]

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd.lengths import Lengths, product
+from tfdist.spmd.lengths import ONE, Lengths, product
 from tfdist.spmd.placements import REPLICATE, Placed, dimensions
 
 # Larger constants stay operations of the graph.
@@ -93,6 +93,29 @@ def lengths(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths |
     if operation.type in _MOVES:
         return _moved(operation, values) or nothing
     return nothing
+
+
+def note(operation: tf.Operation, values: Sequence[Placed], outputs: Sequence[Placed]) -> None:
+    """Notes what follows of `outputs` from what is known of the inputs, besides what an operation computes."""
+    for value, found in zip(outputs, lengths(operation, values), strict=True):
+        if found is not None and value.lengths is None:
+            value.lengths = found
+    if operation.type == "BroadcastGradientArgs":
+        _note_axes(values, outputs)
+
+
+def _note_axes(values: Sequence[Placed], outputs: Sequence[Placed]) -> None:
+    """Notes the axes along which the gradient of a broadcast value is summed, as far as its shape is known.
+
+    Those are the axes of length 1, and those that it has not, of the shape that both values are broadcast to.
+    """
+    if any(value.lengths is None for value in values):
+        return
+    rank = max(len(value.lengths or ()) for value in values)
+    for value, output in zip(values, outputs, strict=True):
+        own = [ONE] * (rank - len(value.lengths or ())) + list(value.lengths or ())
+        output.included = frozenset(axis for axis, length in enumerate(own) if length == ONE)
+        output.excluded = frozenset(axis for axis, length in enumerate(own) if length is not None and length.factor > 1)
 
 
 def _moved(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths | None] | None:

@@ -24,6 +24,8 @@ class Operation:
         output_dtypes: of the outputs.
         constants: the value of each input, where it is known.
         lengths: for each input that is a vector of lengths, what is known of its entries; see `tfdist.spmd.lengths`.
+        included: for each input that is a vector of axes, those that are surely in it.
+        excluded: for each input that is a vector of axes, those that are surely not in it.
         placements: of the inputs.
     """
 
@@ -33,6 +35,8 @@ class Operation:
         self.type: str = operation.type
         self.constants: list[np.ndarray | None] = [value.constant for value in values]
         self.lengths: list[Lengths | None] = [value.lengths for value in values]
+        self.included = [value.included for value in values]
+        self.excluded = [value.excluded for value in values]
         self.placements = list(placements)
         self.input_shapes = [_dims(value.shape) for value in values]
         self.output_shapes = [_dims(tensor.shape) for tensor in operation.outputs]
@@ -59,9 +63,12 @@ class Operation:
         shape = self.input_shapes[index]
         return None if shape is None else shape[axis]
 
-    def own_lengths(self, index: int) -> list[Monomial]:
-        """The lengths of an input's axes; an unknown one is a symbol, which `Shape` of the same value gives too."""
-        return dimensions(self._values[index]) or []
+    def own_lengths(self, index: int) -> list[Monomial] | None:
+        """The lengths of an input's axes; an unknown one is a symbol, which `Shape` of the same value gives too.
+
+        `None` for an unknown rank.
+        """
+        return dimensions(self._values[index])
 
     def elements(self, index: int) -> int:
         """About how many elements an input has: axes of unknown length count as 64."""

@@ -22,13 +22,14 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd import constants, control_flow, effects, linear, tensor_lists
+from tfdist.spmd import local_shapes as shapes
 from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.flattening import ALIASES, Flat, Node, Slot, flatten
 from tfdist.spmd.meshes import Mesh
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard
-from tfdist.spmd.rules import Cut, Local, rule_of
+from tfdist.spmd.rules import Local, rule_of
 
 _HALF = (tf.float16, tf.bfloat16)
 _OF_A_TAPE = "gradient_tape/"  # TensorFlow's, in the names of what a tape computes
@@ -114,9 +115,8 @@ class Partitioner:
             self.conversions.placed(value, placement) for value, placement in zip(values, plan.placements, strict=True)
         ]
         outputs = plan.compute(inputs)
-        for slot, value, lengths in zip(node.outputs, outputs, constants.lengths(node.operation, values), strict=True):
-            if lengths is not None and value.lengths is None:
-                value.lengths = lengths
+        constants.note(node.operation, values, outputs)
+        for slot, value in zip(node.outputs, outputs, strict=True):
             slot.value = value
 
     def plan(self, node: Node) -> Plan:
@@ -157,7 +157,7 @@ class Partitioner:
         if local is None:
             return Plan([REPLICATE] * len(values), lambda inputs: self._whole(node, inputs, values))
         found, shard = local
-        wanted = [_placement(one, shard) for one in found.inputs]
+        wanted = [shapes.placement(one, shard) for one in found.inputs]
         return Plan(wanted, lambda inputs: self._parts(node, operation, found, shard, inputs))
 
     def _local(self, operation: Operation) -> tuple[Local, Shard] | None:
@@ -168,7 +168,7 @@ class Partitioner:
             return None
         for index in sorted(sharded, key=operation.elements, reverse=True):
             found = rule(operation, index, sharded[index])
-            if found is not None and _is_possible(operation, found, sharded[index]):
+            if found is not None and shapes.is_possible(operation, found, sharded[index]):
                 return found, sharded[index]
         return None
 
@@ -198,7 +198,7 @@ class Partitioner:
             with self.mesh.on_replica(position):
                 reads = [self.conversions.read(value, position) for value in inputs]
                 for index, entry in found.localized.items():
-                    reads[index] = _localized(reads[index], inputs[index], entry, shard, replica)
+                    reads[index] = shapes.localized(reads[index], inputs[index], entry, shard, replica)
                 if half:
                     reads = [tf.cast(one, tf.float32) if one.dtype in _HALF else one for one in reads]
                 made = tensorflow_functions.create(node.operation, reads, attributes, dtypes)
@@ -211,8 +211,9 @@ class Partitioner:
             if isinstance(one, str):
                 placement: Placement = Partial(one, operation.output_dtypes[0] if half else None)
             else:
-                placement = _placement(one, shard)
-            if not self._add_up(parts, placement, operation.output_shapes[index]):
+                placement = shapes.placement(one, shard)
+            shape = shapes.known(operation.output_shapes[index], found.lengths.get(index))
+            if not self._add_up(parts, placement, shape):
                 self.cost.refused.append(operation.type)
                 return self._whole(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
             if isinstance(placement, Replicate):
@@ -220,6 +221,7 @@ class Partitioner:
             element_dtype = _element_dtype(node.operation, inputs) if parts[0].dtype == tf.variant else None
             outputs.append(Placed(placement, parts, element_dtype=element_dtype, replica=self.mesh.local[0]))
             outputs[-1].is_gradient = _OF_A_TAPE in node.operation.name
+            outputs[-1].axes = found.lengths.get(index)
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
 
@@ -234,7 +236,7 @@ class Partitioner:
                 return False
             whole = whole.merge_with(own)
         for replica, part in zip(self.mesh.local, parts, strict=True):
-            part.set_shape(_part_shape(whole, placement, replica))
+            part.set_shape(shapes.part_shape(whole, placement, replica))
         return True
 
     def _whole(self, node: Node, inputs: list[Placed], given: Sequence[Placed]) -> list[Placed]:
@@ -295,7 +297,9 @@ class Partitioner:
                 if node.operation.type in tensor_lists.OF_SHAPE:
                     tensor = tensor_lists.of_shape(node.operation, part, value.placement, replica)
                 elif node.operation.type in _OF_SHAPE:
-                    shape = _whole_shape(tf.shape(part, node.operation.outputs[0].dtype), value.placement, replica)
+                    shape = shapes.whole_shape(
+                        tf.shape(part, node.operation.outputs[0].dtype), value.placement, replica
+                    )
                     tensor = shape if node.operation.type == "Shape" else tf.reduce_prod(shape)
                 else:
                     (tensor,) = tensorflow_functions.create(node.operation, [part])
@@ -307,24 +311,6 @@ class Partitioner:
 # Computed from the shape of their input alone. `ZerosLike` of a part has a rule.
 _OF_SHAPE = frozenset(("Shape", "Size"))
 _OF_SHAPE_OF_TERMS = frozenset(("ZerosLike", "OnesLike"))
-
-
-def _whole_shape(shape: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
-    """The shape of a value, from that of one replica's part."""
-    if not isinstance(placement, Shard):
-        return shape
-    length = placement.whole_length(shape[placement.axis], replica)
-    return tf.tensor_scatter_nd_update(shape, [[placement.axis]], [length])
-
-
-def _part_shape(shape: tf.TensorShape, placement: Placement, replica: int) -> tf.TensorShape:
-    """The shape of one replica's part of a value of this shape."""
-    if not isinstance(placement, Shard) or shape.rank is None:
-        return shape
-    lengths = shape.as_list()
-    length = lengths[placement.axis]
-    lengths[placement.axis] = None if length is None else placement.part(length, replica)
-    return tf.TensorShape(lengths)
 
 
 def _shares_resource(inputs: Sequence[Placed]) -> bool:
@@ -340,48 +326,6 @@ def _value(slot: Slot) -> Placed:
 
 def _wanted(node: Node, plan: Plan) -> list[tuple[Placed, Placement]]:
     return [(_value(slot), placement) for slot, placement in zip(node.inputs, plan.placements, strict=True)]
-
-
-def _placement(one: Cut, shard: Shard) -> Placement:
-    if one is None:
-        return REPLICATE
-    return one if isinstance(one, Shard) else shard.moved(one)
-
-
-def _is_possible(operation: Operation, found: Local, shard: Shard) -> bool:
-    """Whether the axes that a rule cuts are known to be divisible so."""
-    for index, one in enumerate(found.inputs):
-        wanted, shape = _placement(one, shard), operation.input_shapes[index]
-        if not isinstance(wanted, Shard) or operation.placements[index] == wanted:
-            continue
-        if operation.input_dtypes[index] != tf.variant and (shape is None or not wanted.divides(shape[wanted.axis])):
-            return False
-    for index, out in enumerate(found.outputs):
-        shape = operation.output_shapes[index]
-        if isinstance(out, str):
-            continue
-        wanted = _placement(out, shard)
-        if not isinstance(wanted, Shard) or operation.output_dtypes[index] == tf.variant:
-            continue
-        if shape is None:
-            return False
-        length = shape[wanted.axis]
-        if length is not None and not wanted.divides(length):
-            return False
-    return True
-
-
-def _localized(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, replica: int) -> tf.Tensor:
-    """A vector of lengths, or one length, with an entry that is that of a replica's part; -1 stays."""
-    if value.constant is not None:
-        lengths = value.constant.copy()
-        place = () if lengths.ndim == 0 else (entry,)
-        if lengths[place] > 0:
-            lengths[place] = shard.part(lengths[place], replica)
-        return tf.constant(lengths)
-    length = tensor if tensor.shape.rank == 0 else tensor[entry]
-    part = tf.where(length > 0, shard.part(length, replica), length)
-    return part if tensor.shape.rank == 0 else tf.tensor_scatter_nd_update(tensor, [[entry]], [part])
 
 
 def _element_dtype(operation: tf.Operation, inputs: Sequence[Placed]) -> tf.DType | None:

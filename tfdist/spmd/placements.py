@@ -107,8 +107,11 @@ class Placed:
         tensors: one for each copy of a replicated value in this process, else one for each replica of this process.
         constant: the value, where it is known while the graph is made.
         shape: of the whole value, as far as it is known.
+        axes: what is known of the lengths of its axes beyond that; `None` if nothing is.
         lengths: for a vector of lengths, or one length, what is known of each entry; `None` if nothing is.
         repeated: it is computed whole from sharded values, so that each replica repeats the computation.
+        included: of a vector of axes, those that are surely in it, where it is not known.
+        excluded: of a vector of axes, those that are surely not in it, where it is not known.
         is_gradient: a tape has computed it.
         element_dtype: of the elements of a list of tensors (TensorList).
     """
@@ -128,8 +131,11 @@ class Placed:
         self.constant = constant
         self.repeated = repeated
         self.is_gradient = False
+        self.included: frozenset[int] = frozenset()
+        self.excluded: frozenset[int] = frozenset()
         self.element_dtype = element_dtype
         self.shape = _whole_shape(placement, self.tensors, constant, replica)
+        self.axes: Lengths | None = None
         self.lengths: Lengths | None = None
         if constant is not None and constant.ndim < 2 and constant.dtype.kind in "iu" and constant.size < 64:
             self.lengths = [Monomial(int(number)) if number > 0 else None for number in constant.ravel()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
 from tfdist.spmd.rules.registry import Local, rule
@@ -29,16 +27,21 @@ class _Slice:
 
     Attributes:
         axes: for each axis of the input that the specification names: its number, the number of the specification's
-            entry, and that of the output's axis, `None` where it is removed.
+            entry, `None` for an ellipsis, and that of the output's axis, `None` where it is removed.
         shift: for later axes, the difference of the numbers in the output and in the input.
     """
 
-    def __init__(self, operation: Operation, entries: int):
+    def __init__(self, operation: Operation, entries: int, rank: int):
         self._operation = operation
-        self.axes: list[tuple[int, int, int | None]] = []
+        self.axes: list[tuple[int, int | None, int | None]] = []
         axis = result = 0
         for entry in range(entries):
-            if self._masked("new_axis_mask", entry):
+            if self._masked("ellipsis_mask", entry):
+                others = sum(not self._masked("new_axis_mask", one) for one in range(entries) if one != entry)
+                for _ in range(rank - others):
+                    self.axes.append((axis, None, result))
+                    axis, result = axis + 1, result + 1
+            elif self._masked("new_axis_mask", entry):
                 result += 1
             elif self._masked("shrink_axis_mask", entry):
                 self.axes.append((axis, entry, None))
@@ -51,10 +54,11 @@ class _Slice:
     def _masked(self, name: str, entry: int) -> bool:
         return bool(self._operation.attribute(name) >> entry & 1)
 
-    def takes_all(
-        self, entry: int, length: int | None, begin: np.ndarray | None, end: np.ndarray | None, step: np.ndarray | None
-    ) -> bool:
+    def takes_all(self, entry: int | None, length: int | None) -> bool:
         """Whether an entry takes an axis of `length` whole, in order."""
+        begin, end, step = self._operation.constants[1:4]
+        if entry is None:
+            return True
         if step is None or step[entry] != 1:
             return False
         from_first = self._masked("begin_mask", entry) or (
@@ -63,22 +67,24 @@ class _Slice:
         to_last = self._masked("end_mask", entry) or (end is not None and length is not None and end[entry] >= length)
         return from_first and to_last
 
-    def attributes(self, entry: int) -> dict[str, int]:
+    def attributes(self, entry: int | None) -> dict[str, int]:
         """The attributes with which an entry takes a part whole."""
+        if entry is None:
+            return {}
         return {name: self._operation.attribute(name) | 1 << entry for name in ("begin_mask", "end_mask")}
 
 
 @rule("StridedSlice", attributes=_MASKS)
 def strided_slice(operation: Operation, index: int, shard: Shard) -> Local | None:
     """That takes the cut axis whole."""
-    shape = operation.input_shapes[1]
-    if index != 0 or operation.attribute("ellipsis_mask") or shape is None or shape[0] is None:
+    shape, rank = operation.input_shapes[1], operation.rank(0)
+    if index != 0 or rank is None or shape is None or shape[0] is None:
         return None
-    taken = _Slice(operation, shape[0])
+    taken = _Slice(operation, shape[0], rank)
     for axis, entry, result in taken.axes:
         if axis == shard.axis:
             length = operation.length(0, axis)
-            if result is None or not taken.takes_all(entry, length, *operation.constants[1:4]):
+            if result is None or not taken.takes_all(entry, length):
                 return None
             return Local([axis, None, None, None], [result], attributes=taken.attributes(entry))
     return Local([shard.axis, None, None, None], [shard.axis + taken.shift])
@@ -87,17 +93,17 @@ def strided_slice(operation: Operation, index: int, shard: Shard) -> Local | Non
 @rule("StridedSliceGrad", attributes=_MASKS)
 def strided_slice_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
     """Of a slice that took the cut axis whole."""
-    given = operation.input_shapes[1]
-    if index != 4 or operation.attribute("ellipsis_mask") or given is None or given[0] is None:
+    given, lengths = operation.input_shapes[1], operation.lengths[0]
+    if index != 4 or lengths is None or given is None or given[0] is None:
         return None
-    taken = _Slice(operation, given[0])
-    whole, length = operation.constants[0], operation.length(4, shard.axis)
+    taken, length = _Slice(operation, given[0], len(lengths)), operation.length(4, shard.axis)
     for axis, entry, result in taken.axes:
         if result == shard.axis:
-            known = int(whole[axis]) if whole is not None else None
+            whole = lengths[axis]
+            known = None if whole is None or whole.symbols else whole.factor
             if known is None or known != length:
                 return None
-            if not taken.takes_all(entry, known, *operation.constants[1:4]):
+            if not taken.takes_all(entry, known):
                 return None
             return Local([None] * 4 + [shard.axis], [axis], {0: axis}, taken.attributes(entry))
     axis = shard.axis - taken.shift

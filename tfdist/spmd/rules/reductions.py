@@ -16,18 +16,25 @@ def _after(axis: int, removed: set[int]) -> int:
 
 @rule(*_REDUCTIONS, attributes="keep_dims")
 def reduction(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """A reduction along known axes."""
+    """A reduction along axes that are known, or of which it is known whether the cut one is among them."""
     axes = operation.axes(1, operation.rank(0))
-    if index != 0 or axes is None:
+    if index != 0:
         return None
-    if shard.axis in axes:
-        if operation.output_dtypes[0].is_complex and operation.type != "Sum":
-            return None
-        if operation.type == "Mean" and not operation.output_dtypes[0].is_floating:
-            return None
-        return Local([shard.axis, None], [_REDUCTIONS[operation.type]], mean=operation.type == "Mean")
+    if shard.axis in (operation.included[1] if axes is None else axes):
+        return _along_cut_axis(operation, shard)
+    if axes is None:
+        # The number of a later axis depends on which axes before it are removed.
+        return Local([0, None], [0]) if shard.axis == 0 and 0 in operation.excluded[1] else None
     kept = shard.axis if operation.attribute("keep_dims") else _after(shard.axis, axes)
     return Local([shard.axis, None], [kept])
+
+
+def _along_cut_axis(operation: Operation, shard: Shard) -> Local | None:
+    if operation.output_dtypes[0].is_complex and operation.type != "Sum":
+        return None
+    if operation.type == "Mean" and not operation.output_dtypes[0].is_floating:
+        return None
+    return Local([shard.axis, None], [_REDUCTIONS[operation.type]], mean=operation.type == "Mean")
 
 
 @rule("EuclideanNorm", attributes="keep_dims")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfdist.internals import tensorflow_functions
+from tfdist.spmd.lengths import Lengths
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
 
@@ -30,6 +31,7 @@ class Local:
             output that follows from the whole inputs alone, and so is the same on each replica.
         localized: for an input that is a vector of lengths, or one length, the entry that becomes that of the part.
         attributes: those that differ from the whole operation's.
+        lengths: what is known of the axes of an output beyond what was known when the step was traced.
         mean: outputs that are terms of a sum are means over the part, and count with its share of the axis.
     """
 
@@ -37,6 +39,7 @@ class Local:
     outputs: Sequence[Cut | str]
     localized: Mapping[int, int] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    lengths: Mapping[int, Lengths] = field(default_factory=dict)
     mean: bool = False
 
 

@@ -17,28 +17,25 @@ def reshape(operation: Operation, index: int, shard: Shard) -> Local | None:
     A value `[P, L, ...]` whose axis L is cut consists of P pieces, each cut in the same proportions. The same holds for
     an output `[P, M, ...]`, if M can be cut in these proportions, and for `[P / k, k M, ...]` with k blocks.
     """
-    shape = operation.input_shapes[0]
-    if index != 0 or shape is None:
-        return None
     own = operation.own_lengths(0)
     lengths = _lengths(operation, own)
-    if lengths is None:
+    if index != 0 or lengths is None or (own is None and shard.axis):
         return None
-    pieces = product([*own[: shard.axis], Monomial(shard.blocks)])
-    assert pieces is not None
+    pieces = product([*(own or [])[: shard.axis], Monomial(shard.blocks)])
     for axis, length in enumerate(lengths):
         before = product(lengths[:axis])
-        if before is None:
+        if before is None or pieces is None:
             return None
         blocks = pieces.divided_by(before)
         if blocks is None or blocks.symbols or not blocks.factor or length is None:
             continue
         if length.multiple_of(blocks.factor * shard.total):
-            return Local([shard.axis, None], [shard.moved(axis, blocks.factor)], localized={1: axis})
+            cut = shard.moved(axis, blocks.factor)
+            return Local([shard.axis, None], [cut], localized={1: axis}, lengths={0: lengths})
     return None
 
 
-def _lengths(operation: Operation, own: list[Monomial]) -> Lengths | None:
+def _lengths(operation: Operation, own: list[Monomial] | None) -> Lengths | None:
     """What is known of the lengths of the output; an entry of -1 follows from the others."""
     static = operation.output_shapes[0]
     given = operation.lengths[1]
@@ -47,7 +44,7 @@ def _lengths(operation: Operation, own: list[Monomial]) -> Lengths | None:
     if given is None or len(given) != len(static):
         given = [None] * len(static)
     found: Lengths = [one if n is None else Monomial(n) for n, one in zip(static, given, strict=True)]
-    if found.count(None) == 1:
+    if found.count(None) == 1 and own is not None:
         elements, rest = product(own), product([one for one in found if one is not None])
         if elements is not None and rest is not None:
             found[found.index(None)] = elements.divided_by(rest)
