@@ -10,17 +10,20 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist import spmd
 from tfdist.cluster import job_environment, rendezvous
 from tfdist.cluster.world import World
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches
+from tfdist.internals import keras_routes, tensorflow_variables
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow import global_seed, runtime_started
 from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
@@ -52,13 +55,77 @@ class MirroredReplica(base.Replica):
             function(values)
 
 
+class MirroredMesh(spmd.Mesh):
+    """Replicas of one of TensorFlow's strategies, each of which has a copy of the variables.
+
+    Args:
+        strategy: makes the variables, and adds up.
+        devices: of the replicas of this process.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]):
+        super().__init__(devices)
+        self.copies = len(devices)
+        self._strategy = strategy
+
+    def begin(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            held = tf_variable(variable)
+            if tensorflow_variables.is_sum_of_copies(held):
+                # A step reads and changes the first copy alone.
+                first, *others = tensorflow_variables.copies(held)
+                first.assign(tf.add_n([copy.read_value() for copy in (first, *others)]))
+                for copy in others:
+                    copy.assign(tf.zeros_like(copy))
+
+    def captured(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        variable = tensorflow_variables.container(tensor)
+        if variable is None or tensorflow_variables.is_sum_of_copies(variable):
+            return [tensor] * self.copies
+        return [copy.handle for copy in tensorflow_variables.copies(variable)]
+
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        del gradients
+        if reduction != "sum":
+            return [self._on_each_copy(spmd.reduced, terms, reduction) for terms in values]
+        with self._strategy.scope():
+            per_replica = [tensorflow_internals.per_replica(terms) for terms in values]
+            sums = self._strategy.extended.batch_reduce_to(
+                tf.distribute.ReduceOp.SUM, [(value, value) for value in per_replica]
+            )
+        return [list(self._strategy.experimental_local_results(value)) for value in sums]
+
+    def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
+        return self._on_each_copy(spmd.joined, parts, shard)
+
+    def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        del like
+        with self.on_copy(0):
+            results = compute()
+        return [self._on_each_copy(tf.identity, result) for result in results]
+
+    def _on_each_copy(self, compute: Callable[..., tf.Tensor], *arguments: Any) -> list[tf.Tensor]:
+        found = []
+        for position in range(self.copies):
+            with self.on_copy(position):
+                found.append(compute(*arguments))
+        return found
+
+
 class DistributeStrategy(base.Strategy):
     """A strategy over one of TensorFlow's synchronous strategies, whose variables its scope makes."""
 
     tf_strategy: tf.distribute.Strategy
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return self.tf_strategy.scope()
+        return _scope(self.tf_strategy)
+
+    @contextlib.contextmanager
+    def tracing(self, model: Any) -> Iterator[None]:
+        with tensorflow_variables.first_copies(), keras_internals.updating_on_one_device(model):
+            yield
 
     def run(self, step: base.Step) -> list[Any]:
         def on_replica() -> Any:
@@ -69,7 +136,7 @@ class DistributeStrategy(base.Strategy):
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
         # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
         # other processes take part in its batches.
-        with keras_patches.led_to(model, self):
+        with keras_routes.led_to(model, self):
             return super()._in_loop(method, model, *arguments, **named)
 
     def check(self, model: Any) -> None:
@@ -97,6 +164,12 @@ class DistributeStrategy(base.Strategy):
     def is_ours(self, variable: Any) -> bool:
         """Whether a variable of Keras was made in the scope."""
         return self.tf_strategy.extended.variable_created_in_scope(variable.value)
+
+
+@contextlib.contextmanager
+def _scope(strategy: tf.distribute.Strategy) -> Iterator[Any]:
+    with strategy.scope() as entered, tensorflow_variables.converting_to_numbers():
+        yield entered
 
 
 def require_addresses(world: World, strategy: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches
+from tfdist.internals import keras_routes
 
 
 class KerasMethods:
@@ -80,16 +80,16 @@ class KerasMethods:
             from tfdist.core import verification
 
             verification.require_as_one_device(self)
-        keras_patches.set_strategy(model, self)
+        keras_routes.set_strategy(model, self)
         keras_internals.set_to_verify(model, verify)
         return model
 
 
 def _noted(scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """A method `scope` whose context marks the models that are made in it, see `keras_patches.Scope`."""
+    """A method `scope` whose context marks the models that are made in it, see `keras_routes.Scope`."""
 
     @functools.wraps(scope)
     def method(strategy: Any) -> contextlib.AbstractContextManager[Any]:
-        return keras_patches.Scope(strategy.name, scope(strategy))
+        return keras_routes.Scope(strategy.name, scope(strategy))
 
     return method

@@ -29,6 +29,7 @@ from tfdist.strategies import _collective as collective
 from tfdist.strategies import _devices as device_choice
 from tfdist.strategies import _gpus, base
 from tfdist.strategies import _sharding as sharding
+from tfdist.strategies._process_mesh import ProcessMesh
 from tfdist.strategies._stages import MicroBatch, Stages
 from tfdist.strategies._towers import meet
 
@@ -144,6 +145,7 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
 
     def set_up(self) -> None:
         super().set_up()
+        self._mesh = ProcessMesh(self.communicator, self.devices[0], self.packing)
         if self._count > 1:
             self._stages = Stages(self.devices, **self._how)
 
@@ -151,6 +153,10 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
     def is_staged(self) -> bool:
         """Whether each process has several stages."""
         return self._stages is not None
+
+    @property
+    def mesh(self) -> ProcessMesh | None:
+        return None if self.is_staged or self.shard is not None else self._mesh
 
     @property
     def replica_devices(self) -> list[str]:

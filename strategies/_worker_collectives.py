@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist import spmd
+from tfdist.cluster.world import World
 from tfdist.communicators import CARRIED_AS, gathered_in_pieces, structures
 from tfdist.core import gradient_reduction
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_variables
+from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import base
+from tfdist.strategies._process_mesh import REDUCTIONS
 
 
 class WorkerReplica(distribute.MirroredReplica):
@@ -33,6 +40,111 @@ class WorkerReplica(distribute.MirroredReplica):
             return tf.bitcast(gathered, tensor.dtype) if _is_bitcast(tensor) else tf.cast(gathered, tensor.dtype)
 
         return structures.gathered(structure, gather, self.index)
+
+
+class WorkersMesh(distribute.MirroredMesh):
+    """The replicas of several processes, which exchange values by TensorFlow's collective operations.
+
+    Args:
+        strategy: TensorFlow's.
+        devices: of this process' replicas.
+        world: the job.
+        packing: of what is added up; `wire_dtype` holds for gradients alone.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        world: World,
+        packing: gradient_reduction.Packing,
+    ):
+        super().__init__(strategy, devices)
+        self.count = len(devices) * world.world_size
+        self.local = range(len(devices) * world.rank, len(devices) * (world.rank + 1))
+        self._is_chief = world.is_chief
+        self._packing = packing
+
+    def begin(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            held = tf_variable(variable)
+            if tensorflow_variables.is_sum_of_copies(held):
+                copies = tensorflow_variables.copies(held)
+                (totals,) = self.all_reduce([[copy.read_value() for copy in copies]], "sum")
+                for copy, total in zip(copies, totals, strict=True):
+                    copy.assign(total)
+
+    def end(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            held = tf_variable(variable)
+            if tensorflow_variables.is_sum_of_copies(held):
+                for copy in tensorflow_variables.copies(held)[int(self._is_chief) :]:
+                    copy.assign(tf.zeros_like(copy))
+
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        if reduction != "sum":
+            rows = [[part[tf.newaxis] for part in parts] for parts in values]
+            return [[REDUCTIONS[reduction](copy) for copy in self._gather(parts)] for parts in rows]
+        packing = self._packing if gradients else replace(self._packing, wire_dtype=None)
+        groups = gradient_reduction.buffers([parts[0] for parts in values], packing.buffer_bytes)
+        found: list[list[tf.Tensor]] = [[] for _ in values]
+        for members in groups:
+            sent = [
+                gradient_reduction.to_wire(
+                    gradient_reduction.joined([values[index][position] for index in members]), packing.wire_dtype
+                )
+                for position in range(self.copies)
+            ]
+            (totals,) = super().all_reduce([sent], "sum")
+            like = [values[index][0] for index in members]
+            for total in totals:
+                pieces = gradient_reduction.split(gradient_reduction.from_wire(total, like[0].dtype), like)
+                for index, piece in zip(members, pieces, strict=True):
+                    found[index].append(piece)
+        return found
+
+    def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
+        order = [shard.axis, *(axis for axis in range(parts[0].shape.rank) if axis != shard.axis)]
+        back = [order.index(axis) for axis in range(len(order))]
+        lengths = [size * shard.blocks for size in shard.sizes]
+        copies = []
+        for rows in self._gather([tf.transpose(part, order) for part in parts]):
+            unit = tf.shape(rows)[0] // sum(lengths)
+            pieces = tf.split(rows, [unit * length for length in lengths], num=len(lengths))
+            copies.append(tf.transpose(spmd.joined(pieces, spmd.Shard(0, shard.sizes, shard.blocks)), back))
+        return copies
+
+    def gathered(self, structure: Any) -> Any:
+        def gather(rows: tf.Tensor) -> tf.Tensor:
+            return self._gather([rows, *[rows[:0]] * (self.copies - 1)])[0]
+
+        return structures.gathered(structure, gather, self.local[0] // self.copies)
+
+    def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        with self.on_copy(0):
+            results = compute() if self._is_chief else [None] * len(like)
+        return [self._of_first(result, one) for result, one in zip(results, like, strict=True)]
+
+    def _of_first(self, result: tf.Tensor | None, like: tf.Tensor) -> list[tf.Tensor]:
+        nothing = tf.zeros([0], like.dtype)
+        mine = [nothing if result is None else tf.reshape(result, [-1]), *[nothing] * (self.copies - 1)]
+        shape = tf.zeros([0], tf.int32) if result is None else tf.shape(result)
+        shapes = self._gather([shape, *[tf.zeros([0], tf.int32)] * (self.copies - 1)])
+        return [
+            tf.ensure_shape(tf.reshape(values, own), like.shape)
+            for values, own in zip(self._gather(mine), shapes, strict=True)
+        ]
+
+    def _gather(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The rows of all replicas of the job, once for each copy."""
+        dtype = parts[0].dtype
+        sent = [tf.identity(_as_gathered(part)) for part in parts]
+        with self._strategy.scope():
+            found = self._strategy.gather(tensorflow_internals.per_replica(sent), axis=0)
+        rows = tf.bitcast(found, dtype) if _is_bitcast(parts[0]) else tf.cast(found, dtype)
+        return self._on_each_copy(tf.identity, rows)
 
 
 def exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:

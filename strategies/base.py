@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tfdist.communicators.exchanged import Exchanged
     from tfdist.core.inner_loop import Program, Steps
     from tfdist.core.verification_bounds import Bound
+    from tfdist.spmd import Mesh
 
 Step = Callable[[Replica], Any]
 
@@ -200,6 +201,16 @@ class Strategy(KerasMethods):
         on_one_cpu = self.num_replicas == 1 and self.devices[0] == "CPU:0" and self.device_data_bytes is None
         return on_one_cpu and tf.config.threading.get_intra_op_parallelism_threads() == 1
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The replicas that compute the partitioned step of one device; `None` if it does not partition steps."""
+        return None
+
+    def tracing(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """The context in which a step of `model` is traced for one device, to be partitioned for the replicas."""
+        del model
+        return contextlib.nullcontext()
+
     def run(self, step: Step) -> list[Any]:
         """Calls `step(replica)` for each replica of this process and returns the results of the calls."""
         raise NotImplementedError
@@ -246,11 +257,18 @@ class Strategy(KerasMethods):
 
     def program(self, steps: Steps) -> Program:
         """The inner loop that runs `steps`."""
-        from tfdist.core import inner_loop
+        from tfdist.core import inner_loop, one_replica_program, partitioned_program
 
-        return (
-            inner_loop.PredictProgram(self, steps) if steps.kind == "predict" else inner_loop.StepProgram(self, steps)
-        )
+        of_kind = int(steps.kind == "predict")
+        if self.mesh is not None and not self.alone:
+            if self.runs_eagerly(steps.model):
+                return (one_replica_program.OneReplicaProgram, one_replica_program.OneReplicaPredictProgram)[of_kind](
+                    self, steps
+                )
+            return (partitioned_program.PartitionedProgram, partitioned_program.PartitionedPredictProgram)[of_kind](
+                self, steps
+            )
+        return (inner_loop.StepProgram, inner_loop.PredictProgram)[of_kind](self, steps)
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
         """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""

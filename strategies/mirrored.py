@@ -24,6 +24,11 @@ class MirroredStrategy(distribute.DistributeStrategy):
         on_cpu = all(device.startswith("CPU") for device in self.devices)
         operations = tf.distribute.ReductionToOneDevice() if on_cpu else None
         self.tf_strategy = tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)
+        self._mesh = distribute.MirroredMesh(self.tf_strategy, self.devices)
+
+    @property
+    def mesh(self) -> distribute.MirroredMesh:
+        return self._mesh
 
 
 STRATEGY = MirroredStrategy

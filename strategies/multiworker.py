@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import spmd
 from tfdist.cluster import watchdog
 from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
@@ -36,6 +37,7 @@ from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus, base
 from tfdist.strategies import _sharding as sharding
 from tfdist.strategies import _worker_collectives as collectives
+from tfdist.strategies._process_mesh import ProcessMesh
 from tfdist.strategies._staged_workers import WIRE_DTYPES, StagedWorkers
 from tfdist.strategies._staging import require_nothing_of_stages
 from tfdist.strategies._traits import Traits
@@ -155,12 +157,25 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
             tuple((self._job_settings | alike).items()),
         )
         self.communicator = self._connect()
+        self._mesh = self._make_mesh()
         self._heartbeat = None
         if watch is not None:
             limits = Limits(self._timeout_seconds, self._callback_timeout_seconds)
             self._heartbeat = _heartbeat(self.world, self.tf_strategy, watch, self.communicator, limits)
         if self.communicator is not None:
             self.parallel_steps = 1  # sockets pair exchanges by their order
+
+    @property
+    def mesh(self) -> spmd.Mesh | None:
+        return None if self.shard is not None else self._mesh
+
+    def _make_mesh(self) -> spmd.Mesh:
+        wire_dtype = WIRE_DTYPES[self.compression]
+        if self.communicator is not None:
+            packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
+            return ProcessMesh(self.communicator, self.devices[0], packing)
+        packing = gradient_reduction.Packing(BUFFER_BYTES, wire_dtype)
+        return collectives.WorkersMesh(self.tf_strategy, self.devices, self.world, packing)
 
     @property
     def _collectives(self) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import optimizers
 
 import tfdist
+from tfdist.core import fused_optimizers
 
 OPTIMIZERS = {
     "sgd": lambda: optimizers.SGD(0.1),
@@ -58,3 +60,37 @@ def test_variables_of_bfloat16_are_updated_by_keras_itself(optimizer):
     stock = weights_after(keras.Model.fit, optimizer, jit_compile=False)
     for one, other in zip(ours, stock, strict=True):
         np.testing.assert_allclose(one, other, atol=0.02)  # bfloat16 has 8 bits
+
+
+SLOW = {
+    "adam": lambda: optimizers.Adam(0.01, beta_2=0.9999),
+    "amsgrad": lambda: optimizers.Adam(0.01, beta_2=0.9999, amsgrad=True),
+    "adamw": lambda: optimizers.AdamW(0.01),
+    "adamax": lambda: optimizers.Adamax(0.01, beta_2=0.9999),
+    "rmsprop": lambda: optimizers.RMSprop(0.01, rho=0.999, momentum=0.9),
+    "nesterov": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize("name", SLOW)
+def test_over_many_steps_a_kernel_stays_with_keras_whatever_the_decay(name, dtype, tolerance):
+    """A kernel takes the difference of one and the decay in the type of the variable, and loses digits by it."""
+    gradients = np.random.default_rng(1).normal(size=(200, 30)).astype(dtype)
+
+    def trained(enabled):
+        optimizer, variable = SLOW[name](), keras.Variable(np.ones(30, dtype), dtype=dtype)
+        optimizer.build([variable])
+
+        @tf.function
+        def step(gradient):
+            with fused_optimizers.fused(optimizer, enabled):
+                optimizer.apply([gradient], [variable])
+
+        for gradient in gradients:
+            step(tf.constant(gradient))
+        return variable.numpy()
+
+    ours, stock = trained(True), trained(False)
+    assert np.max(np.abs(ours - stock)) <= tolerance * np.max(np.abs(stock))

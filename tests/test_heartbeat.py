@@ -16,7 +16,7 @@ from tfdist.cluster import heartbeat
 from tfdist.cluster.heartbeat import Heartbeat, Limits
 from tfdist.cluster.heartbeat_links import Link, Member
 from tfdist.cluster.heartbeat_losses import Losses
-from tfdist.cluster.heartbeat_messages import Loss, Summary
+from tfdist.cluster.heartbeat_messages import SOME, Activity, Loss, Summary
 from tfdist.cluster.heartbeat_tree import Tree
 from tfdist.cluster.world import World
 
@@ -32,10 +32,12 @@ class Job:
     Args:
         counts: what each process has begun and ended.
         seconds: how long one may be silent.
+        activities: what each process says of its work.
         limits: other limits.
     """
 
-    def __init__(self, *counts, seconds=SECONDS, **limits):
+    def __init__(self, *counts, seconds=SECONDS, activities=(), **limits):
+        self.activities = activities or [Activity()] * len(counts)
         size = len(counts)
         self.counts = list(counts)
         self.limits = Limits(seconds, **limits)
@@ -64,7 +66,7 @@ class Job:
             self.errors[rank] = error
 
         world = World(rank, len(self.counts), 0, 1, "mpirun of Open MPI")
-        return Heartbeat(world, exchange, counts, self.limits, give_up)
+        return Heartbeat(world, exchange, counts, self.limits, give_up, lambda: self.activities[rank])
 
     def close(self):
         self.killed.update(range(len(self.all)))
@@ -215,6 +217,45 @@ def test_where_all_wait_for_each_other_the_job_is_given_up(start):
     job = start(WAITS, WAITS)
     job.work((heartbeat.ALL_WAIT + 3) * SECONDS)
     assert all("have waited for each other" in sentence for sentence in job.sentences())
+
+
+def wait(name, stage=0):
+    return Activity(f"waiting for {name}", (name,), stage)
+
+
+def test_those_that_wait_for_different_operations_are_given_up_soon_and_say_for_which(start):
+    job = start(WAITS, WAITS, WAITS, activities=[wait("a"), wait("b"), wait("a")])
+    job.work(4 * SECONDS)
+    places = "rank 0 and rank 2 are waiting for a, and rank 1 is waiting for b"
+    assert all(
+        re.match(f"For . s nothing has moved, since the processes of the job are at different places: {places}", told)
+        for told in job.sentences()
+    )
+
+
+def test_those_that_wait_for_the_same_operation_are_waited_for_longer(start):
+    job = start(WAITS, WAITS, activities=[wait("a"), wait("a")])
+    job.work(3 * SECONDS)
+    assert job.errors == [None, None]
+
+
+def test_where_some_processes_have_an_operation_of_their_own_the_others_may_wait_for_another(start):
+    job = start(WAITS, WAITS, activities=[wait(SOME), wait("b")])
+    job.work(3 * SECONDS)
+    assert job.errors == [None, None]
+
+
+def test_one_that_has_ended_what_another_is_in_is_not_waited_for(start):
+    job = start(WAITS, BUSY, activities=[wait("a", stage=1), Activity("busy elsewhere", stage=2)])
+    job.work(4 * SECONDS)
+    assert "rank 0 is waiting for a, and rank 1 is busy elsewhere" in job.sentences()[0]
+    assert job.sentences()[1] is None
+
+
+def test_one_that_is_not_yet_where_another_waits_is_waited_for(start):
+    job = start(WAITS, BUSY, activities=[wait("a", stage=3), Activity(stage=2)])
+    job.work(4 * SECONDS)
+    assert job.errors == [None, None]
 
 
 SIZE = 40

@@ -9,6 +9,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 import tfdist.horovod as hvd
@@ -41,11 +42,49 @@ def test_without_horovod_one_line_says_how_to_install_it():
         ({"backward_passes_per_step": 0}, "`backward_passes_per_step` is 0"),
         ({"groups": 2}, "has no `groups`"),
         ({"process_set": None}, "has no `process_set`"),
+        ({"average_over": "batches"}, "Unknown average_over `batches`: the names are `examples`, `processes`"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused(options, message):
     with pytest.raises(UsageError, match=message):
         hvd.DistributedOptimizer(SGD(), **options)
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"op": 2}, "DistributedGradientTape can average or sum gradients. Received: op `2`"),
+        ({"groups": 2}, "DistributedGradientTape for Keras 3 has no `groups`"),
+        ({"examples": 3, "op": 1}, "was given `examples`, and does not average over them"),
+        ({"examples": 3, "average_over": "processes"}, "was given `examples`, and does not average over them"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_by_a_tape_too(options, message):
+    with pytest.raises(UsageError, match=message):
+        hvd.DistributedGradientTape(tf.GradientTape(), **options)
+
+
+@needs_horovod
+def test_local_layers_are_layers_of_keras():
+    with pytest.raises(UsageError, match="`local_layers` takes layers of Keras 3"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
+
+
+@pytest.mark.parametrize("option", ["timeout_seconds", "callback_timeout_seconds"])
+def test_a_time_that_cannot_be_is_refused(option):
+    with pytest.raises(UsageError, match=f"`{option}` is 0"):
+        hvd.init(**{option: 0})
+
+
+def test_a_normalization_that_keras_3_does_not_have_is_refused():
+    with pytest.raises(UsageError, match="does not support `fused=True`"):
+        hvd.SyncBatchNormalization(fused=True)
+
+
+def test_what_tensorflow_2_does_not_have_is_refused():
+    with pytest.raises(UsageError, match="TensorFlow 2 has no global variables"):
+        hvd.broadcast_global_variables(0)
 
 
 @needs_horovod

@@ -18,7 +18,7 @@ from keras.src.trainers import trainer
 
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, keras_patches, keras_variables
+from tfdist.internals import keras_data, keras_patches, keras_routes, keras_variables
 
 
 def parameters(function):
@@ -58,6 +58,8 @@ def test_the_version_of_keras_is_the_one_that_was_read():
         (keras.Variable._direct_assign, ["self", "value"]),
         (keras.Model._compute_loss, ["self", "x", "y", "y_pred", "sample_weight", "training"]),
         (keras.Model.make_train_function, ["self", "force"]),
+        (keras.Model._make_function, ["self", "step_function"]),
+        (keras.callbacks.CallbackList.set_model, ["self", "model"]),
         (keras.callbacks.CallbackList.set_model, ["self", "model"]),
         (keras.Model.make_test_function, ["self", "force"]),
         (keras.Model.make_predict_function, ["self", "force"]),
@@ -102,8 +104,8 @@ def test_the_methods_of_a_model_lead_to_its_strategy_and_those_of_others_stay():
             return lambda model, *arguments, **named: (name, arguments, named)
 
     routed, plain = (keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]) for _ in range(2))
-    keras_patches.set_strategy(routed, Strategy())
-    for name in keras_patches.ROUTED:
+    keras_routes.set_strategy(routed, Strategy())
+    for name in keras_routes.ROUTED:
         assert getattr(routed, name)(1, two=2) == (name, (1,), {"two": 2})
         assert parameters(getattr(keras.Model, name))[:2] == ["self", "x"]
     assert plain.predict(np.ones((3, 2)), verbose=0).shape == (3, 1)

@@ -91,7 +91,7 @@ class TestRunJson:
     def test_it_says_when_and_where_without_naming_the_machine(self, folder):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text(encoding="utf-8"))
-        assert written["schema_version"] == 7
+        assert written["schema_version"] == 8
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z", written["started"])
         assert written["machine"]["cores"] >= 1
         assert written["machine"]["memory_bytes"] > 1e8
@@ -138,12 +138,12 @@ class TestLoad:
         with pytest.raises(RunFolderError, match=r"no `run\.json`.*No such file"):
             load_record(tmp_path)
 
-    @pytest.mark.parametrize("version", [8, 10])
+    @pytest.mark.parametrize("version", [9, 10])
     def test_a_newer_schema_is_refused_by_its_version(self, folder, version):
         folder.write(schema.example())
         written = json.loads(folder.run_json.read_text()) | {"schema_version": version, "new_field": 1}
         folder.run_json.write_text(json.dumps(written))
-        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 7") as error:
+        with pytest.raises(RunFolderError, match=f"schema version {version}.*up to 8") as error:
             load_record(folder.path)
         assert "upgrade" in error.value.hint
 

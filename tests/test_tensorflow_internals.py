@@ -1,5 +1,6 @@
 """Fails when TensorFlow changes what `tfdist.internals.tensorflow` and `tensorflow_patches` use."""
 
+import copy
 import inspect
 import multiprocessing.pool
 import signal
@@ -27,7 +28,7 @@ from tensorflow.python.ops import collective_ops, random_ops, resource_variable_
 
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_coordinator, tensorflow_data, tensorflow_patches
+from tfdist.internals import tensorflow_coordinator, tensorflow_data, tensorflow_patches, tensorflow_variables
 
 
 def test_the_version_of_tensorflow_is_the_one_that_was_read():
@@ -357,3 +358,20 @@ os._exit(0)
 def test_many_silent_processes_are_waited_for_together_and_not_each_in_turn():
     done = subprocess.run([sys.executable, "-c", MANY_SILENT], check=False, capture_output=True, text=True, timeout=100)
     assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
+
+
+def test_variables_with_copies_that_convert_to_numbers_are_in_all_else_those_of_tensorflow():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    sum_of_copies = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+    with strategy.scope(), tensorflow_variables.converting_to_numbers():
+        variable, state = tf.Variable(2.5), tf.Variable(3.0, **sum_of_copies)
+        copied = copy.deepcopy(variable)
+    assert type(variable).__name__ == "MirroredVariable" and isinstance(variable, values.MirroredVariable)
+    assert isinstance(state, values.SyncOnReadVariable)
+    strategy.run(tf.function(lambda: (variable.assign(4.0), state.assign_add(1.0))))
+    assert (float(variable), int(variable), complex(variable), float(copied)) == (4.0, 4, 4.0, 2.5)
+    assert float(state) == 2 * (3.0 + 1.0)
+    assert [float(one) for one in strategy.experimental_local_results(variable)] == [4.0, 4.0]
+    assert float(variable + 1) == 5.0
+    with pytest.raises(TypeError, match="only"), strategy.scope(), tensorflow_variables.converting_to_numbers():
+        float(tf.Variable([1.0, 2.0]))

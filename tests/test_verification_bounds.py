@@ -27,13 +27,17 @@ def model_of(optimizer, *inside):
 
 
 def test_a_quantity_above_its_bound_or_not_a_number_is_named_in_the_error_and_in_the_table():
-    model, strategy = model_of("sgd"), tfdist.strategy("single")
-    BoundReport("nothing", (Held("the drift", 2.0, None), Held("the staleness", 2.0, 2.0)), 3).require(strategy, model)
+    model = model_of("sgd")
+    held = BoundReport("single", "nothing", (Held("the drift", 2.0, None), Held("the staleness", 2.0, 2.0)), 3)
+    held.require(model)
+    assert str(held).splitlines()[0] == repr(held).splitlines()[0] == "The steps of `single` stay within its bound."
     for measured in (3.0, math.nan):
-        report = BoundReport("as it is", (Held("the drift", 9.0, None), Held("the staleness", measured, 2.0)), 3)
+        quantities = Held("the drift", 9.0, None), Held("the staleness", measured, 2.0)
+        report = BoundReport("single", "as it is", quantities, 3)
         with pytest.raises(VerificationError, match=r"breaks its bound: the staleness is .*, and at most 2 is allowed"):
-            report.require(strategy, model)
-        first, _, drift, staleness = str(report).splitlines()
+            report.require(model)
+        verdict, _, first, _, drift, staleness = str(report).splitlines()
+        assert verdict.startswith("`single` breaks its bound: the staleness is ")
         assert first == "The bound: as it is." and drift.endswith("not stated") and staleness.endswith("broken")
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 EXIT_DIFFERENT = 1  # a verification has found a difference
 EXIT_USAGE = 2
@@ -66,6 +67,10 @@ class DifferenceWarning(UserWarning):
     """What is computed is not what one device computes; commands show it, and do not only log it."""
 
 
+class CostWarning(UserWarning):
+    """Every replica repeats much of a step; commands show it, and do not only log it."""
+
+
 class UsageError(TfdistError, ValueError):
     """An option or argument that cannot work."""
 
@@ -94,12 +99,12 @@ class VerificationError(TfdistError):
 
     Attributes:
         layer: the layer, metric, loss or model with the first difference.
-        report: the `tfdist.core.verification_report.Report`.
+        report: the `tfdist.core.verification_report.Report`, or a `BoundReport`.
     """
 
     exit_code = EXIT_DIFFERENT
 
-    def __init__(self, sentence: str, hint: str, layer: str, report: object):
+    def __init__(self, sentence: str, hint: str, layer: str, report: Any):
         super().__init__(sentence, hint)
         self.layer = layer
         self.report = report

@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 
 import click
 
-from tfdist.errors import EXIT_INTERRUPTED, DifferenceWarning, TfdistError
+from tfdist.errors import EXIT_INTERRUPTED, CostWarning, DifferenceWarning, TfdistError
 
 # Where messages for the user go; the last one holds.
 _terminal: list[TextIO] = [sys.stderr]
@@ -59,8 +59,8 @@ def logged_to(log: Path | None) -> Iterator[TextIO]:
 
 
 def _show_differences(show: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
-    """Logs a warning by `show`; one that what is computed differs from one device is shown instead, and copied."""
-    if issubclass(category, DifferenceWarning):
+    """Logs a warning by `show`; one of a difference or of a cost is shown instead, and copied."""
+    if issubclass(category, DifferenceWarning | CostWarning):
         say(f"warning: {message}")
     else:
         show(message, category, *where)

@@ -291,7 +291,7 @@ def _reported(config: TrainConfig, folder: RunFolder, show: Callable[..., None],
     except TfdistError as error:
         _close(session, stderr, "failed", error.sentence)
         if isinstance(error, VerificationError):
-            show(f"{error.report}\n")
+            show(f"{error.report.table}\n")
         click.echo(f"error: {error}", file=stderr)
         return error.exit_code
     except KeyboardInterrupt:

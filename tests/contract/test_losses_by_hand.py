@@ -273,16 +273,17 @@ class Compiled(Normalized):
         return keras.Model.train_step(self, data)
 
 
-@contestants.among({"custom": (2,)})
+@contestants.among(REPLICAS)
 @pytest.mark.parametrize("model", [Normalized, Compiled])
-def test_a_layer_that_would_have_to_be_computed_again_is_told(model, contestant):
-    with pytest.warns(UserWarning, match=r"several examples together \(.*test_losses_by_hand.py, line \d+\)"):
-        trained(contestant, lambda: model(OwnNormalization()), epochs=1)
+@pytest.mark.parametrize("layer", [OwnNormalization, layers.BatchNormalization])
+def test_a_layer_that_normalizes_by_the_batch_is_that_of_one_device(model, layer, contestant, same_as_stock):
+    if contestants.is_partitioned(contestant) or contestant[1] == 1:
+        same_as_stock(lambda one: trained(one, lambda: model(layer()), epochs=1))
 
 
-@contestants.among({"custom": (2,)})
+@contestants.among({"custom": (2,), "mirrored": (2,)})
 @pytest.mark.parametrize("model", [Normalized, Compiled])
-def test_batch_normalization_of_each_replica_is_no_surprise(model, contestant):
+def test_there_is_nothing_to_warn_of_where_the_step_is_that_of_one_device(model, contestant):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="A step computes")
-        trained(contestant, lambda: model(layers.BatchNormalization()), epochs=1)
+        trained(contestant, lambda: model(OwnNormalization()), epochs=1)

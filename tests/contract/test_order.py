@@ -1,6 +1,7 @@
 """Points 3 and 4: every example once, in an order that follows from the seed and the epoch alone; seen by counting."""
 
 import math
+import warnings
 
 import keras
 import numpy as np
@@ -123,6 +124,69 @@ def test_batches_of_datasets_come_in_the_order_of_the_seed_or_as_they_are(contes
         assert_same(observed.epochs(data, shuffle=False), [stored] * 2, tolerance=0)
     data = tf.data.Dataset.from_tensor_slices((observed.x, observed.y)).batch(BATCH)
     assert_same(observed.epochs(data), [stored] * 2, tolerance=0)
+
+
+def reshuffled(unknown_length=False):
+    """Batches that TensorFlow shuffles again in each epoch; the model learns something else in each order."""
+    numbers = tf.data.Dataset.range(5 * BATCH + 3).shuffle(5 * BATCH + 3, seed=4)
+    if unknown_length:
+        numbers = numbers.filter(lambda number: True)
+    return numbers.map(lambda number: (tf.stack([tf.sin(1.0 * tf.cast(number, "float32")), 1.0]), [number])).batch(
+        BATCH
+    )
+
+
+class StopsAt(keras.callbacks.Callback):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = self.model.stop_training or batch == self.batch
+
+
+RESHUFFLED = {
+    "epochs": {},
+    "one epoch": {"epochs": 1},
+    "fewer steps than batches": {"steps_per_epoch": 4},
+    "as many steps as batches": {"steps_per_epoch": 6},
+    "more steps than batches": {"steps_per_epoch": 7},
+    "stopped within the epoch": {"callbacks": [StopsAt(2)]},
+    "stopped at its last batch": {"callbacks": [StopsAt(5)]},
+    "several steps per execution": {"steps_per_execution": 4},
+}
+
+
+# With as many steps as batches, stock Keras goes through an epoch without a batch, whose loss it notes as 0.
+OF_UNKNOWN_LENGTH = [name for name in RESHUFFLED if name != "as many steps as batches"]
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+@pytest.mark.parametrize(
+    ("name", "unknown_length"),
+    [*((name, False) for name in RESHUFFLED), *((name, True) for name in OF_UNKNOWN_LENGTH)],
+    ids=lambda value: value if isinstance(value, str) else "unknown length" if value else "known length",
+)
+def test_a_dataset_that_is_reshuffled_comes_in_the_orders_of_stock_keras(name, unknown_length, same_as_stock):
+    def case(contestant):
+        options = {"epochs": 3, "verbose": 0} | RESHUFFLED[name]
+        strategy = start(contestant)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+            steps_per_execution = options.pop("steps_per_execution", 1)
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False, steps_per_execution=steps_per_execution)
+        data = reshuffled(unknown_length)
+        found = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the data end within an epoch
+            for _ in range(2):
+                found += [strategy.fit(model, data, **options).history, model.get_weights()]
+            strategy.evaluate(model, data, verbose=0)
+            strategy.predict(model, data.map(lambda x, y: x), verbose=0)
+            found += [strategy.fit(model, data, validation_data=data, **options).history, model.get_weights()]
+        return found
+
+    same_as_stock(case)
 
 
 @contestants.among(contestants.FEW)

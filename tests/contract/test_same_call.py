@@ -1,5 +1,6 @@
 """Point 1, the call: what `fit`, `evaluate` and `predict` take, for any model, gives what stock Keras gives."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,22 +132,12 @@ def with_pandas():
 
 
 class Batches(keras.utils.PyDataset):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.begun = self.ended = 0
-
     def __len__(self):
         return 3
 
     def __getitem__(self, batch):
         part = slice(batch * BATCH, (batch + 1) * BATCH)
         return X[part], Y[part]
-
-    def on_epoch_begin(self):
-        self.begun += 1
-
-    def on_epoch_end(self):
-        self.ended += 1
 
 
 def endless():
@@ -376,12 +367,110 @@ def test_arguments_may_be_positional(contestant):
     assert model.evaluate(X, Y, BATCH, 0) > 0
 
 
+class Shuffling(Batches):
+    """Shuffles in both hooks, and notes when they are called."""
+
+    def __init__(self, heard, name, **options):
+        super().__init__(**options)
+        self.heard, self.name = heard, name
+        self.order, self.random = np.arange(len(X)), np.random.default_rng(1)
+
+    def __getitem__(self, batch):
+        part = self.order[batch * BATCH : (batch + 1) * BATCH]
+        return X[part], Y[part]
+
+    def on_epoch_begin(self):
+        self.heard.append(f"{self.name} begins")
+        self.random.shuffle(self.order)
+
+    def on_epoch_end(self):
+        self.heard.append(f"{self.name} ends")
+        self.random.shuffle(self.order)
+
+
+class Hears(keras.callbacks.Callback):
+    """Notes hooks of a callback among those of the data, and stops at a batch."""
+
+    def __init__(self, heard, stop_at=None):
+        super().__init__()
+
+        def note(hook):
+            return lambda *arguments, **named: heard.append(hook)
+
+        for hook in ("train_begin", "epoch_begin", "epoch_end", "test_begin", "test_end", "predict_begin"):
+            setattr(self, f"on_{hook}", note(hook))
+
+        def stop(batch, logs=None):
+            if batch == stop_at:
+                self.model.stop_training = self.model.stop_evaluating = self.model.stop_predicting = True
+
+        self.on_train_batch_end = self.on_test_batch_end = self.on_predict_batch_end = stop
+
+
+FIT = ("fit", {"shuffle": False})
+HOOKS = {
+    "fit": [("fit", {"shuffle": False, "epochs": 3})],
+    "fit from a later epoch on": [("fit", {"shuffle": False, "epochs": 3, "initial_epoch": 1})],
+    "fit, evaluate and fit": [FIT, ("evaluate", {}), FIT],
+    "evaluate": [("evaluate", {})],
+    "predict": [("predict", {})],
+}
+
+
 @contestants.among(contestants.WHOLE_AND_PARTS)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_py_dataset_hears_each_epoch_once(contestant, workers):
-    data = Batches(workers=workers)
-    linear_of(contestant).fit(data, epochs=2, verbose=0)
-    assert (data.begun, data.ended) == (2, 2)
+@pytest.mark.parametrize("stop_at", [None, 1, 2], ids=["to the end", "stopped", "stopped at the end"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_py_dataset_that_shuffles_in_its_hooks_gives_the_batches_of_stock_keras(name, stop_at, same_as_stock):
+    def case(contestant):
+        heard, found = [], []
+        strategy = start(contestant)
+        with strategy.scope():
+            model = linear(metrics=["mae"])()
+        data = Shuffling(heard, "data")
+        for method, options in HOOKS[name]:
+            callbacks = [Hears(heard, stop_at)]
+            result = getattr(strategy, method)(model, data, callbacks=callbacks, verbose=0, **options)
+            found.append(getattr(result, "history", result))
+        return [heard, found, model.get_weights()]
+
+    same_as_stock(case)
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"validation_freq": 2}, {"validation_steps": 2}], ids=str)
+def test_validation_data_hear_of_each_evaluation_as_with_stock_keras(options, workers, same_as_stock):
+    def case(contestant):
+        heard = []
+        strategy = start(contestant)
+        with strategy.scope():
+            model = linear()()
+        data, validation_data = (Shuffling(heard, data, workers=workers) for data in ("data", "validation data"))
+        options_of_fit = {"epochs": 3, "callbacks": [Hears(heard)], "shuffle": False, "verbose": 0} | options
+        strategy.fit(model, data, validation_data=validation_data, **options_of_fit)
+        # Workers read ahead, while the hook that is called before the first batch shuffles.
+        return [heard, model.get_weights()] if workers == 1 else heard
+
+    same_as_stock(case)
+
+
+@contestants.among(contestants.WHOLE_AND_PARTS)
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_py_dataset_hears_of_each_epoch_where_a_pass_lasts_several(steps, same_as_stock):
+    def case(contestant):
+        heard = []
+        strategy = start(contestant)
+        with strategy.scope():
+            model = linear()()
+        data = Shuffling(heard, "data")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the data end within an epoch
+            strategy.fit(
+                model, data, epochs=4, steps_per_epoch=steps, callbacks=[Hears(heard)], shuffle=False, verbose=0
+            )
+        return heard  # which batches come follows from how many were read ahead
+
+    same_as_stock(case)
 
 
 def test_predict_keeps_the_order_whatever_the_batch_size(contestant):
@@ -423,6 +512,47 @@ def test_predicts_before_anything_else(contestant):
         unbuilt = compiled(Subclassed(), metrics=["accuracy"])
     predictions = strategy.predict(unbuilt, X, batch_size=BATCH, verbose=0)
     assert_same(predictions, X @ unbuilt.dense.kernel.numpy())
+
+
+READS = {
+    "float(learning_rate)": lambda model: float(model.optimizer.learning_rate),
+    "int(iterations)": lambda model: int(model.optimizer.iterations),
+    "complex(learning_rate)": lambda model: complex(model.optimizer.learning_rate.value),
+    "'%d'": lambda model: f"{int(model.optimizer.iterations):d} {float(model.optimizer.learning_rate):.3f}",
+    "math": lambda model: math.sqrt(model.optimizer.learning_rate),
+    "a comparison": lambda model: bool(model.optimizer.learning_rate < 1),
+    "np.asarray(weight)": lambda model: np.asarray(model.layers[0].kernel),
+    "np.asarray(weight.value)": lambda model: np.asarray(model.layers[0].kernel.value),
+    "weight.numpy()": lambda model: model.layers[0].kernel.numpy(),
+    "convert_to_numpy": lambda model: keras.ops.convert_to_numpy(model.optimizer.learning_rate),
+    "np.linalg.norm": lambda model: np.linalg.norm(model.layers[0].kernel),
+    "tf.reduce_sum": lambda model: float(tf.reduce_sum(model.layers[0].kernel)),
+    "a slot": lambda model: np.asarray(model.optimizer.variables[-1]),
+    "float(metric.result())": lambda model: float(model.metrics[0].result()),
+    "the state of a metric": lambda model: float(model.metrics[0].variables[0]),
+    "a tf.Variable": lambda model: float(model.own),
+    "assign": lambda model: float(model.optimizer.learning_rate.assign(float(model.optimizer.learning_rate) * 0.9)),
+}
+
+
+@contestants.among(contestants.FEW)
+def test_variables_convert_to_numbers_in_a_callback_and_afterwards_as_with_stock_keras(same_as_stock):
+    def case(contestant):
+        strategy, found = start(contestant), []
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((X.shape[1],)), layers.Dense(1)])
+            model.own = tf.Variable(1.5, trainable=False)
+            model.compile(keras.optimizers.Adam(0.1), "mse", jit_compile=False)
+
+        def read(*arguments, **named):
+            found.append({name: value(model) for name, value in READS.items()})
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=read, on_epoch_end=read)
+        strategy.fit(model, X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+        read()
+        return found
+
+    same_as_stock(case)
 
 
 class OfManyTypes(keras.Model):

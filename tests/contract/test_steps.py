@@ -10,7 +10,7 @@ from keras import layers, ops
 import tfdist
 from tests.contract import contestants
 from tests.contract.comparison import start
-from tfdist.errors import DataError, UsageError
+from tfdist.errors import UsageError
 
 # Halves with one copy of the variables, thirds with a copy each.
 REPLICAS = contestants.OF_THE_JOB | {"mirrored": (3,), "custom": (2,), "stock_mirrored": (2,)}
@@ -664,36 +664,69 @@ class CountOfExamples(Regression):
         return super().train_step(data)
 
 
-@contestants.among({"custom": (2,), "mirrored": (2,)})
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (UpdateInABranch, "An update of the optimizer .* is in a branch of `tf.cond`"),
-        (StepsInALoop, "A gradient with respect to variables is in a branch of `tf.cond`, or in a loop"),
-        (AssignmentInABranch, "An assignment to `.*kernel` is in a branch"),
-        (CountOfExamples, "The step sets `.*count`, of type `int32`, from the examples of one replica"),
-    ],
-)
-def test_where_replicas_cannot_meet_a_sentence_says_so(make, sentence, contestant):
-    with pytest.raises(UsageError, match=sentence):
-        trained(contestant, make)
+IN_BRANCHES = {
+    UpdateInABranch: "An update of the optimizer .* is in a branch of `tf.cond`",
+    StepsInALoop: "A gradient with respect to variables is in a branch of `tf.cond`, or in a loop",
+    AssignmentInABranch: "An assignment to `.*kernel` is in a branch",
+    CountOfExamples: "The step sets `.*count`, of type `int32`, from the examples of one replica",
+}
 
 
-@contestants.among({"custom": (2,)})
-def test_a_batch_that_cannot_be_divided_is_refused(contestant):
-    strategy = start(contestant)
-    with strategy.scope():
-        fixed = keras.Sequential([keras.Input(batch_shape=(8, 4)), layers.Dense(1)])
-        inputs = {"nodes": keras.Input((4,), name="nodes"), "edges": keras.Input((2,), name="edges")}
-        graph = compiled(keras.Model(inputs, layers.Dense(1)(inputs["nodes"])))
-    with pytest.raises(UsageError, match="fixed batch size of 8, and each of 2 replicas"):
-        strategy.predict(fixed, X[:8], batch_size=8, verbose=0)
+@contestants.among(contestants.FEW)
+@pytest.mark.parametrize("make", IN_BRANCHES)
+def test_what_a_step_does_in_a_branch_or_a_loop_is_that_of_one_device_or_is_refused(make, contestant, same_as_stock):
+    if contestant[0] == "pipeline":
+        with contestants.in_one_stage(), pytest.raises(UsageError, match=IN_BRANCHES[make]):
+            trained(contestant, make)
+    elif contestants.is_partitioned(contestant) or contestant == ("single", 1):
+        same_as_stock(lambda one: trained(one, make))
+
+
+def graphs():
+    """Batches of nodes and edges, of which there are not equally many."""
     signature = (
         {name: tf.TensorSpec([None, size]) for name, size in (("nodes", 4), ("edges", 2))},
         tf.TensorSpec([None, 1]),
     )
-    data = tf.data.Dataset.from_generator(
-        lambda: iter([({"nodes": X[:8], "edges": X[:5, :2]}, Y[:8])]), output_signature=signature
-    )
-    with pytest.raises(DataError, match="The tensors of a batch have different lengths"):
-        strategy.fit(graph, data, verbose=0)
+    sizes = [(8, 5), (8, 8), (5, 12)]
+    batches = [({"nodes": X[:nodes], "edges": X[:edges, :2]}, Y[:nodes]) for nodes, edges in sizes]
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+
+def of_graphs():
+    inputs = {"nodes": keras.Input((4,), name="nodes"), "edges": keras.Input((2,), name="edges")}
+    sent = layers.Lambda(lambda given: given[0] + ops.mean(given[1]), output_shape=(3,))
+    return compiled(keras.Model(inputs, layers.Dense(1)(sent([layers.Dense(3)(inputs["nodes"]), inputs["edges"]]))))
+
+
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+def test_a_batch_whose_tensors_have_different_lengths_trains_as_on_one_device(same_as_stock):
+    def run(contestant):
+        strategy = start(contestant)
+        with strategy.scope():
+            model = of_graphs()
+        history = strategy.fit(model, graphs(), epochs=2, verbose=0).history
+        return {"history": history, "weights": model.get_weights()}
+
+    same_as_stock(run)
+
+
+@contestants.among({"pipeline": (3,)})
+def test_a_batch_that_cannot_be_divided_is_refused(contestant):
+    strategy = start(contestant)
+    with strategy.scope():
+        fixed = keras.Sequential([keras.Input(batch_shape=(8, 4)), layers.Dense(3), layers.Dense(1)])
+    with pytest.raises(UsageError, match="fixed batch size of 8, and each of 3 replicas"):
+        strategy.predict(fixed, X[:8], batch_size=8, verbose=0)
+
+
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+def test_a_model_with_a_fixed_batch_size_is_that_of_one_device(same_as_stock):
+    def run(contestant):
+        strategy = start(contestant)
+        with strategy.scope():
+            model = compiled(keras.Sequential([keras.Input(batch_shape=(8, 4)), layers.Dense(3), layers.Dense(1)]))
+        history = strategy.fit(model, X[:16], Y[:16], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return {"history": history, "predicted": strategy.predict(model, X[:16], batch_size=8, verbose=0)}
+
+    same_as_stock(run)

@@ -1,5 +1,7 @@
 """`strategy.verify` passes what is equal, names what is not, and leaves a model as it was."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ from keras import layers, ops
 import tfdist
 from tests.contract import cases, contestants, test_steps
 from tfdist.errors import UsageError, VerificationError
+from tfdist.spmd.rules import Local, registry
+from tfdist.strategies import base
+from tfdist.strategies._towers import Tower
 
 REPLICAS = contestants.FEW
 EXAMPLES, BATCH = 19, 10
@@ -129,61 +134,135 @@ class SetsFromMedian(keras.Sequential):
         return logs
 
 
-# What is planted, the layer (or what else) to name, and words of the cause.
+# Steps whose parts by themselves are not what one device computes, as the names say.
+OF_SEVERAL_EXAMPLES = {
+    "a normalization": lambda: network(layers.BatchNormalization(name="planted")),
+    "a layer that mixes examples": lambda: network(Centred(name="planted")),
+    "state from a median": lambda: network(KeepsMedian(name="planted")),
+    "a loss that compares examples": lambda: network(loss=HardestFirst(name="planted")),
+    "a loss by hand that compares": lambda: network(model=HardestByHand),
+    "compute_loss that compares": lambda: network(model=HardestInComputeLoss),
+    "a metric that calls itself additive": lambda: network(metrics=[MeanOfBatchMeans()]),
+    "a weight that is set from a median": lambda: network(model=SetsFromMedian),
+}
+
+
+@contestants.among({"custom": (2,), "mirrored": (2,)})
+@pytest.mark.parametrize("name", OF_SEVERAL_EXAMPLES)
+def test_what_several_examples_make_together_is_that_of_one_device(name, contestant):
+    assert verified(start(contestant), OF_SEVERAL_EXAMPLES[name]).first is None
+
+
+def planted_rule(kind, wrong, monkeypatch):
+    """Has the partitioner follow a wrong rule for operations of this type."""
+    right = registry._rules[kind]
+    monkeypatch.setitem(registry._rules, kind, (lambda *given: wrong(right[0], *given), right[1]))
+
+
+def mean_of_means(rule, *given):
+    found = rule(*given)
+    return found and dataclasses.replace(found, mean=False)
+
+
+def running_sum_of_each_part(rule, operation, index, shard):
+    return Local([shard.axis, None], [shard.axis])
+
+
+class RunningSum(layers.Layer):
+    def call(self, x):
+        return tf.cumsum(x, 0)
+
+
 PLANTED = {
-    "a normalization of each part": (
-        lambda: network(layers.BatchNormalization(name="planted")),
+    "a sum of means": ("Mean", mean_of_means, lambda: network(Centred(name="planted")), "planted"),
+    "a running sum": ("Cumsum", running_sum_of_each_part, lambda: network(RunningSum(name="planted")), "planted"),
+    "beside dropout": (
+        "Cumsum",
+        running_sum_of_each_part,
+        lambda: network(layers.Dropout(0.5), RunningSum(name="planted")),
         "planted",
-        "normalizes each replica's part",
-        "synchronized=True",
-    ),
-    "a layer that mixes examples": (
-        lambda: network(Centred(name="planted")),
-        "planted",
-        "from other examples",
-        "gather",
-    ),
-    "state from a median": (lambda: network(KeepsMedian(name="planted")), "planted", "set from a sum", "all_reduce"),
-    "a loss that compares examples": (
-        lambda: network(loss=HardestFirst(name="planted")),
-        "planted",
-        "not a mean of what each example gives",
-        "gather",
-    ),
-    "a loss by hand that compares": (lambda: network(model=HardestByHand), "before", "`train_step`", "all_reduce"),
-    "compute_loss that compares": (
-        lambda: network(model=HardestInComputeLoss),
-        "hardest_in_compute_loss",
-        "the loss",
-        "all_reduce",
-    ),
-    "a metric that calls itself additive": (
-        lambda: network(metrics=[MeanOfBatchMeans()]),
-        "planted",
-        "`additive = True`",
-        "leave `additive` out",
-    ),
-    "a weight that is set from a median": (
-        lambda: network(model=SetsFromMedian),
-        "before",
-        "set from a sum",
-        "all_reduce",
     ),
 }
 
 
-@contestants.among({"custom": (2,)})
+@contestants.among({"custom": (2,), "mirrored": (2,)})
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_difference_is_found_and_named(name, contestant):
-    make, layer, cause, hint = PLANTED[name]
+def test_a_wrong_rule_of_the_partitioner_is_found_and_the_layer_named(name, contestant, monkeypatch):
+    kind, wrong, make, layer = PLANTED[name]
+    planted_rule(kind, wrong, monkeypatch)
     with pytest.raises(VerificationError) as raised:
         verified(start(contestant), make)
     error = raised.value
     assert layer in error.layer, error
-    assert cause in error.sentence, error
-    assert hint in error.hint, error
+    assert "a fault of tfdist" in error.hint, error
     assert error.report.first.step == 0
     assert "differs" in str(error.report)
+
+
+WRONG_SUMS = {
+    "twice": lambda total, own: 2 * total,
+    "nothing of the others": lambda total, own: own,
+    "large tensors": lambda total, own: 1.5 * total if (total.shape.num_elements() or 0) > 20 else total,
+}
+
+
+class AddsWrongly(Tower):
+    def __init__(self, way, *arguments):
+        super().__init__(*arguments)
+        self.way = way
+
+    def all_reduce(self, tensors):
+        pairs = zip(super().all_reduce(tensors), tensors, strict=True)
+        return [WRONG_SUMS[self.way](total, own) if own.dtype.is_floating else total for total, own in pairs]
+
+
+class Wrong(base.Strategy):
+    """A strategy of one's own, whose replicas compute their parts of a batch and add up wrongly."""
+
+    name = "wrong"
+
+    def set_up(self):
+        self._towers = tf.distribute.MirroredStrategy(self.devices)
+
+    def run(self, step):
+        def on_replica():
+            return step(AddsWrongly(self.way, base.current_index(), len(self.devices), self.devices[0]))
+
+        return base.local_results(self._towers, self._towers.run(on_replica))
+
+
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [
+        ("twice", "The batch that a step is given, in `x`, differs"),
+        ("nothing of the others", "The batch that a step is given, in `x`, differs"),
+        ("large tensors", "The gradient of `sequential/before/kernel`, of the layer `before`, differs"),
+    ],
+)
+def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
+    keras.utils.set_random_seed(11)
+    strategy = Wrong(devices=2)
+    strategy.way = way
+    with pytest.raises(VerificationError) as raised:
+        verified(strategy, lambda: network(layers.Flatten()))
+    assert raised.value.sentence.startswith(what)
+    assert "the strategy `wrong`" in raised.value.sentence
+    assert raised.value.hint.startswith("this is a fault of the strategy")
+
+
+@contestants.among({"custom": (2,)})
+def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebook(contestant, monkeypatch):
+    equal = verified(start(contestant), lambda: network(layers.Flatten()))
+    planted_rule("Mean", mean_of_means, monkeypatch)
+    with pytest.raises(VerificationError) as raised:
+        verified(start(contestant), lambda: network(Centred(name="planted")))
+    different = raised.value.report
+    assert equal.verdict == "The steps of `custom` on 2 replicas are those of one device."
+    verdict = "The steps of `custom` on 2 replicas differ from those of one device, first in the output `"
+    assert different.verdict.startswith(verdict) and "planted` in step 0: by " in different.verdict
+    for report in (equal, different):
+        assert str(report) == repr(report) == f"{report.verdict}\n\n{report.table}"
+        assert report._repr_html_().startswith(f"<p><strong>{report.verdict}</strong></p>\n<pre>")
 
 
 def noisy():
@@ -216,6 +295,7 @@ def test_what_is_equal_passes(name, contestant):
     assert report[kernel].difference < 1e-5
 
 
+@contestants.among({name: counts for name, counts in contestants.FEW.items() if name not in contestants.PARTITIONED})
 def test_a_difference_is_not_hidden_by_dropout(contestant):
     strategy = start(contestant)
     if strategy.num_replicas == 1:
@@ -241,15 +321,14 @@ class SpreadOfNoise(keras.Model):
 
 
 @contestants.among({"custom": (2,), "mirrored": (2,)})
-def test_a_statistic_of_random_examples_is_not_hidden_by_how_they_are_drawn(contestant):
+def test_a_statistic_of_random_examples_is_that_of_one_device(contestant):
     def model():
         made = SpreadOfNoise()
         made.planted.build((None, 4))
         made.compile("sgd")
         return made
 
-    with pytest.raises(VerificationError, match="planted"):
-        verified(start(contestant), model)
+    assert verified(start(contestant), model).first is None
 
 
 QUICK_CASES = [
@@ -329,10 +408,11 @@ def test_a_training_is_the_same_with_and_without_a_verification_before_it(kind, 
 
 
 @contestants.among({"mirrored": (2,)})
-def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contestant):
+def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contestant, monkeypatch):
+    planted_rule("Cumsum", running_sum_of_each_part, monkeypatch)
     strategy = start(contestant)
     with strategy.scope():
-        model = network(layers.BatchNormalization(name="planted"))
+        model = network(RunningSum(name="planted"))
     strategy.prepare(model, verify=True)
     before = [value.tolist() for value in model.get_weights()]
     with pytest.raises(VerificationError, match="planted"):
@@ -349,7 +429,7 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(contestant):
 
         def train_step(self, data):
             logs = super().train_step(data)
-            if self.fails and tfdist.core.replica_context.current() is not None:
+            if self.fails and not tf.executing_eagerly():
                 raise RuntimeError("planted")
             return logs
 

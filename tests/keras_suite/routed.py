@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 import tfdist
-from tfdist.internals import keras_patches
+from tfdist.internals import keras_routes
 
 DEVICES = ["CPU:0", "CPU:1"]
 tf.config.set_logical_device_configuration(
@@ -25,7 +25,7 @@ _make = TensorFlowTrainer.__init__
 def _make_prepared(model, *args, **kwargs):
     _make(model, *args, **kwargs)
     # Not `prepare`: a layer that is mixed with a trainer, as these tests have them, is no `keras.Model`.
-    keras_patches.set_strategy(model, STRATEGY)
+    keras_routes.set_strategy(model, STRATEGY)
 
 
 TensorFlowTrainer.__init__ = _make_prepared

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist.horovod as hvd
+from tests.processes import facade_tapes
 from tfdist import data
 
 GLOBAL_BATCH = 32
@@ -88,8 +89,8 @@ def fit_mine(model, callbacks=(), **options):
     return fit(model, part, GLOBAL_BATCH // hvd.size(), [begin, *callbacks], **options)
 
 
-def compiled(model, optimizer, **options):
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+def compiled(model, optimizer, loss=None, **options):
+    model.compile(optimizer, loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
     return model
 
 
@@ -167,6 +168,71 @@ def own_step():
 
 def fit_mine_without_broadcast(model):
     fit(model, slice(hvd.rank(), None, hvd.size()), GLOBAL_BATCH // hvd.size())
+
+
+# Of each global batch of 32 examples, process 0 has 24 and process 1 has 8; of the last, 12 and 4.
+PARTS, OWN_BATCH, LAST = ((0, 24), (24, 32)), (24, 8), ((0, 12), (12, 16))
+
+
+def of_different_sizes(
+    make, optimizer, options=None, weights=None, alone=None, loss=None, own_weights=None, steps=0, make_one=None
+):
+    """Batches of different sizes, and what one process trains on the joined batches.
+
+    `weights` are those of examples of either process in one process, which `alone` optimizes; `own_weights` those of
+    all examples wherever they are. With `steps`, an example has that number of targets.
+    """
+    x, y = (array[:112] for array in digits())
+    y = np.repeat(y[:, None], steps, 1) if steps else y
+    begin, end = PARTS[hvd.rank()]
+    mine = [slice(first + begin, first + end) for first in (0, 32, 64)]
+    mine.append(slice(96 + LAST[hvd.rank()][0], 96 + LAST[hvd.rank()][1]))
+    keras.utils.set_random_seed(5)
+    one, distributed = (make_one or make)(), make()
+    distributed.set_weights(one.get_weights())
+    if weights is not None:
+        own_weights = np.concatenate([np.repeat(weights, OWN_BATCH)] * 3 + [np.repeat(weights, [12, 4])])
+    compiled(one, (alone or optimizer)(), loss=loss).fit(
+        x, y, sample_weight=own_weights, batch_size=32, epochs=2, shuffle=False, verbose=0
+    )
+    arrays = (x, y) if own_weights is None or weights is not None else (x, y, own_weights)
+    x, y, *own = (np.concatenate([array[part] for part in mine]) for array in arrays)
+    compiled(distributed, hvd.DistributedOptimizer(optimizer(), **(options or {})), loss=loss).fit(
+        x, y, OWN_BATCH[hvd.rank()], epochs=2, shuffle=False, verbose=0, sample_weight=own[0] if own else None
+    )
+    return compare(distributed, one)
+
+
+def normalized(kind):
+    return keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(16), kind(momentum=0.5), keras.layers.ReLU(), keras.layers.Dense(10)]
+    )
+
+
+def masked():
+    shades = [keras.Input((64,)), keras.layers.Rescaling(16), keras.layers.Embedding(17, 4, mask_zero=True)]
+    return keras.Sequential([*shades, keras.layers.Dense(10)])
+
+
+def cross_entropy(reduction):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def passes_of_different_sizes():
+    """Two passes before an update: the mean over all their examples in all processes, here of 64, and of 48."""
+    x, y = (array[:112] for array in digits())
+    keras.utils.set_random_seed(5)
+    alone, distributed = dense(), dense()
+    distributed.set_weights(alone.get_weights())
+    compiled(alone, SGD(0.1))
+    for part in (slice(0, 64), slice(64, 112)):
+        alone.train_on_batch(x[part], y[part])
+    options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    compiled(distributed, hvd.DistributedOptimizer(SGD(0.1), **options))
+    for first, (begin, end) in zip((0, 32, 64, 96), [PARTS[hvd.rank()]] * 3 + [LAST[hvd.rank()]], strict=True):
+        part = slice(first + begin, first + end)
+        distributed.train_on_batch(x[part], y[part])
+    return compare(distributed, alone)
 
 
 def graphs_that_differ():
@@ -250,10 +316,42 @@ def jobs(folder):
         "loss_scaling_inside": functools.partial(loss_scaling, inside),
         "loss_scaling_outside": functools.partial(loss_scaling, outside),
         "own_step": own_step,
+        "different_sizes": functools.partial(of_different_sizes, dense, lambda: SGD(0.1)),
+        "different_sizes_adam_clipped": functools.partial(
+            of_different_sizes, dense, lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05)
+        ),
+        "different_sizes_sparse": functools.partial(of_different_sizes, embedding, lambda: SGD(0.1)),
+        "different_sizes_scaled": functools.partial(
+            of_different_sizes, dense, lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=8.0)
+        ),
+        "different_sizes_plain_mean": functools.partial(
+            of_different_sizes, dense, lambda: SGD(0.1), {"average_over": "processes"}, (32 / 48, 32 / 16)
+        ),
+        "different_sizes_masked": functools.partial(of_different_sizes, masked, lambda: SGD(0.1), steps=64),
+        "different_sizes_weighted": functools.partial(
+            of_different_sizes,
+            dense,
+            lambda: SGD(0.1),
+            loss=cross_entropy("mean_with_sample_weight"),
+            own_weights=np.linspace(0, 2, 112),
+        ),
+        "different_sizes_sum": functools.partial(  # the mean of the processes' sums
+            of_different_sizes, dense, lambda: SGD(0.01), alone=lambda: SGD(0.005), loss=cross_entropy("sum")
+        ),
+        "different_sizes_normalized": functools.partial(
+            of_different_sizes,
+            functools.partial(normalized, hvd.SyncBatchNormalization),
+            lambda: SGD(0.1),
+            make_one=functools.partial(normalized, keras.layers.BatchNormalization),
+        ),
+        "different_sizes_passes": passes_of_different_sizes,
         "graphs_that_differ": graphs_that_differ,
         "callbacks": callbacks,
         "checkpoints": functools.partial(checkpoints, folder),
         "values": values,
+        "tapes": facade_tapes.tapes,
+        "collectives": facade_tapes.collectives,
+        "mnist_loop": facade_tapes.mnist_loop,
     }
 
 

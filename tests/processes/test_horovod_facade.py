@@ -20,6 +20,16 @@ QUICK = [
     "several_passes",
     "loss_scaling_outside",
     "own_step",
+    "mnist_loop",
+]
+# Each process has another number of examples.
+UNEQUAL = [
+    "different_sizes",
+    "different_sizes_sparse",
+    "different_sizes_passes",
+    "different_sizes_masked",
+    "different_sizes_sum",
+    "different_sizes_normalized",
 ]
 THOROUGH = [
     "momentum_and_clipnorm",
@@ -32,12 +42,24 @@ THOROUGH = [
     "sum_of_gradients",
     "several_passes_added_up",
     "loss_scaling_inside",
+    "different_sizes_adam_clipped",
+    "different_sizes_scaled",
+    "different_sizes_weighted",
 ]
 ONLY_BETWEEN = ["built_by_the_first_batch", "graphs_that_differ", "checkpoints"]
 # What is run together: everything quick over Gloo, and over MPI what shows that it is no different.
 OVER = {
-    "gloo": [*QUICK, *ONLY_BETWEEN, "callbacks", "values"],
-    "mpi": ["sgd", "sparse_gradients", "loss_scaling_outside", "callbacks"],
+    "gloo": [
+        *QUICK,
+        *UNEQUAL,
+        "different_sizes_plain_mean",
+        *ONLY_BETWEEN,
+        "callbacks",
+        "values",
+        "tapes",
+        "collectives",
+    ],
+    "mpi": ["sgd", "sparse_gradients", "loss_scaling_outside", "different_sizes", "callbacks", "tapes"],
 }
 SIZE = 2
 pytestmark = horovod_jobs.needs_horovod
@@ -74,6 +96,69 @@ def check_equal_to_one_process(results, names):
 def test_the_weights_are_those_of_one_process_with_the_same_global_batches(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, [name])
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_batches_of_different_sizes_give_the_weights_of_one_process_with_the_joined_batches(over, name):
+    (chief, _), _, _ = over("gloo", *OVER["gloo"])
+    check_equal_to_one_process(chief, [name])
+
+
+def test_horovods_own_rule_that_processes_count_alike_can_be_chosen(over):
+    (chief, _), _, _ = over("gloo", *OVER["gloo"])
+    check_equal_to_one_process(chief, ["different_sizes_plain_mean"])
+
+
+# What `facade_tapes` finds: the gradient is 1 in process 0 and 2 in process 1, with 3 examples and 1 in "examples".
+TAPES = {
+    "single": [1.5],
+    "list": [[1.5], [1.5]],
+    "nested": {"a": [1.5], "b": [[1.5], None]},
+    "zero": [[0.0]],
+    "output_gradients": [4.5],
+    "sparse": [[1.5, 1.5], [0.5, 0.5], [1.0, 1.0]],
+    "sparse_as_dense": [[1.5, 1.5], [0.5, 0.5], [1.0, 1.0]],
+    "sum": [[3.0]],
+    "fp16": [[1.5]],
+    "examples": [[1.25], [[1.25, 1.25], [0.75, 0.75], [0.5, 0.5]]],
+    "no_sources": [],
+    "entered": [[1.5]],
+    "watched": [[1.5], None],
+    "persistent": [[1.5], [3.0]],
+    "in_graph": [[1.5], {"a": [1.5]}, [3.0]],
+}
+
+
+@pytest.mark.parametrize("name", TAPES)
+def test_a_tape_gives_the_reduced_gradients_of_variables_of_keras(job, name):
+    ranks, _, _ = job
+    assert [rank["tapes"][name] for rank in ranks] == [TAPES[name]] * SIZE
+
+
+def test_the_gradients_of_local_layers_stay_local(job):
+    ranks, _, _ = job
+    assert [rank["tapes"]["local"] for rank in ranks] == [[[[0.5]], [1.5]], [[[1.0]], [1.5]]]
+
+
+def test_every_collective_takes_variables_of_keras(over):
+    ranks, _, _ = over("gloo", *OVER["gloo"])
+    expected = {
+        "allreduce": [1.5],
+        "allreduce_sum": [3.0],
+        "allgather": [1.0, 2.0],
+        "broadcast": [2.0],
+        "reducescatter": [1.5, 1.5],
+        "alltoall": [1.0, 1.0, 2.0, 2.0],
+        "grouped_allreduce": [1.5],
+        "grouped_allgather": [1.0, 2.0],
+        "grouped_reducescatter": [1.5, 1.5],
+        "broadcast_variables": [2.0],
+        "broadcast_": [2.0],
+        "broadcast_object": {"rank": 1},
+        "of_all": [1, 1],
+        "rate": 0.2,
+    }
+    assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
 
 
 @pytest.mark.parametrize("name", ONLY_BETWEEN)
@@ -131,7 +216,7 @@ def test_values_cross_the_processes(over):
     assert [rank["values"] for rank in ranks] == [expected] * 2
 
 
-def test_the_launcher_starts_it_over_gloo(tmp_path):
+def test_the_launcher_starts_it_over_gloo_and_tensorflow_is_configured_afterwards(tmp_path):
     (tmp_path / "which.py").write_text(
         "import runpy; import tfdist.horovod as hvd; hvd.init(); print('gloo', hvd.gloo_enabled(), flush=True)\n"
         "runpy.run_module('tests.processes.facade_job', run_name='__main__')"
@@ -170,8 +255,12 @@ def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
     assert ranks[0]["checkpoints"] == {"between": 0.0, "kind": "Adam", "iterations": 16}
 
 
-@pytest.mark.thorough  # in one process tests/test_documents.py runs it
-def test_the_port_of_horovods_own_example_trains(tmp_path):
+@pytest.mark.thorough  # in one process tests/test_documents.py runs them
+def test_the_ports_of_horovods_own_examples_train(tmp_path):
     output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_keras_mnist.py", cwd=tmp_path)
     assert output.count("'accuracy'") == 1  # rank 0 alone prints
     assert (tmp_path / "checkpoint-4.keras").exists()
+    output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_mnist_loop.py", cwd=tmp_path)
+    losses = [float(line.split("Loss:")[1]) for line in output.splitlines() if "Loss:" in line]
+    assert len(losses) == 8 and losses[-1] < losses[0] / 4
+    assert (tmp_path / "checkpoints" / "mnist-1.index").exists()

@@ -67,7 +67,7 @@ def test_averaging_after_each_step_of_sgd_is_held_to_equality(tmp_path):
     code, said = verified(tmp_path, "--strategy", "mpi_split", *SGD, "--momentum", "0.9", "--sync-every", "1")
     assert code == 0, said
     assert "weight sequential/dense/kernel" in said
-    assert "on 2 replicas are those of one device, as its bound is: averaging after each step of SGD" in said
+    assert "on 2 replicas are those of one device. Its bound is: averaging after each step of SGD" in said
 
 
 @pytest.mark.parametrize("every", [pytest.param("1", marks=pytest.mark.thorough), "2"])
@@ -82,7 +82,7 @@ def test_steps_on_parameter_servers_stay_within_their_staleness(tmp_path, stalen
     code, said = verified(tmp_path, "--strategy", "parameter_server", "--ps", "1", "--staleness", staleness)
     assert code == 0, said
     if staleness == "0":
-        assert "those of one device, as its bound is: with a staleness of 0, one step runs after the other" in said
+        assert "those of one device. Its bound is: with a staleness of 0, one step runs after the other" in said
     else:
         assert "at most 2 updates of others" in said and "updates that are missing or too many 0 0" in said
 
@@ -90,7 +90,7 @@ def test_steps_on_parameter_servers_stay_within_their_staleness(tmp_path, stalen
 def test_steps_that_workers_take_together_are_held_to_equality(tmp_path):
     code, said = verified(tmp_path, "--strategy", "parameter_server", "--ps", "1", "--strategy-option", "mode=bsp")
     assert code == 0, said
-    assert "those of one device, as its bound is: the workers take each step together" in said
+    assert "those of one device. Its bound is: the workers take each step together" in said
 
 
 def test_steps_that_do_not_wait_for_each_other_break_a_staleness_of_0(tmp_path):

@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -34,7 +34,7 @@ import psutil
 from tfdist import terminal
 from tfdist.cluster import ports
 from tfdist.cluster.heartbeat_links import Member
-from tfdist.cluster.heartbeat_messages import MOST_BUSY, Loss, State, Summary
+from tfdist.cluster.heartbeat_messages import MOST_BUSY, SOME, Activity, Loss, State, Summary
 from tfdist.cluster.heartbeat_tree import Tree
 from tfdist.cluster.world import World
 from tfdist.errors import ClusterError
@@ -47,6 +47,8 @@ SECONDS_TO_END = 1.0
 ALL_WAIT = 5
 # So long after the first news of a silent process, news of others may come.
 LONGEST_SECONDS_TO_NAME = 2.0
+
+SAME_CALLS = "make all processes call the same methods, in the same order, on the same model and data"
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -73,6 +75,9 @@ class Heartbeat:
         counts: returns how many exchanges this process has begun, and how many have ended.
         limits: how long other processes are waited for.
         give_up: called once, in a thread, with the error that ends the job.
+        activity: what this process does, where that is known; processes that wait for different operations are then
+            given up after `limits.seconds`.
+        hint: what to do if processes wait for different operations.
 
     Attributes:
         error: the error that `give_up` was called with.
@@ -86,13 +91,16 @@ class Heartbeat:
         counts: Callable[[], tuple[int, int]],
         limits: Limits,
         give_up: Callable[[ClusterError], None],
+        activity: Callable[[], Activity] = Activity,
+        hint: str = SAME_CALLS,
     ):
         self.error: ClusterError | None = None
         self._world = world
         self._limits = limits
         self._give_up = give_up
         self._depth = 0
-        self._state = _Own(counts)
+        self._hint = hint
+        self._state = _Own(counts, activity)
         self._missed: dict[int, float] = {}
         self._told: set[int] = set()
         here = world.local_world_size == world.world_size
@@ -159,6 +167,7 @@ class Heartbeat:
                     if self.error is not None:
                         # This thread goes on, so that the others hear the news too.
                         threading.Thread(target=self._give_up, args=(self.error,), daemon=True).start()
+            self._tree.know(self._state.now())
             has_ended = True
         finally:
             self._tree.close(says_so=has_ended)
@@ -173,7 +182,13 @@ class Heartbeat:
             return ClusterError(
                 f"All processes of the job have waited for each other for {whole.least_seconds:.0f} s: not all are in "
                 "the same exchange",
-                "make all processes call the same methods, in the same order, on the same model and data",
+                self._hint,
+            )
+        if self._never_meet(whole, own):
+            return ClusterError(
+                f"For {own.seconds:.0f} s nothing has moved, since the processes of the job are at different places: "
+                f"{self.said(whole.texts)}",
+                self._hint,
             )
         busy = dict(whole.busy)
         busy.pop(self._world.rank, None)
@@ -187,6 +202,29 @@ class Heartbeat:
             limit = f"{bound:g} s (`callback_timeout_seconds`)"
             return ClusterError.lost(f"Busy for longer than {limit} while others waited: {self._named(late)}")
         return None
+
+    def _never_meet(self, whole: Summary, own: State) -> bool:
+        """Whether this process waits for something that another one will never do, as far as they say what they do."""
+        if not own.waits or own.seconds < self._limits.seconds or SOME in whole.operations:
+            return False
+        if own.activity.stage % 2 and whole.last_stage > own.activity.stage:
+            return True  # one has ended the stage that this one is in
+        all_wait = whole.waiting == self._world.world_size and whole.least_seconds >= self._limits.seconds
+        most = max(whole.operations.values(), default=self._world.world_size)
+        return all_wait and most < self._world.world_size
+
+    def said(self, texts: Mapping[str, Collection[int]]) -> str:
+        """What processes do, with their names, in one phrase."""
+        verbs = {text: "is" if len(ranks) == 1 else "are" for text, ranks in texts.items()}
+        return ", and ".join(f"{self._world.named_all(ranks)} {verbs[text]} {text}" for text, ranks in texts.items())
+
+    def last_said(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """What some processes have said last of their work, those that have said nothing left out."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            if text := self._tree.last_texts.get(rank):
+                found.setdefault(text, []).append(rank)
+        return found
 
     def _given_up(self, lost: Mapping[int, Loss], waited_for: bool) -> list[int]:
         """Those of the lost ranks that have been missed for too long; time counts while the processes work together."""
@@ -226,8 +264,10 @@ def gone(world: World, ranks: Collection[int], seconds: float) -> ClusterError:
 class _Own:
     """What this process does, sampled at intervals."""
 
-    def __init__(self, counts: Callable[[], tuple[int, int]]):
+    def __init__(self, counts: Callable[[], tuple[int, int]], activity: Callable[[], Activity]):
         self._counts = counts
+        self._activity = activity
+        self._does = Activity()
         self._seen: tuple[int, int] = (0, 0)
         self._since = time.monotonic()
         self._closed = False
@@ -236,14 +276,14 @@ class _Own:
     def now(self) -> State:
         """The state at the last sample."""
         begun, ended = self._seen
-        return State(ended < begun, time.monotonic() - self._since)
+        return State(ended < begun, time.monotonic() - self._since, self._does)
 
     def sample(self) -> bool:
         """Samples the state; returns whether to continue."""
         with self._lock:  # TensorFlow's variables must not be read while TensorFlow shuts down
             if self._closed:
                 return False
-            seen = self._counts()
+            seen, self._does = self._counts(), self._activity()
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         return True
@@ -251,6 +291,8 @@ class _Own:
     def close(self) -> None:
         """Stops sampling."""
         with self._lock:
+            if not self._closed:
+                self._does = self._activity()
             self._closed = True
 
 

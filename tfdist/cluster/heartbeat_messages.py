@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, StrictInt
 
@@ -13,11 +14,30 @@ MOST_BUSY = 8
 MOST_RANKS = 1024  # in each list of ranks
 
 
+class Activity(NamedTuple):
+    """What a process says of its work, where its engine knows more than that it waits.
+
+    Attributes:
+        text: what follows "is" in a message, such as "waiting for the gradients".
+        operations: the names of the exchanges that it waits in; `SOME` is one in which not all processes take part.
+        stage: how many stages that all processes pass together it has begun, and how many it has ended: 2n - 1 within
+            the nth one, 2n after it.
+    """
+
+    text: str = ""
+    operations: tuple[str, ...] = ()
+    stage: int = 0
+
+
+SOME = ""
+
+
 class State(NamedTuple):
     """What a process does, and for how many seconds it has done so."""
 
     waits: bool
     seconds: float
+    activity: Activity = Activity()
 
 
 class Hello(BaseModel):
@@ -51,6 +71,9 @@ class Summary(BaseModel):
         lost: the lost ranks, and how each was lost.
         adopted: the ranks that are connected with an ancestor that is not their parent, and with which one.
         ends: the program of the process that sends this has ended.
+        operations: how many of the waiting processes wait in each operation that they name.
+        texts: what processes say of their work, and some of those that say so.
+        last_stage: the stage of the process that is furthest, see `Activity`.
     """
 
     processes: StrictInt = 0
@@ -61,6 +84,9 @@ class Summary(BaseModel):
     lost: dict[int, Loss] = {}
     adopted: dict[int, int] = {}
     ends: bool = False
+    operations: dict[str, int] = {}
+    texts: dict[str, list[int]] = {}
+    last_stage: int = 0
 
     @property
     def news(self) -> object:
@@ -74,9 +100,12 @@ class Summary(BaseModel):
 
 def of_process(rank: int, state: State) -> Summary:
     """The summary of one process."""
+    text, operations, stage = state.activity
+    said: dict[str, Any] = {"texts": {text: [rank]} if text else {}, "last_stage": stage}
     if state.waits:
-        return Summary(processes=1, waiting=1, least_seconds=state.seconds, longest_seconds=state.seconds)
-    return Summary(processes=1, busy=[(rank, state.seconds)])
+        said["operations"] = dict.fromkeys(operations, 1)
+        return Summary(processes=1, waiting=1, least_seconds=state.seconds, longest_seconds=state.seconds, **said)
+    return Summary(processes=1, busy=[(rank, state.seconds)], **said)
 
 
 def merged(parts: Collection[Summary], connected: Iterable[int] = (), adopted: Mapping[int, int] = {}) -> Summary:
@@ -102,4 +131,22 @@ def merged(parts: Collection[Summary], connected: Iterable[int] = (), adopted: M
         busy=busy[:MOST_BUSY],
         lost={rank: lost[rank] for rank in sorted(lost)[:MOST_RANKS]},
         adopted={rank: adopted[rank] for rank in sorted(adopted)[:MOST_RANKS]},
+        operations=_added(part.operations for part in parts),
+        texts=_joined(part.texts for part in parts),
+        last_stage=max((part.last_stage for part in parts), default=0),
     )
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    added: Counter[str] = Counter()
+    for one in counts:
+        added.update(one)
+    return dict(added.most_common(MOST_BUSY))
+
+
+def _joined(texts: Iterable[Mapping[str, list[int]]]) -> dict[str, list[int]]:
+    joined: dict[str, list[int]] = {}
+    for one in texts:
+        for text, ranks in one.items():
+            joined[text] = sorted([*joined.get(text, []), *ranks])[:MOST_BUSY]
+    return {text: joined[text] for text in sorted(joined, key=lambda text: joined[text])[:MOST_BUSY]}

@@ -71,6 +71,7 @@ class Tree:
     Attributes:
         whole: what is known of the whole job; may be read from any thread.
         unreachable: the ancestors that could not be reached at the start, with the reasons, where none could be.
+        last_texts: what processes have said last of their work, by rank, as far as it has come here.
         look_seconds: how long one look takes.
         grace_seconds: how long a process may need to connect again.
     """
@@ -78,6 +79,7 @@ class Tree:
     def __init__(self, rank: int, said: Sequence[bytes], listener: socket.socket, seconds: float):
         self.whole = Summary()
         self.unreachable: dict[int, str] = {}
+        self.last_texts: dict[int, str] = {}
         self._interval = min(seconds / ASKED, LONGEST_INTERVAL_SECONDS)
         self.look_seconds = self._interval / LOOKS_PER_INTERVAL
         self.grace_seconds = min(seconds, LONGEST_GRACE_SECONDS)
@@ -116,10 +118,14 @@ class Tree:
 
     def run_for(self, seconds: float, state: State) -> None:
         """Talks with the neighbours for this time; `state` is what this process does."""
-        self._own = of_process(self._rank, state)
+        self.know(state)
         until = time.monotonic() + seconds
         while self._is_open and (left := until - time.monotonic()) > 0:
             self._turn(left)
+
+    def know(self, state: State) -> None:
+        """`state` is what this process does now."""
+        self._own = of_process(self._rank, state)
 
     def close(self, says_so: bool = False) -> None:
         """Closes all connections.
@@ -214,6 +220,7 @@ class Tree:
         except ValidationError:  # a line of another version of this program, or a broken one
             return
         neighbour.heard, neighbour.fresh = self._clock, True
+        self.last_texts.update((rank, text) for text, ranks in summary.texts.items() for rank in ranks)
         before, neighbour.summary = neighbour.summary, summary
         if neighbour is not self._parent:
             self._has_news |= summary.news != before.news

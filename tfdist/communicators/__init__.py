@@ -140,11 +140,15 @@ class Communicator:
         return self._probe(tag)
 
     def around_branches(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which a graph is traced that has exchanges in the branches of a condition.
+        """The context in which a graph is traced that has exchanges in the branches of a condition, or in a loop.
 
-        All processes must take the same branch, and a later exchange must depend on what the branch computes.
+        All processes must take the same branch, and a later exchange must depend on what the branch computes, or wait
+        for it by `note_branches`.
         """
         return contextlib.nullcontext()
+
+    def note_branches(self, result: tf.Tensor) -> None:
+        """Later exchanges of the present graph wait for `result`, which a condition or a loop computes."""
 
     def counts(self) -> tuple[int, int]:
         """How many exchanges this process has begun, and how many have ended; read from any thread."""

@@ -176,6 +176,10 @@ class ArrayCommunicator(Communicator):
         last = self._last.get(tf.compat.v1.get_default_graph()) if not tf.executing_eagerly() else None
         return contextlib.nullcontext() if last is None else tf.control_dependencies([last])
 
+    def note_branches(self, result: tf.Tensor) -> None:
+        if not tf.executing_eagerly():
+            self._last[tf.compat.v1.get_default_graph()] = result.op
+
     @contextlib.contextmanager
     def _after_the_last(self) -> Iterator[Callable[[Any], None]]:
         graph = tf.compat.v1.get_default_graph()

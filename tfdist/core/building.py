@@ -20,7 +20,7 @@ from tfdist.communicators import strategy_state
 from tfdist.core import exact_step, metrics, randomness, replica_context
 from tfdist.core.replica import Replica
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, keras_variables
+from tfdist.internals import keras_data, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
@@ -105,6 +105,19 @@ def broadcast(strategy: Strategy, model: Any) -> None:
     """Gives the variables of a model and its optimizers the chief's values in every process, but what each has own."""
     state = strategy_state.of(model)
     strategy.broadcast_variables([v for v in [*_variables(model), *state.shared] if not state.has_own(v)])
+
+
+def spread(strategy: Strategy, model: Any) -> None:
+    """Gives all copies of the variables of a model and its optimizers the values of the chief's first one."""
+    metrics_variables = {id(variable) for variable in model.metrics_variables}
+    changed = [
+        v for v in [*_variables(model), *keras_internals.tensorflow_variables(model)] if id(v) not in metrics_variables
+    ]
+    for variable in changed:
+        first, *others = tensorflow_variables.copies(variable)
+        for copy in others:
+            copy.assign(first)
+    strategy.broadcast_variables([v for v in _variables(model) if id(v) not in metrics_variables], unless_equal=True)
 
 
 def _broadcast_new(strategy: Strategy, model: Any, before: int) -> None:

@@ -67,7 +67,7 @@ class EpochRunner:
             self._call(count)
             count, stop = self._coordinate(self._pace.steps(self._done), self._stop_wanted)
             setattr(self._model, STOPS[self._kind], stop)
-        self._passes.end_epoch(self._done - first, self._data_ended)
+        self._passes.end_epoch(self._done - first, self._data_ended, stop)
         if first and self._done == first:  # resumed behind the last step of the epoch
             self._logs = metrics.results(self._strategy, self._model)
         return self._logs | self._program.end_epoch()

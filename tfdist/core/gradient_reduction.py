@@ -45,11 +45,11 @@ def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
 
     def reduce(tensors: list[Any]) -> list[Any]:
         groups = buffers(tensors, packing.buffer_bytes)
-        sent = [_joined([tensors[index] for index in members]) for members in groups]
+        sent = [joined([tensors[index] for index in members]) for members in groups]
         reduced = all_reduce([to_wire(tensor, packing.wire_dtype) for tensor in sent])
         results: list[Any] = [None] * len(tensors)
         for members, buffer, original in zip(groups, reduced, sent, strict=True):
-            pieces = _split(from_wire(buffer, original.dtype), [tensors[index] for index in members])
+            pieces = split(from_wire(buffer, original.dtype), [tensors[index] for index in members])
             for index, piece in zip(members, pieces, strict=True):
                 results[index] = piece
         return results
@@ -84,11 +84,13 @@ def _packed_bytes(tensor: Any, buffer_bytes: int | None) -> int | None:
     return size if buffer_bytes is None or size < buffer_bytes else None
 
 
-def _joined(tensors: list[Any]) -> Any:
+def joined(tensors: list[Any]) -> Any:
+    """The tensors of a buffer as one."""
     return tensors[0] if len(tensors) == 1 else tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
 
 
-def _split(buffer: Any, like: list[Any]) -> list[Any]:
+def split(buffer: Any, like: list[Any]) -> list[Any]:
+    """The tensors of a buffer, in the shapes of those that were joined."""
     if len(like) == 1:
         return [buffer]
     pieces = tf.split(buffer, [tensor.shape.num_elements() for tensor in like])

@@ -64,6 +64,7 @@ class Steps:
         at_nan: what is done at the first step after which the loss is not finite.
         own_logs: the `tf.TensorSpec`s of the logs that a traced step returns; `None` if it returns the results of the
             metrics.
+        spec: the `tf.TypeSpec`s of a global batch.
     """
 
     model: Any
@@ -71,15 +72,16 @@ class Steps:
     batches: Batches
     at_nan: AtNan = AtNan.NOTHING
     own_logs: Any = None
+    spec: Any = None
 
 
 def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:
     """`batches` with the static shapes that the graph of a step of `model` is traced for.
 
     A static batch size makes a faster graph, but hides how a scalar was computed (see `tfdist.core.means_and_sums`). So
-    it is kept only for models of Keras' own classes, whose scalars are known.
+    it is kept only for models of Keras' own classes, whose scalars are known, and where steps are partitioned.
     """
-    known = strategy.alone or keras_internals.is_of_keras_alone(model)
+    known = strategy.alone or strategy.mesh is not None or keras_internals.is_of_keras_alone(model)
     return batches if known else batches.of_any_length()
 
 
@@ -135,7 +137,7 @@ class StepProgram(Program):
         if self._strategy.runs_eagerly(self._model):
             self._at_nan = AtNan.STOP if self._at_nan is AtNan.FIND else self._at_nan  # each step is waited for anyway
             return self._steps_eagerly, self._steps_eagerly
-        return _Graph(self._single_step, self._strategy), _Graph(self._steps, self._strategy)
+        return Graph(self._single_step, self._strategy), Graph(self._steps, self._strategy)
 
     def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
         del count
@@ -217,6 +219,8 @@ class StepProgram(Program):
         """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
         if self._at_nan is AtNan.STOP:
             total = keras_internals.loss_tracker(self._model).total
+            if self._strategy.mesh is not None:  # each process has the whole state of the metrics in its steps
+                return tf.math.is_finite(metrics.own_part(total))
             return tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
         if self._at_nan is AtNan.FIND:
             self._count_if_finite()
@@ -295,7 +299,7 @@ class PredictProgram(Program):
         self._batches = steps.batches
         self._eager = strategy.runs_eagerly(steps.model)
         self._build = _builder(strategy, steps)
-        self._function = self._predict if self._eager else _Graph(self._predict, strategy)
+        self._function = self._predict if self._eager else Graph(self._predict, strategy)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
@@ -346,7 +350,7 @@ def joined(parts: list[Any]) -> Any:
     return keras_internals.tree.map_structure(lambda *values: keras_internals.join(list(values)), *parts)
 
 
-class _Graph:
+class Graph:
     """A `tf.function` of `function`, run by the executor that is faster for its graph."""
 
     def __init__(self, function: Callable[..., Any], strategy: Strategy):

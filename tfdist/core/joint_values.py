@@ -17,15 +17,11 @@ repeated for the whole global batch. Otherwise a warning says what differs from 
 
 from __future__ import annotations
 
-import functools
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import keras
 import tensorflow as tf
 
 from tfdist.core import dependencies, replica_context, share
@@ -33,6 +29,7 @@ from tfdist.core.dependence import ALIKE, JOINT, LENGTH, ROWS, TOTAL, Dependence
 from tfdist.core.example_axes import ExampleAxes
 from tfdist.core.means_and_sums import Degrees
 from tfdist.errors import DifferenceWarning
+from tfdist.internals import tensorflow_graphs
 
 if TYPE_CHECKING:
     from tfdist.core.replica import Replica
@@ -185,8 +182,8 @@ class Reading:
             return
         operation = self._first_joint(tensor)
         warnings.warn(
-            f"A step computes a value of several examples together ({_place(operation)}), and each replica computes it "
-            "of its own part of the batch: the training differs from that of one device\n\n"
+            f"A step computes a value of several examples together ({tensorflow_graphs.place(operation)}), and each "
+            "replica computes it of its own part of the batch: the training differs from that of one device\n\n"
             "hint: compute it of `tfdist.gather(...)`, the examples of all replicas; "
             "`strategy.verify(model, ...)` says how much it is",
             DifferenceWarning,
@@ -311,24 +308,6 @@ def _again(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tens
     except ValueError as error:  # a shape that is fixed for the part
         raise _NotPlainError from error
     return list(made.outputs)
-
-
-def _place(operation: tf.Operation) -> str:
-    """The operation and the line of the user's own code that made it."""
-    frames = [frame for frame in operation.traceback or () if not _is_of_library(frame.filename)]
-    where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
-    return f"`{operation.type}`{where}"
-
-
-def _is_of_library(file: str) -> bool:
-    return any(Path(file).is_relative_to(folder) for folder in _libraries())
-
-
-@functools.cache
-def _libraries() -> tuple[Path, ...]:
-    own = Path(__file__).parents[1]
-    found = [Path(module.__file__ or "").parent for module in (tf, keras)]
-    return own, *found, *(Path(path) for path in {Path(sys.prefix), Path(sys.base_prefix)})
 
 
 _EXTREMES = {"Max": tf.reduce_max, "Min": tf.reduce_min, "All": tf.reduce_all, "Any": tf.reduce_any}

@@ -36,7 +36,7 @@ from tfdist.data.pipeline.feed import Feed
 from tfdist.data.pipeline.passes import Passes
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, keras_patches
+from tfdist.internals import keras_data, keras_patches, keras_routes
 from tfdist.internals.keras import tree
 
 if TYPE_CHECKING:
@@ -93,12 +93,11 @@ def fit(
     feed = _feed(strategy, request)
     validation = None
     if validation_data is not None:
-        parts = keras_data.unpack_x_y_sample_weight(validation_data)
-        validation_steps = _limited(validation_steps)
         size = validation_batch_size or batch_size
-        validation = _feed(strategy, adapters.request(*parts, batch_size=size, steps=validation_steps, passes=True))
+        validation = _Validation(strategy, model, validation_data, size, _limited(validation_steps))
     programs.build(strategy, model, "train", feed)
     with Passes(feed, steps) as passes, writer.finished():
+        passes.reset()
         if keras_internals.take_to_verify(model):
             verification.verify(strategy, model, feed.first(verification.STEPS))
         beginning.require_alike(strategy, model, passes, range(initial_epoch, epochs))
@@ -107,11 +106,30 @@ def fit(
         def validate(epoch: int) -> Logs:
             if validation is None or not keras_internals.validates(model, epoch, validation_freq):
                 return {}
-            with Passes(validation, validation_steps) as unseen:
-                return _evaluate(strategy, model, unseen, callbacks)
+            return validation.run(callbacks)
 
         _run_epochs(strategy, model, passes, range(initial_epoch, epochs), callbacks, validate)
     return model.history
+
+
+class _Validation:
+    """The validation data of a `fit`, over which it evaluates."""
+
+    def __init__(self, strategy: Strategy, model: Any, data: Any, batch_size: int | None, steps: int | None):
+        self._strategy, self._model = strategy, model
+        x, y, sample_weight = keras_data.unpack_x_y_sample_weight(data)
+        self._arguments = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "steps": steps}
+        self._feed = _feed(
+            strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True)
+        )
+
+    def run(self, callbacks: Any) -> Logs:
+        # As Keras' own `fit` does, so that an `evaluate` of the model's own, or a wrapper around it, is called.
+        with keras_routes.validating(self._model, self._strategy, self._feed):
+            logs: Logs = self._model.evaluate(
+                **self._arguments, callbacks=callbacks, return_dict=True, _use_cached_eval_dataset=True
+            )
+        return logs
 
 
 def _run_epochs(
@@ -157,11 +175,19 @@ def evaluate(
     steps: int | None = None,
     callbacks: Any = None,
     return_dict: bool = False,
+    _use_cached_eval_dataset: bool = False,
 ) -> Any:
-    """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`."""
+    """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`.
+
+    With `_use_cached_eval_dataset`, an argument that only a `fit` sets, over its validation data.
+    """
     _check(strategy, model, "evaluate")
     steps = _limited(steps)
-    feed = _feed(strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
+    feed = (
+        keras_routes.validation_feed(model)
+        if _use_cached_eval_dataset
+        else _feed(strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
+    )
     with Passes(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
         logs = _evaluate(strategy, model, passes, callbacks)
@@ -276,6 +302,7 @@ def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs
 def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) -> Logs:
     runner = EpochRunner(strategy, model, "test", passes, callbacks)
     model.stop_evaluating = False
+    passes.reset()
     callbacks.on_test_begin()
     metrics.reset(strategy, model)
     logs = keras_internals.pythonify_logs(runner.run(0))
@@ -315,7 +342,7 @@ def _check(strategy: Strategy, model: Any, method: str) -> None:
 
 def _check_divisible(strategy: Strategy, model: Any) -> None:
     size = keras_internals.fixed_batch_size(model)
-    if size is not None and strategy.num_replicas > 1:
+    if size is not None and strategy.num_replicas > 1 and strategy.mesh is None:
         raise UsageError(
             f"The model `{model.name}` has a fixed batch size of {size}, and each of {strategy.num_replicas} replicas "
             "gets a part of the batch",

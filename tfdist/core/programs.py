@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.core import building, randomness, steps_per_call
 from tfdist.core.inner_loop import Program, Steps, as_traced
+from tfdist.core.partitioned_program import PartitionedProgram
 from tfdist.data.pipeline.feed import Feed
 from tfdist.internals import keras as keras_internals
+from tfdist.spmd import Cost
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -39,12 +41,13 @@ class _Made:
 def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Sequence[Any] = ()) -> Program:
     """The inner loop for the batches of `feed` and for `callbacks`; `kind` is "train", "test" or "predict"."""
     at_nan = steps_per_call.at_nan(callbacks if kind == "train" else ())
-    key = (id(strategy), feed.batches, at_nan)
+    key = (id(strategy), feed.batches, at_nan, strategy.mesh and str(feed.spec))
     programs = _made(model, kind).programs
     if key not in programs:
         build(strategy, model, kind, feed)
         batches = as_traced(strategy, model, feed.batches)
-        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, _made(model, kind).own_logs))
+        own_logs = _made(model, kind).own_logs
+        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, own_logs, feed.spec))
     return programs[key]
 
 
@@ -71,3 +74,10 @@ def _made(model: Any, kind: str) -> _Made:
     if kind not in kinds or kinds[kind].function is not function:
         kinds[kind] = _Made(function)
     return kinds[kind]
+
+
+def cost(model: Any) -> Cost | None:
+    """What the partitioned step of a training of `model` costs; `None` where no step is partitioned."""
+    programs = _made(model, "train").programs.values()
+    costs = [one.cost for one in programs if isinstance(one, PartitionedProgram)]
+    return max(costs, key=lambda one: one.flops, default=None)

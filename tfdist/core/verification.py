@@ -44,6 +44,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
+from tfdist.terminal import counted
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
@@ -85,10 +86,12 @@ def verify(
         if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
             building.build_eagerly(strategy, model, "train", batches[0])
         with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
-            steps = Steps(model, "train", BatchFeed.batches, own_logs=seen)
+            spec = BatchFeed(batches[0]).spec
+            steps = Steps(model, "train", BatchFeed.batches, own_logs=seen, spec=spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
         feed = in_one_call_from or BatchFeed(batches[0])
-        program = strategy.program(Steps(model, "train", as_traced(strategy, model, feed.batches), own_logs=seen))
+        traced = as_traced(strategy, model, feed.batches)
+        program = strategy.program(Steps(model, "train", traced, own_logs=seen, spec=feed.spec))
         metrics.reset(strategy, model)
         if in_one_call_from is None:
             found = _run(program, batches, compared)
@@ -100,7 +103,8 @@ def verify(
     if not inside:
         found = [{key: value for key, value in step.items() if key[0] == "variable"} for step in found]
     sizes = {v.path: float(np.max(np.abs(_value(v)), initial=0)) for v in variables}
-    report = Comparison(model, groups, sizes, watch.seen, epsilon).report(reference, nudged, found)
+    of = f"`{strategy.name}` on {counted(strategy.num_replicas, 'replica')}"
+    report = Comparison(model, of, groups, sizes, watch.seen, epsilon).report(reference, nudged, found)
     _raise_if_different(strategy, model, report)
     return report
 
@@ -251,7 +255,8 @@ def _epsilon_of(kind: type) -> float:
 
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
     first = report.first
-    mine = None if first is None else [*explained(model, first), first.layer]
+    partitioned = strategy.mesh is not None
+    mine = None if first is None else [*explained(strategy.name, model, first, partitioned), first.layer]
     told = next((one for one in consensus.all_gather_object(strategy, mine) if one is not None), None)
     if told is None:
         return

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfdist.core import building, exact_step, metrics, programs, verification
 from tfdist.core.inner_loop import Steps, as_traced
+from tfdist.core.verification_report import Report, Shown
 from tfdist.core.verification_watch import Watch
 from tfdist.data.pipeline.array_feed import ArrayBatches
 from tfdist.data.pipeline.batch_feed import BatchFeed
@@ -35,7 +36,6 @@ from tfdist.internals.keras import tf_variable
 from tfdist.terminal import counted
 
 if TYPE_CHECKING:
-    from tfdist.core.verification_report import Report
     from tfdist.strategies.base import Strategy
 
 # Relative, of norms in float32.
@@ -59,21 +59,39 @@ class Held:
         return self.at_most is not None and not self.measured <= self.at_most
 
 
-@dataclass(frozen=True)
-class BoundReport:
-    """What was measured of a strategy, beside its bound; `str` makes a table of it.
+@dataclass(frozen=True, repr=False)
+class BoundReport(Shown):
+    """What was measured of a strategy, beside its bound.
 
     Attributes:
+        strategy: its name.
         bound: what the strategy states, as a sentence without its full stop.
         held: the quantities, in the order in which they are compared.
         steps: the number of steps that were run.
     """
 
+    strategy: str
     bound: str
     held: tuple[Held, ...]
     steps: int
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        return f"{self._broken}." if self._broken else f"The steps of `{self.strategy}` stay within its bound."
+
+    @property
+    def _broken(self) -> str | None:
+        """How the bound is broken, if it is."""
+        broken = next((one for one in self.held if one.is_broken), None)
+        if broken is None:
+            return None
+        return (
+            f"`{self.strategy}` breaks its bound: {broken.what} is {broken.measured:.4g}, and at most "
+            f"{broken.at_most:.4g} is allowed"
+        )
+
+    @property
+    def table(self) -> str:
         width = max(len(one.what) for one in self.held)
         lines = [f"{'':{width}}  measured    at most     (steps: {self.steps})"]
         for one in self.held:
@@ -81,18 +99,10 @@ class BoundReport:
             lines.append(f"{one.what:{width}}  {one.measured:<10.4g}  {most}" + ("  broken" if one.is_broken else ""))
         return "\n".join([f"The bound: {self.bound}.", *lines])
 
-    def require(self, strategy: Strategy, model: Any) -> None:
+    def require(self, model: Any) -> None:
         """Raises `VerificationError` if the bound is broken; all processes of a job have the same report."""
-        broken = next((one for one in self.held if one.is_broken), None)
-        if broken is None:
-            return
-        raise VerificationError(
-            f"`{strategy.name}` breaks its bound: {broken.what} is {broken.measured:.4g}, and at most "
-            f"{broken.at_most:.4g} is allowed",
-            _FAULT,
-            model.name,
-            self,
-        )
+        if self._broken:
+            raise VerificationError(self._broken, _FAULT, model.name, self)
 
 
 class Bound:
@@ -141,7 +151,7 @@ def verify(strategy: Strategy, model: Any, feed: Feed, steps: int) -> Report | B
     exact_step.install()
     with verification.restored(strategy, model):
         report = bound.measured(strategy, model, feed, steps)
-    report.require(strategy, model)
+    report.require(model)
     return report
 
 
@@ -187,7 +197,7 @@ class Averaging(Bound):
         stated = f"averaging {every}, after which all ranks have the same weights"
         if plain:
             stated += "; n steps later a rank is at most r * G * n away from them, of rate r and gradient norm G"
-        return BoundReport(stated, found.held(plain), len(batches))
+        return BoundReport(strategy.name, stated, found.held(plain), len(batches))
 
 
 @dataclass(frozen=True)
@@ -227,7 +237,8 @@ class Staleness(Bound):
         stated = "each step updates the variables once"
         if self.most is not None:
             stated += f", and at most {counted(self.most, 'update')} of others may come between its reads and its own"
-        return BoundReport(stated, (Held("updates that are missing or too many", lost, 0), stale), outcome.steps)
+        held = Held("updates that are missing or too many", lost, 0), stale
+        return BoundReport(strategy.name, stated, held, outcome.steps)
 
 
 @dataclass(frozen=True)

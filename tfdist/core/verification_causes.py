@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import keras
 
 from tfdist.core.verification_report import Entry
 from tfdist.internals import keras as keras_internals
+from tfdist.internals.keras import tree
+
+# Of a strategy that partitions the step of one device, whatever the model computes.
+_OF_THE_PARTITIONER = (
+    "tfdist divides an operation of the step among the replicas by a wrong rule",
+    "this is a fault of tfdist: train with the strategy `single`, and report the layer",
+)
 
 
-def explained(model: Any, entry: Entry) -> tuple[str, str]:
-    """The sentence and the hint for the first entry that differs."""
-    cause, hint = _cause(model, entry)
+def explained(strategy: str, model: Any, entry: Entry, partitioned: bool) -> tuple[str, str]:
+    """The sentence and the hint for the first entry that differs.
+
+    Args:
+        strategy: the name of the strategy.
+        model: whose steps were compared.
+        entry: what differs first.
+        partitioned: the strategy partitions the step of one device.
+    """
+    cause, hint = _OF_THE_PARTITIONER if partitioned else _cause(strategy, model, entry)
     sentence = (
         f"{_WHAT[entry.kind].format(entry=entry)} differs from one device by {entry.difference:.2g} in step "
         f"{entry.step}, where rounding makes {entry.sensitivity:.2g}; the likely cause: {cause}"
@@ -21,6 +36,7 @@ def explained(model: Any, entry: Entry) -> tuple[str, str]:
 
 
 _WHAT = {
+    "batch": "The batch that a step is given, in `{entry.name}`,",
     "output": "The output of the layer `{entry.layer}`",
     "added loss": "A loss that the layer `{entry.layer}` adds",
     "loss": "The loss `{entry.name}`",
@@ -33,13 +49,21 @@ _WHAT = {
 }
 
 
-def _cause(model: Any, entry: Entry) -> tuple[str, str]:
+def _cause(strategy: str, model: Any, entry: Entry) -> tuple[str, str]:
     """The likely cause of a difference of this kind, and a way that is equal."""
     layer = next((one for one in keras_internals.all_layers(model) if one.name == entry.layer), None)
     if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
         return (
             f"`{entry.layer}` normalizes each replica's part of the batch by itself",
             "use `BatchNormalization(synchronized=True)`",
+        )
+    if entry.kind == "batch":
+        return f"the strategy `{strategy}` divides batches, or adds over its replicas, in another way", _FAULT
+    if _is_of_keras(model, layer if entry.kind == "output" else None):
+        return (
+            f"Keras alone computes it, so that the strategy `{strategy}` has other variables on a replica, or adds "
+            "over its replicas in another way",
+            _FAULT,
         )
     if entry.kind == "log":
         return _cause_of_log(model, entry)
@@ -50,6 +74,24 @@ def _cause(model: Any, entry: Entry) -> tuple[str, str]:
     return cause.format(part=part, step=step), hint
 
 
+def _is_of_keras(model: Any, layer: Any) -> bool:
+    """Whether Keras defines all that a step of `model` computes, or all of `layer`, without random numbers."""
+    parts = keras_internals.all_layers(layer or model)
+    if layer is None:
+        parts += [*tree.flatten(getattr(model, "loss", None)), *keras_internals.metrics_of(model)]
+    return not any(_is_of_user(one) or hasattr(one, "seed_generator") for one in parts)
+
+
+def _is_of_user(thing: Any) -> bool:
+    """Whether a layer, a loss or a metric is of a class, or computes a function, that Keras does not define."""
+    if thing is None or isinstance(thing, str):
+        return False
+    defined = [thing if inspect.isfunction(thing) else type(thing)]
+    defined += [one for name in ("function", "fn", "_fn", "activation") if callable(one := getattr(thing, name, None))]
+    return not all(map(keras_internals.is_of_keras, defined))
+
+
+_FAULT = "this is a fault of the strategy: look at its `run`, and at `all_reduce` and `all_gather` of its replicas"
 # The largest ratio of a sum over a part of a batch to the sum over the batch, roughly.
 _A_SUM = 0.75
 _GATHER = "compute it of `tfdist.gather(...)` or of sums by `tfdist.all_reduce(...)`"

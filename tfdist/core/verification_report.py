@@ -1,7 +1,11 @@
-"""The differences between the steps of a verification and those of one device: per quantity, and as a table."""
+"""The differences between the steps of a verification and those of one device: per quantity, and as a table.
+
+A report shows its verdict first: `print(report)`, the prompt of Python and a notebook all do.
+"""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +23,9 @@ class Entry:
     """The difference of one quantity, in the first step in which it exceeds its tolerance, else in the last step.
 
     Attributes:
-        kind: "output", "added loss", "loss", "whole loss", "gradient", "weight", "state", "optimizer" or "log".
-        name: of the layer, loss, variable or log.
+        kind: "batch", "output", "added loss", "loss", "whole loss", "gradient", "weight", "state", "optimizer" or
+            "log".
+        name: of the part of the batch, layer, loss, variable or log.
         layer: the layer that the quantity belongs to, or the model.
         difference: the largest difference between the strategy and one device.
         sensitivity: the largest change on one device when each weight is changed by one bit.
@@ -39,12 +44,42 @@ class Entry:
     step: int | None
 
 
-@dataclass(frozen=True)
-class Report(Mapping[str, Entry]):
-    """The entries of a verification, by kind and name such as "weight dense/kernel"; `str` makes a table of them."""
+class Shown:
+    """A report that shows its verdict, a sentence, above its table wherever it is shown."""
+
+    @property
+    def verdict(self) -> str:
+        """What the report says, in one sentence."""
+        raise NotImplementedError
+
+    @property
+    def table(self) -> str:
+        """The quantities, one per line below a head."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self.verdict}\n\n{self.table}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<p><strong>{html.escape(self.verdict)}</strong></p>\n<pre>{html.escape(self.table)}</pre>"
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Shown, Mapping[str, Entry]):
+    """The entries of a verification, by kind and name such as "weight dense/kernel".
+
+    Attributes:
+        entries: in the order in which a step computes them.
+        steps: the number of steps that were compared.
+        of: the strategy and its replicas, in words.
+    """
 
     entries: tuple[Entry, ...]
     steps: int
+    of: str
 
     def __getitem__(self, name: str) -> Entry:
         for entry in self.entries:
@@ -64,7 +99,17 @@ class Report(Mapping[str, Entry]):
         steps = [entry.step for entry in self.entries if entry.step is not None]
         return next((entry for entry in self.entries if steps and entry.step == min(steps)), None)
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        if (first := self.first) is None:
+            return f"The steps of {self.of} are those of one device."
+        return (
+            f"The steps of {self.of} differ from those of one device, first in the {first.kind} `{first.name}` in step "
+            f"{first.step}: by {first.difference:.3g}, where at most {first.tolerance:.3g} is rounding."
+        )
+
+    @property
+    def table(self) -> str:
         width = max((len(name) for name in self), default=0)
         head = f"{'':{width}}  difference  one bit     tolerance   (steps: {self.steps})"
         lines = [
@@ -84,6 +129,7 @@ class Comparison:
 
     Args:
         model: the model that was verified.
+        of: the strategy and its replicas, in words.
         groups: its variables by group, such as "optimizer".
         sizes: the largest absolute value in each variable, by the variable's path.
         seen: the layer, loss or variable of each recorded value, by the value's kind and name.
@@ -93,12 +139,14 @@ class Comparison:
     def __init__(
         self,
         model: Any,
+        of: str,
         groups: Mapping[str, Sequence[Any]],
         sizes: Mapping[str, float],
         seen: Mapping[tuple[str, str], Any],
         epsilon: float,
     ):
         self._model = model
+        self._of = of
         self._sizes = sizes
         self._seen = seen
         self._epsilon = epsilon
@@ -120,7 +168,7 @@ class Comparison:
         common = [key for key in reference[0] if all(key in step for step in (*reference, *found))]
         inside = [compared(key) for key in self._seen if key in common]  # in the order in which a step computes them
         after = [compared(key) for key in common if key not in self._seen]
-        return Report((*inside, *sorted(after, key=lambda entry: _AFTER.index(entry.kind))), len(reference))
+        return Report((*inside, *sorted(after, key=lambda entry: _AFTER.index(entry.kind))), len(reference), self._of)
 
     def _step_of(
         self, key: tuple[str, str], expected: np.ndarray, nudged: Sequence[np.ndarray], found: np.ndarray

@@ -1,4 +1,7 @@
-"""Records what a step of a verification computes besides variables and logs: outputs of layers, losses, gradients."""
+"""Records what a step of a verification computes besides variables and logs.
+
+These are the examples that it is given, the outputs of layers, losses and gradients.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ class Watch(contextlib.AbstractContextManager[None]):
         sees: whether anything is recorded; if not, random numbers are drawn all the same for the whole global batch.
 
     Attributes:
-        seen: the layer, loss or variable that each recorded value belongs to, by the value's kind and name.
+        seen: the layer, loss or variable that each recorded value belongs to, by the value's kind and name; `None` for
+            the examples.
         noise: the noise that steps on one device add to their gradients, relative to the gradients' size.
         keeps_state: a step draws random numbers by operations that keep their state in the graph.
     """
@@ -68,6 +72,7 @@ class Watch(contextlib.AbstractContextManager[None]):
         self._of_thread.graph = _graph()
         try:
             with randomness.of_global_batch(data, self._unseeded) as drawn:
+                self._see_batch(data)
                 logs = step(data)
             self.keeps_state = self.keeps_state or drawn.draws > 0
         finally:
@@ -78,6 +83,18 @@ class Watch(contextlib.AbstractContextManager[None]):
     def is_in_step(self) -> bool:
         """Whether a step is being traced, here and not in a graph within its graph."""
         return self._of_thread.step is not None and _graph() is self._of_thread.graph
+
+    def _see_batch(self, data: Any) -> None:
+        """Records the examples themselves, so that a strategy's own fault is not taken for one of the first layer."""
+        parts = data if isinstance(data, tuple) and len(data) <= 3 else (data,)
+        for name, part in zip(("x", "y", "sample_weight"), parts, strict=False):
+            for tensor in tree.flatten(part):
+                if (
+                    self._sees
+                    and isinstance(tensor, tf.Tensor)
+                    and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+                ):
+                    self._note("batch", name, None, tensor)
 
     def _see(self, kind: str, of: Any, value: Any) -> Any:
         if not self._sees or not self.is_in_step:

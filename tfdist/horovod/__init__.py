@@ -7,10 +7,10 @@
     model.compile(optimizer, ...)
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
-`DistributedOptimizer`, `load_model`, `broadcast_variables`, the four collectives for values and the `callbacks` are
-written for Keras 3. `init` also joins a job that TF_CONFIG or Slurm describes, and refuses an `mpirun` of another MPI
-library. All other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of `horovod.tensorflow`, which
-is imported when one of them is first used.
+`DistributedOptimizer`, `DistributedGradientTape`, `load_model`, `broadcast_variables`, the four collectives for values
+and the `callbacks` are written for Keras 3. `init` also joins a job that TF_CONFIG or Slurm describes, and refuses an
+`mpirun` of another MPI library. All other names (`rank`, `local_rank`, `Average`, `Compression`, ...) are those of
+`horovod.tensorflow`, which is imported when one of them is first used.
 """
 
 from __future__ import annotations
@@ -18,40 +18,75 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tfdist.cluster.heartbeat import Limits
 from tfdist.cluster.world import World
 from tfdist.communicators import gloo
 from tfdist.communicators import horovod as engine
-from tfdist.horovod import callbacks
-from tfdist.horovod.collectives import allgather, allreduce, broadcast, broadcast_variables, reducescatter
+from tfdist.horovod import callbacks, job
+from tfdist.horovod.collectives import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
+from tfdist.horovod.normalization import SyncBatchNormalization
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
+from tfdist.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
+from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
 
 # One of these is set if `horovodrun`, `mpirun` or `srun --mpi` has given Horovod itself the rank of this process.
 KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
 
 __all__ = [
+    "DistributedGradientTape",
     "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
     "allgather",
     "allreduce",
     "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
     "broadcast_variables",
     "callbacks",
     "init",
     "load_model",
     "reducescatter",
+    "shutdown",
 ]
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Any = None,
+    *,
+    timeout_seconds: float = 20.0,
+    callback_timeout_seconds: float | None = None,
+) -> None:
     """`horovod.tensorflow.init`: joins the job.
 
     The job is joined over Gloo if `tfdist.launch`, TF_CONFIG or Slurm describes it and has not set Horovod's own
     variables.
 
+    Args:
+        comm: as of Horovod's own function.
+        process_sets: the same.
+        timeout_seconds: how long processes may wait for different operations, and how long a process may be silent,
+            until the job ends with an error that names them.
+        callback_timeout_seconds: how long a process may be busy, as in a callback, while others wait for it; `None` is
+            without limit.
+
     Raises:
-        UsageError: Horovod is not installed, or its MPI library is not that of the `mpirun` that started this process.
+        UsageError: Horovod is not installed, its MPI library is not that of the `mpirun` that started this process, or
+            a time is not a positive number.
         ClusterError: a process is missing.
     """
+    busy_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
+    limits = Limits(checked_seconds("timeout_seconds", timeout_seconds), busy_seconds)
     horovod = engine.load()
     world = World.detect()
     if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
@@ -61,6 +96,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.
     if comm is None and horovod.mpi_enabled():
         world.require_size(horovod.size(), "Horovod's MPI")
+    if (world.rank, world.world_size) != (horovod.rank(), horovod.size()):
+        places = (horovod.rank(), horovod.size(), horovod.local_rank(), horovod.local_size())
+        world = World(*places, source="hvd.init")
+    job.begin(world, limits)
+
+
+def shutdown() -> None:
+    """`horovod.tensorflow.shutdown`: leaves the job."""
+    job.end()
+    engine.load().shutdown()
 
 
 def __getattr__(name: str) -> Any:

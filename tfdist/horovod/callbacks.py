@@ -15,7 +15,7 @@ import numpy as np
 from tfdist.callbacks import rate
 from tfdist.communicators import horovod as engine
 from tfdist.errors import UsageError
-from tfdist.horovod import collectives
+from tfdist.horovod import collectives, operations
 
 Logs = dict[str, Any] | None
 
@@ -62,7 +62,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(self.model.trainable_variables)
         local = {id(variable) for variable in self.local_variables}
         variables = [v for v in [*self.model.weights, *optimizer.variables] if id(v) not in local]
-        collectives.broadcast_variables(variables, self.root_rank)
+        with operations.named("the values of `BroadcastGlobalVariablesCallback`"):
+            collectives.broadcast_variables(variables, self.root_rank)
         self._done = True
 
 
@@ -79,7 +80,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         names = sorted(logs)
         values = np.array([logs[name] for name in names], np.float64)
-        means = collectives.allreduce(values, name="tfdist.metrics", op=engine.load().Average)
+        with operations.named("the metrics of `MetricAverageCallback`"):
+            means = collectives.allreduce(values, name="tfdist.metrics", op=engine.load().Average)
         logs.update(zip(names, means.numpy().tolist(), strict=True))
 
 

@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.communicators import horovod as engine
-from tfdist.communicators import opaque
-from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
+from tfdist.horovod import batches, losses, operations, reduction
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
-# Arguments of Horovod's own function that are not supported here, and what to do instead.
-LEFT_OUT = {
-    "num_groups": "leave it out: all gradients of one dtype are sent as one buffer",
-    "groups": "leave it out: all gradients of one dtype are sent as one buffer",
-    "process_set": "reduce by hand with `hvd.allreduce(..., process_set=...)`",
-    "scale_local_gradients": "leave it out: no gradient stays local",
-}
 _numbers = itertools.count()
 
 
@@ -43,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     op: Any = None,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
+    average_over: str = reduction.EXAMPLES,
     **others: Any,
 ) -> keras.optimizers.Optimizer:
     """Makes `optimizer` reduce its gradients over all processes before each update, and returns it.
@@ -62,35 +54,63 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         backward_passes_per_step: accumulate the gradients of this number of batches in each process before each
             reduction and update.
         average_aggregated_gradients: divide the accumulated gradients by the number of batches.
-        others: arguments of Horovod's own function that are not supported here; see `LEFT_OUT`.
+        average_over: "examples" weighs the gradient of each process by the number of examples in its batch, so that the
+            average is the gradient of the joined batch. Keras' `fit` and `train_on_batch` know this number; where the
+            optimizer is called by hand, outside of a `train_step`, the processes count alike. "processes" is Horovod's
+            own rule: the processes always count alike.
+        others: arguments of Horovod's own function that are not supported here; see `reduction.LEFT_OUT`.
 
     Raises:
         UsageError: an argument cannot work, Horovod is missing, or the optimizer is already distributed.
     """
-    hvd = engine.load()
-    op = hvd.Average if op is None else op
-    _check(optimizer, others, op, gradient_predivide_factor, backward_passes_per_step)
-    name = name or f"DistributedOptimizer.{next(_numbers)}"
-    compression = compression or hvd.Compression.none
-    sender = _Sender(name, op, device_dense, device_sparse, compression, gradient_predivide_factor)
-    pack_all = gradient_reduction.packed(sender.all_reduce, gradient_reduction.Packing(None))
-    reduce = gradient_reduction.without_none(
-        lambda gradients: pack_all(_dense(gradients) if sparse_as_dense else gradients)
+    _check(optimizer, backward_passes_per_step)
+    reduces = reduction.checked(
+        "DistributedOptimizer",
+        op,
+        gradient_predivide_factor,
+        average_over,
+        others,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
     )
+    batches.install()
+    losses.install()
     divisor = backward_passes_per_step if average_aggregated_gradients else 1
     add_up = _SeveralPasses(backward_passes_per_step, divisor) if backward_passes_per_step > 1 else None
-
-    def around_apply(caller: Any, gradients: list[Any], variables: list[Any], update: Callable[..., None]) -> None:
-        def reduce_and_update(gradients: list[Any]) -> None:
-            update(reduce(gradients))
-
-        if add_up is None:
-            reduce_and_update(gradients)
-        else:
-            add_up(caller, gradients, variables, reduce_and_update)
-
+    around_apply = _Reducing(reduces, name or f"DistributedOptimizer.{next(_numbers)}", add_up)
     keras_patches.set_around_apply(optimizer, around_apply)
     return optimizer
+
+
+class _Reducing:
+    """What an optimizer does in place of an update: reduces the gradients first, perhaps those of several passes.
+
+    Attributes:
+        weighs: whether the gradients of processes count by their numbers of examples.
+    """
+
+    def __init__(self, reduces: reduction.Reduction, name: str, add_up: _SeveralPasses | None):
+        self.weighs = reduces.weighs
+        self._reduces = reduces
+        self._name = name
+        self._add_up = add_up
+
+    def __call__(
+        self, caller: Any, gradients: list[Any], variables: list[Any], update: Callable[[Sequence[Any]], None]
+    ) -> None:
+        def reduce_and_update(gradients: list[Any], examples: tf.Tensor | None) -> None:
+            with operations.named(f"the gradients of `{caller.name}`"):
+                factor = None if examples is None else _factor(caller, examples, self._name)
+                reduced = self._reduces.of_all(gradients, self._name, factor)
+            update(reduced)
+
+        examples = batches.examples() if self.weighs else None
+        if self._add_up is None:
+            reduce_and_update(gradients, examples)
+        else:
+            self._add_up(caller, gradients, variables, examples, reduce_and_update)
 
 
 def load_model(
@@ -116,8 +136,7 @@ def load_model(
     return model
 
 
-def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: float, passes: int) -> None:
-    hvd = engine.load()
+def _check(optimizer: Any, passes: int) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
             f"DistributedOptimizer takes an optimizer of Keras 3. Received: `{optimizer!r}`",
@@ -127,71 +146,22 @@ def _check(optimizer: Any, others: dict[str, Any], op: Any, predivide_factor: fl
         raise UsageError(
             f"The optimizer `{optimizer.name}` is already distributed", "call `DistributedOptimizer` once for each"
         )
-    for other in others:
-        if other not in LEFT_OUT:
-            raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument '{other}'")
-        raise UsageError(f"DistributedOptimizer for Keras 3 has no `{other}`", LEFT_OUT[other])
-    if op not in (hvd.Average, hvd.Sum):
-        raise UsageError(
-            f"DistributedOptimizer can average or sum gradients. Received: op `{op}`",
-            "pass `op=hvd.Average` or `op=hvd.Sum`",
-        )
-    if predivide_factor != 1.0 and op != hvd.Average:
-        raise UsageError(
-            f"`gradient_predivide_factor` is {predivide_factor:g}, but the gradients are not averaged",
-            "leave it out, or pass `op=hvd.Average`",
-        )
     if passes < 1:
         raise UsageError(f"`backward_passes_per_step` is {passes}", "pass 1 or more")
 
 
-@dataclass(frozen=True)
-class _Sender:
-    """Reduces tensors over all processes by Horovod's operations, as the arguments of `DistributedOptimizer` say."""
-
-    name: str
-    op: Any
-    device_dense: str
-    device_sparse: str
-    compression: Any
-    predivide_factor: float
-
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return [self._reduced(tensor, f"{self.name}.{index}") for index, tensor in enumerate(tensors)]
-
-    def _reduced(self, tensor: Any, name: str) -> Any:
-        if isinstance(tensor, tf.IndexedSlices):
-            with tf.device(self.device_sparse):
-                return _gather_rows(tensor, self.op, name)
-        return engine.load().allreduce(
-            opaque(tensor),
-            op=self.op,
-            device_dense=self.device_dense,
-            compression=self.compression,
-            prescale_factor=1.0 / self.predivide_factor,
-            postscale_factor=self.predivide_factor,
-            name=name,
-            ignore_name_scope=True,
-        )
-
-
-def _gather_rows(slices: tf.IndexedSlices, op: Any, name: str) -> tf.IndexedSlices:
-    hvd = engine.load()
-    values = hvd.allgather(opaque(slices.values), name=f"{name}.values", ignore_name_scope=True)
-    indices = hvd.allgather(opaque(slices.indices), name=f"{name}.indices", ignore_name_scope=True)
-    if op == hvd.Average:
-        values = values / tf.cast(hvd.size_op(), values.dtype)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
-
-
-def _dense(gradients: Sequence[Any]) -> list[Any]:
-    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+def _factor(optimizer: Any, examples: tf.Tensor, name: str) -> tf.Tensor:
+    # Known at the beginning of a step. The numbers of two steps in one graph have the same name, and must not be sent
+    # at the same time: this one follows the update of the step before.
+    with tf.control_dependencies([tf.convert_to_tensor(keras_internals.iterations(optimizer))]):
+        return reduction.factor(examples, name)
 
 
 class _SeveralPasses:
     """Accumulates the gradients of `passes` batches, and then applies their sum divided by `divisor`.
 
-    The optimizer counts only updates, as with Keras' own accumulation.
+    Where the numbers of examples are known, it is as many times the mean over all examples of these batches. The
+    optimizer counts only updates, as with Keras' own accumulation.
     """
 
     def __init__(self, passes: int, divisor: int):
@@ -199,17 +169,25 @@ class _SeveralPasses:
         self._divisor = divisor
         self._sums: list[tf.Variable | None] = []
         self._done: tf.Variable | None = None
+        self._examples: tf.Variable | None = None
 
     def __call__(
-        self, optimizer: Any, gradients: list[Any], variables: list[Any], go_on: Callable[[list[Any]], None]
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
+        examples: tf.Tensor | None,
+        go_on: Callable[[list[Any], tf.Tensor | None], None],
     ) -> None:
         self._build(optimizer, gradients, variables)
-        assert self._done is not None
-        for total, gradient in zip(self._sums, _dense(gradients), strict=True):
+        assert self._done is not None and self._examples is not None
+        for total, gradient in zip(self._sums, reduction.dense(gradients), strict=True):
             if total is not None:
-                total.assign_add(gradient)
+                total.assign_add(reduction.times(gradient, examples))
+        if examples is not None:
+            self._examples.assign_add(examples)
         done = self._done.assign_add(1)
-        tf.cond(done % self._passes == 0, lambda: self._last(go_on), lambda: None)
+        tf.cond(done % self._passes == 0, lambda: self._last(go_on, examples is not None), lambda: None)
 
     def _build(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         if self._done is not None:
@@ -218,13 +196,18 @@ class _SeveralPasses:
             if not optimizer.built:  # variables cannot be created in a branch of a condition
                 optimizer.build(variables)
             self._done = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._examples = tf.Variable(0, trainable=False, dtype=tf.int64)
             self._sums = [
                 None if gradient is None else tf.Variable(tf.zeros(variable.shape, gradient.dtype), trainable=False)
                 for gradient, variable in zip(gradients, variables, strict=True)
             ]
 
-    def _last(self, go_on: Callable[[list[Any]], None]) -> None:
-        go_on([None if total is None else total / self._divisor for total in self._sums])
+    def _last(self, go_on: Callable[[list[Any], tf.Tensor | None], None], weighed: bool) -> None:
+        assert self._examples is not None
+        examples = tf.convert_to_tensor(self._examples) if weighed else None
+        scale = 1 / self._divisor if examples is None else self._passes / self._divisor / tf.cast(examples, tf.float64)
+        go_on([None if total is None else total * tf.cast(scale, total.dtype) for total in self._sums], examples)
+        self._examples.assign(0)
         for total in self._sums:
             if total is not None:
                 total.assign(tf.zeros_like(total))

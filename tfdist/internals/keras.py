@@ -1,7 +1,8 @@
 """The private parts of Keras' models, layers, metrics and optimizers that tfdist calls, reads and sets.
 
-`keras_patches` replaces functions of Keras, `keras_variables` initializes, reads and protects variables, and
-`keras_data` reads the data of `fit`. All four modules were written for Keras 3.15.1, and
+`keras_patches` and `keras_loops` replace functions of Keras, `keras_routes` leads those of a prepared model to its
+strategy, `keras_variables` initializes, reads and protects variables, and `keras_data` reads the data of `fit`. All of
+these modules were written for Keras 3.15.1, and
 `tests/test_keras_internals.py` fails when Keras changes a part that they use.
 """
 
@@ -27,6 +28,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.utils import python_utils
 
 from tfdist.errors import UsageError
+from tfdist.internals import keras_routes
 from tfdist.internals.keras_data import unpack_x_y_sample_weight
 
 SEEN_IN = "3.15.1"
@@ -37,6 +39,7 @@ __all__ = ["ProgbarLogger", "global_state", "tree"]
 concatenate = tensorflow_trainer.potentially_ragged_concat
 is_default = keras.src.utils.is_default
 join = tensorflow_trainer.concat
+apply_mask = loss_module.apply_mask
 squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 max_epochs = config.max_epochs
 max_steps_per_epoch = config.max_steps_per_epoch
@@ -161,6 +164,21 @@ def strategy_of(optimizer: Any) -> Any:
     return optimizer._distribution_strategy
 
 
+@contextlib.contextmanager
+def updating_on_one_device(model: Any) -> Iterator[None]:
+    """In this context the optimizers of `model` update variables as without a strategy of TensorFlow."""
+    given = [getattr(one, "inner_optimizer", one) for one in optimizers(model)]
+    held = [one for one in given if hasattr(one, "_distribution_strategy")]
+    before = [one._distribution_strategy for one in held]
+    try:
+        for one in held:
+            one._distribution_strategy = tf.distribute.get_strategy()
+        yield
+    finally:
+        for one, strategy in zip(held, before, strict=True):
+            one._distribution_strategy = strategy
+
+
 def in_order_of_metrics(model: Any, logs: Any) -> Any:
     """`logs` as a list, in the order in which `evaluate` returns them."""
     return model._flatten_metrics_in_order(logs)
@@ -258,7 +276,7 @@ def step_function(model: Any, kind: str) -> Any:
     `make_train_function(force=True)`, but not after a change of `trainable` alone.
     """
     getattr(model, f"make_{kind}_function")()
-    function = getattr(model, f"{kind}_function")
+    function = keras_routes.unguarded(getattr(model, f"{kind}_function"))
     if getattr(function, "python_function", function).__module__ != tensorflow_trainer.__name__:
         raise UsageError(
             f"The model `{model.name}` has a `{kind}_function` of its own, which a strategy does not call",

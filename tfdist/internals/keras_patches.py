@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 from keras.src.backend.tensorflow import nn as tensorflow_nn
 from keras.src.backend.tensorflow import random as tensorflow_random
-from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -24,7 +22,6 @@ from keras.src.trainers import trainer as trainer_module
 
 class _Thread(threading.local):
     applies_reduced_gradients = False
-    strategy: str | None = None  # the name of the strategy whose scope the thread is in
 
 
 _thread = _Thread()
@@ -292,87 +289,3 @@ def with_wrapped(callbacks: Iterable[Any]) -> Iterator[Any]:
         while isinstance(inner, keras.callbacks.Callback):
             yield inner
             inner = getattr(inner, "callback", None)
-
-
-# The methods of a model that call its strategy.
-ROUTED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_STRATEGY = "_tfdist_strategy"
-
-
-def set_strategy(model: Any, strategy: Any) -> None:
-    """From now on Keras' `fit` and the others of `ROUTED` call `strategy.fit(model, ...)`, also from an override."""
-    _route_methods()
-    # Past Keras' attribute tracking, so that nothing of it is saved with the model.
-    object.__setattr__(model, _STRATEGY, strategy)
-
-
-@contextlib.contextmanager
-def led_to(model: Any, strategy: Any) -> Iterator[None]:
-    """In this context Keras' `fit` of `model` and the others of `ROUTED` call `strategy.fit(model, ...)`."""
-    before = vars(model).get(_STRATEGY)
-    set_strategy(model, strategy)
-    try:
-        yield
-    finally:
-        set_strategy(model, before)
-
-
-_MADE_IN = "_tfdist_made_in"
-
-
-class Scope(contextlib.AbstractContextManager[Any]):
-    """The scope of a strategy. Models made in it note its name, to warn of training without the strategy."""
-
-    def __init__(self, strategy: str, scope: contextlib.AbstractContextManager[Any]):
-        self._strategy = strategy
-        self._scope = scope
-
-    def __enter__(self) -> Any:
-        _route_methods()
-        entered = self._scope.__enter__()
-        self._outer, _thread.strategy = _thread.strategy, self._strategy
-        return entered
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        _thread.strategy = self._outer
-        return self._scope.__exit__(*raised)
-
-
-@functools.cache
-def _route_methods() -> None:
-    kind = tensorflow_trainer.TensorFlowTrainer
-    for name in ROUTED:
-        setattr(kind, name, _routed(name))
-    initialize = kind.__init__
-
-    @functools.wraps(initialize)
-    def noting_scope(model: Any) -> None:
-        initialize(model)
-        object.__setattr__(model, _MADE_IN, _thread.strategy)
-
-    kind.__init__ = noting_scope
-
-
-def _routed(name: str) -> Callable[..., Any]:
-    original = getattr(tensorflow_trainer.TensorFlowTrainer, name)
-
-    @functools.wraps(original)
-    def method(model: Any, *arguments: Any, **named: Any) -> Any:
-        strategy = vars(model).get(_STRATEGY)
-        if strategy is None:
-            if name in ("fit", "train_on_batch"):
-                _warn_of_unprepared(model, name)
-            return original(model, *arguments, **named)
-        return getattr(strategy, name)(model, *arguments, **named)
-
-    return method
-
-
-def _warn_of_unprepared(model: Any, method: str) -> None:
-    made_in = vars(model).get(_MADE_IN)
-    if made_in is not None:
-        warnings.warn(
-            f"The model `{model.name}` was made in the scope of the strategy `{made_in}`, and `{method}` trains it "
-            f"without the strategy; call `strategy.prepare(model)` first, or `strategy.{method}(model, ...)`",
-            stacklevel=3,
-        )

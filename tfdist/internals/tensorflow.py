@@ -250,6 +250,11 @@ def profiling() -> bool:
     return profiler_v2._profiler is not None
 
 
+def per_replica(tensors: Sequence[tf.Tensor]) -> Any:
+    """The tensors of the replicas of this process as one value of TensorFlow's strategies."""
+    return values.PerReplica(list(tensors))
+
+
 def local_copy(variable: Any) -> Any:
     """The current replica's copy of a mirrored variable; any other variable itself."""
     return variable._get() if isinstance(variable, values.MirroredVariable) else variable

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import keras
 import tensorflow as tf
 
 # Operations whose result is the memory of their first argument.
@@ -99,3 +102,21 @@ def effective(operations: Sequence[tf.Operation]) -> set[str]:
                 found.add(one.name)
                 waiting.append(one)
     return found
+
+
+def place(operation: tf.Operation) -> str:
+    """The type of an operation, and the line of the user's own code that made it."""
+    frames = [frame for frame in operation.traceback or () if not _is_of_library(frame.filename)]
+    where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    return f"`{operation.type}`{where}"
+
+
+def _is_of_library(file: str) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in _libraries())
+
+
+@functools.cache
+def _libraries() -> tuple[Path, ...]:
+    own = Path(__file__).parents[1]
+    found = [Path(module.__file__ or "").parent for module in (tf, keras)]
+    return own, *found, *(Path(path) for path in {Path(sys.prefix), Path(sys.base_prefix)})

@@ -15,12 +15,46 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.saved_model import save_context
+
+_NUMBERS = {"__float__": float, "__int__": int, "__complex__": complex}
+
+
+@functools.cache
+def _with_numbers(kind: type) -> type:
+    """A class of variables with copies, with what plain variables have: scalars convert to numbers of Python."""
+
+    def converting(to: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda variable: to(variable.numpy())
+
+    described = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), described | {name: converting(to) for name, to in _NUMBERS.items()})
+
+
+@contextlib.contextmanager
+def converting_to_numbers() -> Iterator[None]:
+    """In this context, inside the scope of a strategy, `float` and `int` take the variables that are made.
+
+    So `float(optimizer.learning_rate)` works in a callback, as it does with a plain variable.
+    """
+
+    def make(next_creator: Callable[..., Any], **options: Any) -> Any:
+        variable = next_creator(**options)
+        if isinstance(variable, tf.distribute.DistributedValues) and not hasattr(type(variable), "__float__"):
+            kind: Any = type(variable)
+            variable.__class__ = _with_numbers(kind)
+        return variable
+
+    with tf.variable_creator_scope(make):
+        yield
+
 
 # Longer ones are slower: the C library asks the system for the memory of each, and every page of it is zeroed first.
 PIECE_BYTES = 1 << 24
@@ -32,6 +66,28 @@ def copies(variable: Any) -> list[Any]:
     if isinstance(value, tf.distribute.DistributedValues):
         return list(value.distribute_strategy.experimental_local_results(value))
     return [value]
+
+
+def container(handle: tf.Tensor) -> Any:
+    """The variable of a `tf.distribute.Strategy`, one of whose copies has this handle; `None` if there is none."""
+    reference = getattr(handle, "_distributed_container", None)
+    return None if reference is None else reference()
+
+
+def is_sum_of_copies(variable: Any) -> bool:
+    """Whether the value of a strategy's variable is the sum of its copies, as that of a metric is."""
+    on_read, of_sum = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+    return variable.synchronization == on_read and variable.aggregation == of_sum
+
+
+@contextlib.contextmanager
+def first_copies() -> Iterator[None]:
+    """Code that is traced in this context reads and assigns the first copy of each variable of a strategy alone.
+
+    It is the context in which TensorFlow exports a model for one device.
+    """
+    with save_context.save_context(tf.saved_model.SaveOptions()):
+        yield
 
 
 def size_bytes(variable: tf.Variable) -> int:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist import data
 from tfdist.callbacks import memory
 from tfdist.cluster import consensus, job_environment
+from tfdist.core import programs
 from tfdist.internals import keras as keras_internals
 from tfdist.run import resume, schema
 from tfdist.run.schema import RunRecord
@@ -128,6 +129,7 @@ class Recorder(keras.callbacks.Callback):
         )
         found.optimizer_steps = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
         found.peak_memory_bytes = memory.peak_resident_bytes()
+        found.partition = _partition(self.model)
         if self._timer is not None:
             found.time_to_target = schema.TargetRecord(
                 monitor=self._timer.monitor,
@@ -157,6 +159,19 @@ class Recorder(keras.callbacks.Callback):
         found.processes = schema.ProcessRecord.of_all([figures for figures, _ in of_all])
         for name in in_epoch:
             setattr(epoch, name, sum(counted[name] for _, counted in of_all))
+
+
+def _partition(model: Any) -> schema.PartitionRecord | None:
+    cost = programs.cost(model)
+    if cost is None:
+        return None
+    return schema.PartitionRecord(
+        repeated_share=cost.repeated_share,
+        gathered_values=cost.gathers,
+        gathered_bytes=cost.gathered_bytes,
+        reduced_values=cost.reductions,
+        reduced_bytes=cost.reduced_bytes,
+    )
 
 
 def _parameters(model: Any) -> int | None:

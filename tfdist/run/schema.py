@@ -27,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 import tfdist
 from tfdist.cluster.cores import cores
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -138,6 +138,16 @@ class BreakdownRecord(_Part):
     communication_seconds: float
     input_seconds: float
     waiting_seconds: float
+
+
+class PartitionRecord(_Part):
+    """What a step costs beyond that of one device, where it is partitioned; see `tfdist.spmd`."""
+
+    repeated_share: float
+    gathered_values: int
+    gathered_bytes: int
+    reduced_values: int
+    reduced_bytes: int
 
 
 class DatasetRecord(_Part):
@@ -257,6 +267,7 @@ class RunRecord(_Part):
     peak_gpu_memory_bytes: int | None = None
     processes: list[ProcessRecord] = []
     breakdown: BreakdownRecord | None = None
+    partition: PartitionRecord | None = None
     time_to_target: TargetRecord | None = None
     test_metrics: dict[str, Number] | None = None
     files: dict[str, str] = {}

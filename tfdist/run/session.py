@@ -127,11 +127,10 @@ class Session:
         assert self.config.verify_steps is not None
         strategy, _, model, train = self._built()
         report = strategy.verify(model, train, steps=self.config.verify_steps)
-        name, replicas = self.config.strategy, terminal.counted(strategy.num_replicas, "replica")
-        held = isinstance(report, BoundReport)
-        what = "stay within its bound" if held else f"on {replicas} are those of one device"
-        why = "" if held or strategy.bound is None else f", as its bound is: {strategy.bound.equality}"
-        self._show(f"{report}\n\nThe steps of `{name}` {what}{why}.")
+        stated = None if strategy.bound is None or isinstance(report, BoundReport) else strategy.bound.equality
+        why = "" if stated is None else f" Its bound is: {stated}."
+        # Below the table, where a terminal shows it.
+        self._show(f"{report.table}\n\n{report.verdict}{why}")
 
     def _built(self) -> tuple[Any, data.Source, Any, Any]:
         """The strategy, the dataset, the compiled model, and the training batches."""

@@ -21,16 +21,16 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
-from tfdist.spmd.meshes import Mesh
+from tfdist.spmd.meshes import Mesh, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Placed, Shard
 
-__all__ = ["Cost", "Mesh", "Placed", "Shard", "compute", "partitioned", "replicated"]
+__all__ = ["Cost", "Mesh", "Placed", "Shard", "compute", "joined", "partitioned", "reduced", "replicated"]
 
 
-def replicated(tensors: Sequence[tf.Tensor]) -> Placed:
-    """A value that all replicas have whole, given as the copies of a mesh."""
-    return Placed(REPLICATE, tensors)
+def replicated(tensors: Sequence[tf.Tensor], repeated: bool = False) -> Placed:
+    """A value that all replicas have whole, given as the copies of a mesh; `repeated` if it belongs to the batch."""
+    return Placed(REPLICATE, tensors, repeated=repeated)
 
 
 def compute(traced: Any, mesh: Mesh, batch: Sequence[Placed], rows: Sequence[int] | None, cost: Cost) -> Any:
@@ -46,6 +46,7 @@ def compute(traced: Any, mesh: Mesh, batch: Sequence[Placed], rows: Sequence[int
     Returns:
         What the traced function returns, replicated; this process' first copy.
     """
+    mesh.compute()
     captured, _ = tensorflow_functions.captured(traced.graph)
     outside = [replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
@@ -70,7 +71,9 @@ def partitioned(traced: Any, mesh: Mesh, rows: Sequence[int], cost: Cost | None 
 
         def placed(value: Placed) -> Placed:
             shape = value.tensors[0].shape
-            return conversions.placed(value, shard) if shape.rank and shape[0] == examples else value
+            if not shape.rank or shape[0] != examples:
+                return value
+            return Placed(shard, conversions.placed(value, shard).tensors, replica=mesh.local[0])
 
         return compute(traced, mesh, [placed(value) for value in whole], rows, cost or Cost())
 

@@ -35,7 +35,7 @@ _MOVES: dict[str, Callable[[int], range]] = {
 
 def known(operation: tf.Operation, values: Sequence[Placed]) -> list[Placed] | None:
     """The outputs of an operation whose results are known; `None` if they are not."""
-    shapes = [tensor.shape for tensor in operation.inputs]
+    shapes = [value.shape for value in values]
     dtypes = [tensor.dtype for tensor in operation.outputs]
     if operation.type == "Const":
         tensor = operation.outputs[0]
@@ -84,10 +84,8 @@ def lengths(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths |
     """What is known of the entries of the outputs of an operation that computes lengths from `values`."""
     nothing: list[Lengths | None] = [None] * len(operation.outputs)
     if operation.type == "Shape":
-        shape = operation.inputs[0].shape
-        if shape.rank is None:
-            return nothing
-        return [list(dimensions(values[0], shape))]
+        found = dimensions(values[0])
+        return nothing if found is None else [[*found]]
     if operation.type == "Prod" and values[0].lengths is not None and operation.outputs[0].shape.rank == 0:
         return [[product(values[0].lengths)]]
     if operation.type == "Mul" and all(value.lengths is not None and len(value.lengths) == 1 for value in values):
@@ -110,11 +108,11 @@ def _moved(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths | 
                 return None
             inputs.append(value.constant)
             continue
-        if value.lengths is None or not tensor.shape.is_fully_defined():
+        if value.lengths is None or not value.shape.is_fully_defined():
             return None
         numbers = np.arange(len(entries), len(entries) + len(value.lengths))
         entries += value.lengths
-        inputs.append(numbers.reshape(tensor.shape.as_list()).astype(tensor.dtype.as_numpy_dtype))
+        inputs.append(numbers.reshape(value.shape.as_list()).astype(tensor.dtype.as_numpy_dtype))
     try:
         (found,) = tensorflow_functions.evaluated(operation, inputs)
     except (tf.errors.OpError, ValueError, TypeError):

@@ -102,10 +102,8 @@ class Loop:
         self._operation = operation
         self._body = tensorflow_functions.body(operation, "body")
         self._condition = tensorflow_functions.body(operation, "cond")
-        self._shapes = [
-            inside.shape if output.dtype == tf.variant else output.shape
-            for inside, output in zip(self._body.inputs, operation.outputs, strict=True)
-        ]
+        # Those that go into the first iteration, until one comes out with another.
+        self._shapes = [value.shape for value in values]
         # What each iteration hands on as it was given: what the body reads from outside.
         self._constant = [
             _source(output) is given for output, given in zip(self._body.outputs, self._body.inputs, strict=True)
@@ -140,14 +138,16 @@ class Loop:
             (goes_on,) = self._partitioner.run(self._condition, self._placed(inputs, iter(tensors)))
             return self._partitioner.conversions.tensors(self._partitioner.conversions.placed(goes_on, REPLICATE))[0]
 
-        results = tf.while_loop(
-            condition,
-            body,
-            self._flat(inputs),
-            shape_invariants=[shape for index in self._changing for shape in self._part_shapes(index)],
-            parallel_iterations=self._operation.get_attr("parallel_iterations"),
-        )
-        results = results if isinstance(results, list | tuple) else [results]
+        with self._partitioner.mesh.branches() as done:
+            results = tf.while_loop(
+                condition,
+                body,
+                self._flat(inputs),
+                shape_invariants=[shape for index in self._changing for shape in self._part_shapes(index)],
+                parallel_iterations=self._operation.get_attr("parallel_iterations"),
+            )
+            results = results if isinstance(results, list | tuple) else [results]
+            done(results[0])
         return self._placed(inputs, iter(results))
 
     def _keeps_placements(self, values: Sequence[Placed]) -> bool:
@@ -171,8 +171,21 @@ class Loop:
         for index, (carried, output) in enumerate(zip(self._carried, outputs, strict=True)):
             if not self._constant[index]:
                 self._element_dtypes[index] = self._element_dtypes[index] or output.element_dtype
+                changed |= self._relax(index, output)
                 changed |= carried.meet(_found(output), functools.partial(self._can_be, index))
         return not changed
+
+    def _relax(self, index: int, output: Placed) -> bool:
+        """Takes back what is no more known of a shape after an iteration; returns whether that changes anything."""
+        shape = self._shapes[index].most_specific_compatible_shape(output.shape)
+        if output.shape.rank is None and self._operation.outputs[index].dtype != tf.variant:
+            shape = tf.TensorShape(None)
+        before, self._shapes[index] = self._shapes[index], shape
+        return (
+            before.as_list() != shape.as_list()
+            if before.rank is not None and shape.rank is not None
+            else (before.rank != shape.rank)
+        )
 
     def _can_be(self, index: int, placement: Placement) -> bool:
         """Whether a value that is replicated before the loop can be placed so in it."""
@@ -182,7 +195,7 @@ class Loop:
         assert isinstance(placement, Shard)
         if dtype == tf.variant:
             return self._element_dtypes[index] is not None
-        return shape.rank is not None and placement.divides(shape[placement.axis])
+        return _divides(placement, shape)
 
     @property
     def _changing(self) -> list[int]:
@@ -196,9 +209,11 @@ class Loop:
     def _part_shapes(self, index: int) -> list[tf.TensorShape]:
         placement, shape = self._carried[index].placement, self._shapes[index]
         mesh = self._partitioner.mesh
+        if self._operation.outputs[index].dtype == tf.variant:
+            shape = tf.TensorShape([])
         if isinstance(placement, Replicate):
             return [shape] * mesh.copies
-        if not isinstance(placement, Shard) or self._operation.outputs[index].dtype == tf.variant:
+        if not isinstance(placement, Shard) or not shape.rank:
             return [shape] * len(mesh.local)
         return [_part_shape(shape, placement, replica) for replica in mesh.local]
 
@@ -210,7 +225,9 @@ class Loop:
                 found.append(value)
                 continue
             own = [next(tensors) for _ in self._part_shapes(index)]
-            found.append(Placed(carried.placement, own, element_dtype=self._element_dtypes[index]))
+            dtype = self._element_dtypes[index]
+            replica = self._partitioner.mesh.local[0]
+            found.append(Placed(carried.placement, own, element_dtype=dtype, replica=replica))
         return found
 
     def _flat(self, values: Sequence[Placed]) -> list[tf.Tensor]:
@@ -240,8 +257,8 @@ class Condition:
         for branch in self._branches:
             with _trial(partitioner):
                 outputs.append(partitioner.run(branch, given))
-        for index, pair in enumerate(zip(*outputs, strict=True)):
-            self._results.append(_joint(pair, operation.outputs[index].shape))
+        for pair in zip(*outputs, strict=True):
+            self._results.append(_joint(pair))
             self._element_dtypes.append(pair[0].element_dtype or pair[1].element_dtype)
 
     def compute(self, inputs: list[Placed]) -> list[Placed]:
@@ -258,13 +275,15 @@ class Condition:
             return call
 
         decides = self._partitioner.conversions.tensors(inputs[0])[0]
-        tensors = iter(tf.cond(decides, *(taken(branch) for branch in self._branches)))
-        next(tensors)  # a condition of the graph must return something
+        with self._partitioner.mesh.branches() as done:
+            tensors = iter(tf.cond(decides, *(taken(branch) for branch in self._branches)))
+            done(next(tensors))  # a condition of the graph must return something
         results = []
         for placement, dtype in zip(self._results, self._element_dtypes, strict=True):
             mesh = self._partitioner.mesh
             count = mesh.copies if isinstance(placement, Replicate) else len(mesh.local)
-            results.append(Placed(placement, [next(tensors) for _ in range(count)], element_dtype=dtype))
+            own = [next(tensors) for _ in range(count)]
+            results.append(Placed(placement, own, element_dtype=dtype, replica=mesh.local[0]))
         return results
 
     def _stand_in(self, value: Placed) -> Placed:
@@ -275,7 +294,7 @@ class Condition:
         return kept or Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
 
 
-def _joint(pair: Sequence[Placed], shape: tf.TensorShape) -> Placement:
+def _joint(pair: Sequence[Placed]) -> Placement:
     """A placement in which both branches can return a value."""
     found = {value.placement for value in pair if not isinstance(value, Empty)}
     other = found - {REPLICATE}
@@ -284,9 +303,13 @@ def _joint(pair: Sequence[Placed], shape: tf.TensorShape) -> Placement:
     (placement,) = other
     if isinstance(placement, Shard):
         is_list = all(value.element_dtype is not None for value in pair)
-        can = is_list or len(found) == 1 or (shape.rank is not None and placement.divides(shape[placement.axis]))
+        can = is_list or len(found) == 1 or all(_divides(placement, value.shape) for value in pair)
         return placement if can else REPLICATE
     return placement if placement == Partial() else REPLICATE
+
+
+def _divides(placement: Shard, shape: tf.TensorShape) -> bool:
+    return shape.rank is not None and placement.divides(shape[placement.axis])
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

@@ -60,12 +60,12 @@ class Conversions:
 
     def _reduce(self, values: Sequence[Placed]) -> None:
         """Makes the whole of the terms of sums, and of other reductions."""
-        kinds: dict[str, list[Placed]] = {}
+        kinds: dict[tuple[str, bool], list[Placed]] = {}
         for value in values:
             assert isinstance(value.placement, Partial)
-            kinds.setdefault(value.placement.reduction, []).append(value)
-        for reduction, terms in kinds.items():
-            results = self.mesh.all_reduce([term.tensors for term in terms], reduction)
+            kinds.setdefault((value.placement.reduction, value.is_gradient), []).append(value)
+        for (reduction, gradients), terms in kinds.items():
+            results = self.mesh.all_reduce([term.tensors for term in terms], reduction, gradients)
             for value, copies in zip(terms, results, strict=True):
                 assert isinstance(value.placement, Partial)
                 self.cost.reduce(copies[0])
@@ -78,7 +78,7 @@ class Conversions:
             return
         copies = self.mesh.all_gather(value.tensors, shard)
         for copy in copies:
-            copy.set_shape(meshes.joined_shape(value.tensors[0].shape, shard, self.mesh.local[0]))
+            copy.set_shape(value.shape)
         self.cost.gather(copies[0])
         value.keep(Placed(REPLICATE, copies, repeated=True))
 
@@ -96,7 +96,7 @@ class Conversions:
                     parts.append(meshes.cut(tensor, placement, replica))
                 else:
                     parts.append(tensor if replica == 0 else tf.zeros_like(tensor))
-        return Placed(placement, parts)
+        return Placed(placement, parts, replica=self.mesh.local[0])
 
     def tensors(self, value: Placed) -> list[tf.Tensor]:
         """The tensors of a placed value; those of a constant are made in the present graph."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import tensorflow as tf
+
+from tfdist.spmd.placements import Placed
 
 _FREE = frozenset(
     ("Const", "ReadVariableOp", "Shape", "Reshape", "ExpandDims", "Squeeze", "Transpose", "Pack", "ConcatV2", "Slice")
@@ -44,9 +46,11 @@ class Cost:
         """The share of the floating-point operations of a step that every replica repeats."""
         return self.repeated_flops / max(1, self.flops)
 
-    def compute(self, operation: tf.Operation, *, repeated: bool) -> None:
+    def compute(
+        self, operation: tf.Operation, inputs: Sequence[Placed], outputs: Sequence[Placed], *, repeated: bool
+    ) -> None:
         """Counts an operation."""
-        flops = estimated_flops(operation)
+        flops = estimated_flops(operation, [one.shape for one in inputs], [one.shape for one in outputs])
         self.flops += flops
         if repeated:
             self.repeated_flops += flops
@@ -64,49 +68,53 @@ class Cost:
 
 
 def _bytes(tensor: tf.Tensor) -> int:
-    return _elements(tensor) * tensor.dtype.size
+    return _elements(tensor.shape) * tensor.dtype.size
 
 
-def _elements(tensor: tf.Tensor) -> int:
-    return 0 if tensor.shape.rank is None else math.prod(length or 1 for length in tensor.shape)
+def _elements(shape: tf.TensorShape) -> int:
+    return 0 if shape.rank is None else math.prod(length or 1 for length in shape)
 
 
-def estimated_flops(operation: tf.Operation) -> int:
+Shapes = Sequence[tf.TensorShape]
+
+
+def estimated_flops(operation: tf.Operation, inputs: Shapes, outputs: Shapes) -> int:
     """The floating-point operations of an operation; an axis of unknown length counts as 1."""
-    if operation.type in _FREE or not operation.outputs:
+    if operation.type in _FREE or not outputs or any(shape.rank is None for shape in inputs[:1]):
         return 0
     if operation.type in _REDUCTIONS:
-        return _elements(operation.inputs[0])
+        return _elements(inputs[0])
     of_kind = next((count for kind, count in _PRODUCTS.items() if operation.type.startswith(kind)), None)
-    return _elements(operation.outputs[0]) if of_kind is None else 2 * of_kind(operation)
+    return _elements(outputs[0]) if of_kind is None else 2 * of_kind(operation, inputs, outputs)
 
 
-def _matrices(operation: tf.Operation, transposed: str) -> int:
+def _matrices(operation: tf.Operation, inputs: Shapes, outputs: Shapes, transposed: str) -> int:
     """Of a product of matrices."""
-    summed = operation.inputs[0].shape[-2 if operation.get_attr(transposed) else -1]
-    return _elements(operation.outputs[0]) * (summed or 1)
+    summed = inputs[0][-2 if operation.get_attr(transposed) else -1]
+    return _elements(outputs[0]) * (summed or 1)
 
 
-def _einsum(operation: tf.Operation) -> int:
+def _einsum(operation: tf.Operation, inputs: Shapes, outputs: Shapes) -> int:
+    del outputs
     labels = operation.get_attr("equation").decode().split("->")[0].replace(".", "").split(",")
     lengths: dict[str, int] = {}
-    for one, tensor in zip(labels, operation.inputs, strict=True):
-        lengths |= dict(zip(reversed(one), reversed(list(tensor.shape)), strict=False))
+    for one, shape in zip(labels, inputs, strict=True):
+        lengths |= dict(zip(reversed(one), reversed(list(shape)), strict=False))
     return math.prod(length or 1 for length in lengths.values())
 
 
-def _convolution(operation: tf.Operation) -> int:
+def _convolution(operation: tf.Operation, inputs: Shapes, outputs: Shapes) -> int:
     """Of a convolution, or of one of its gradients: the elements of its result, times those of the filter's window."""
-    backward = len(operation.inputs) == 3
+    backward = len(inputs) == 3
     of_filter = backward and "Filter" in operation.type
-    result = operation.inputs[2] if backward else operation.outputs[0]
-    window = operation.outputs[0] if of_filter else operation.inputs[1]
-    if window.shape.rank is None:
+    result = inputs[2] if backward else outputs[0]
+    window = outputs[0] if of_filter else inputs[1]
+    if window.rank is None:
         return _elements(result)
-    return _elements(result) * math.prod(length or 1 for length in window.shape[:-1])
+    return _elements(result) * math.prod(length or 1 for length in window[:-1])
 
 
-_PRODUCTS: dict[str, Callable[[tf.Operation], int]] = {
+_PRODUCTS: dict[str, Callable[[tf.Operation, Shapes, Shapes], int]] = {
     "MatMul": functools.partial(_matrices, transposed="transpose_a"),
     "BatchMatMul": functools.partial(_matrices, transposed="adj_x"),
     "Einsum": _einsum,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.spmd.placements import Partial, Placement, Replicate
+from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
 
 # The inputs in which an operation is linear while the others are replicated.
 INPUTS: dict[str, frozenset[int]] = {
@@ -36,33 +36,40 @@ INPUTS: dict[str, frozenset[int]] = {
         "Transpose": (0,),
     }.items()
 }
+# Their result is never larger than the input.
+_NO_LARGER = frozenset(
+    ("BiasAddGrad", "ExpandDims", "Mean", "Neg", "Reshape", "Slice", "Squeeze", "StridedSlice", "Sum", "Transpose")
+)
 # Linear where all inputs are terms of sums, of one shape.
 ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
 
 
-def placements(operation: tf.Operation, given: Sequence[Placement]) -> list[Placement] | None:
+def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
     """Where the inputs must be so that an operation can be computed on the terms of sums; `None` if it cannot."""
+    given = [value.placement for value in values]
     terms = [index for index, one in enumerate(given) if isinstance(one, Partial)]
     if not terms or any(given[index] != Partial() for index in terms) or len(operation.outputs) != 1:
         return None
     if operation.type in ADDITIVE:
-        shape = operation.outputs[0].shape
-        same = shape.is_fully_defined() and all(tensor.shape == shape for tensor in operation.inputs)
+        shape = values[0].shape
+        same = shape.is_fully_defined() and all(value.shape == shape for value in values)
         return list(given) if same and len(terms) == len(given) else None
     others = [one for index, one in enumerate(given) if index not in terms]
     alone = len(terms) == 1 and all(isinstance(one, Replicate) for one in others)
-    return list(given) if alone and _is_linear(operation, terms[0]) else None
+    return list(given) if alone and _is_linear(operation, terms[0], values[terms[0]]) else None
 
 
-def _is_linear(operation: tf.Operation, index: int) -> bool:
+def _is_linear(operation: tf.Operation, index: int, term: Placed) -> bool:
     """Whether an operation is linear in an input, and its result is no larger, so that no more is sent than before."""
-    term, result = operation.inputs[index], operation.outputs[0]
-    if index not in INPUTS.get(operation.type, ()) or (operation.type == "Cast" and not _widens(term, result)):
+    result = operation.outputs[0]
+    if index not in INPUTS.get(operation.type, ()):
         return False
-    if operation.type == "Mean" and term.dtype.is_integer:  # it is rounded
+    if operation.type == "Mean" and result.dtype.is_integer:  # it is rounded
         return False
+    if operation.type == "Cast":
+        return _widens(operation.inputs[0], result)
     elements = term.shape.num_elements(), result.shape.num_elements()
-    return None not in elements and elements[1] <= elements[0]
+    return operation.type in _NO_LARGER or (None not in elements and elements[1] <= elements[0])
 
 
 def _widens(source: tf.Tensor, target: tf.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -54,14 +54,43 @@ class Mesh:
         """The copy of replicated values that the replica at this position of `local` reads."""
         return position if self.copies > 1 else 0
 
+    def begin(self, variables: Sequence[Any]) -> None:
+        """Has each copy of the variables of metrics hold the whole value; called before the steps of a graph."""
+
+    def end(self, variables: Sequence[Any]) -> None:
+        """Has the variables of metrics hold what they hold between steps; called after the steps of a graph."""
+
+    def compute(self) -> None:
+        """Called before a graph is computed, which all processes of the job compute alike."""
+
+    @contextlib.contextmanager
+    def branches(self) -> Iterator[Callable[[tf.Tensor], None]]:
+        """The context of a loop or a condition in which replicas may exchange values.
+
+        Yields a function to call with one of its results, before which all these exchanges are made.
+        """
+        yield lambda result: None
+
     def captured(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """The copies of a tensor from outside of the step, such as the handle of a variable."""
         return [tensor] * self.copies
 
-    def all_reduce(self, values: Sequence[Sequence[tf.Tensor]], reduction: str) -> list[list[tf.Tensor]]:
-        """Reduces values, each given as the terms of this process' replicas; returns the copies of each."""
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        """Reduces values, each given as the terms of this process' replicas.
+
+        Args:
+            values: the terms of each value.
+            reduction: "sum", "max", "min", "prod", "all" or "any".
+            gradients: a tape has computed them; they may be sent in a shorter type.
+
+        Returns:
+            The copies of each value.
+        """
+        del gradients
         with self.on_copy(0):
-            return [[functools.reduce(REDUCTIONS[reduction], terms)] for terms in values]
+            return [[reduced(terms, reduction)] for terms in values]
 
     def all_gather(self, parts: Sequence[tf.Tensor], shard: Shard) -> list[tf.Tensor]:
         """The copies of a value of which each replica of this process has a part."""
@@ -72,10 +101,27 @@ class Mesh:
         """The context of exchanges in a graph that is thrown away."""
         return contextlib.nullcontext()
 
-    def once(self, compute: Callable[[], list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        """The copies of what `compute` returns, which runs once in the job."""
+    def gathered(self, structure: Any) -> Any:
+        """The examples of all processes, of a structure of dense, ragged or sparse tensors of this process' own."""
+        return structure
+
+    def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        """The copies of what `compute` returns, which runs once in the job.
+
+        Args:
+            compute: writes the operation into the present graph.
+            like: tensors of the dtypes, ranks and known lengths of the results.
+        """
+        del like
         with self.on_copy(0):
             return [[tensor] for tensor in compute()]
+
+
+def reduced(terms: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
+    """The reduction of the terms of all replicas."""
+    if reduction == "sum" and len(terms) > 2:
+        return tf.add_n(list(terms))
+    return functools.reduce(REDUCTIONS[reduction], terms)
 
 
 def joined(parts: Sequence[tf.Tensor], shard: Shard) -> tf.Tensor:
@@ -116,11 +162,3 @@ def cut(whole: tf.Tensor, shard: Shard, replica: int) -> tf.Tensor:
     if whole.shape[axis] is not None:
         part.set_shape([size if one == axis else known for one, known in enumerate(whole.shape)])
     return part
-
-
-def joined_shape(part: tf.TensorShape, shard: Shard, replica: int) -> tf.TensorShape:
-    """The shape of the whole value of which one replica's part has the shape `part`."""
-    length = part[shard.axis]
-    lengths = part.as_list()
-    lengths[shard.axis] = None if length is None else length // shard.sizes[replica] * shard.total
-    return tf.TensorShape(lengths)

@@ -19,7 +19,7 @@ class Operation:
     Attributes:
         type: TensorFlow's name of the operation, such as "MatMul".
         input_shapes: of the whole inputs, `None` for an axis of unknown length; `None` for an unknown rank.
-        output_shapes: the same for the outputs.
+        output_shapes: the same for the outputs, as far as they were known when the step was traced.
         input_dtypes: of the inputs.
         output_dtypes: of the outputs.
         constants: the value of each input, where it is known.
@@ -34,8 +34,8 @@ class Operation:
         self.constants: list[np.ndarray | None] = [value.constant for value in values]
         self.lengths: list[Lengths | None] = [value.lengths for value in values]
         self.placements = list(placements)
-        self.input_shapes = [_dims(tensor) for tensor in operation.inputs]
-        self.output_shapes = [_dims(tensor) for tensor in operation.outputs]
+        self.input_shapes = [_dims(value.shape) for value in values]
+        self.output_shapes = [_dims(tensor.shape) for tensor in operation.outputs]
         self.input_dtypes = [tensor.dtype for tensor in operation.inputs]
         self.output_dtypes = [tensor.dtype for tensor in operation.outputs]
 
@@ -61,7 +61,7 @@ class Operation:
 
     def own_lengths(self, index: int) -> list[Monomial]:
         """The lengths of an input's axes; an unknown one is a symbol, which `Shape` of the same value gives too."""
-        return dimensions(self._values[index], self.input_shapes[index] or [])
+        return dimensions(self._values[index]) or []
 
     def elements(self, index: int) -> int:
         """About how many elements an input has: axes of unknown length count as 64."""
@@ -85,5 +85,5 @@ class Operation:
         return None if axes is None or len(axes) != 1 else next(iter(axes))
 
 
-def _dims(tensor: tf.Tensor) -> list[int | None] | None:
-    return None if tensor.shape.rank is None else tensor.shape.as_list()
+def _dims(shape: tf.TensorShape) -> list[int | None] | None:
+    return None if shape.rank is None else shape.as_list()

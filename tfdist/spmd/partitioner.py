@@ -31,6 +31,7 @@ from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replic
 from tfdist.spmd.rules import Cut, Local, rule_of
 
 _HALF = (tf.float16, tf.bfloat16)
+_OF_A_TAPE = "gradient_tape/"  # TensorFlow's, in the names of what a tape computes
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Partitioner:
         known = constants.known(node.operation, values)
         if known is not None:
             return Plan(given, lambda _: known)
-        terms = linear.placements(node.operation, given)
+        terms = linear.placements(node.operation, values)
         if terms is not None:
             return Plan(terms, lambda inputs: self._terms(node, inputs))
         return self._plan_of_its_own(node, values) or self._plan_by_rule(node, values)
@@ -178,8 +179,10 @@ class Partitioner:
             with self.mesh.on_replica(position):
                 reads = [self.conversions.read(value, position) for value in inputs]
                 parts += tensorflow_functions.create(node.operation, reads)
-        self.cost.compute(node.operation, repeated=False)
-        return [Placed(Partial(), parts)]
+        outputs = [Placed(Partial(), parts)]
+        outputs[0].is_gradient = _OF_A_TAPE in node.operation.name
+        self.cost.compute(node.operation, inputs, outputs, repeated=False)
+        return outputs
 
     def _parts(
         self, node: Node, operation: Operation, found: Local, shard: Shard, inputs: list[Placed]
@@ -215,32 +218,32 @@ class Partitioner:
             if isinstance(placement, Replicate):
                 parts = parts[: self.mesh.copies]
             element_dtype = _element_dtype(node.operation, inputs) if parts[0].dtype == tf.variant else None
-            outputs.append(Placed(placement, parts, element_dtype=element_dtype))
-        self.cost.compute(node.operation, repeated=False)
+            outputs.append(Placed(placement, parts, element_dtype=element_dtype, replica=self.mesh.local[0]))
+            outputs[-1].is_gradient = _OF_A_TAPE in node.operation.name
+        self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
 
     def _add_up(self, parts: Sequence[tf.Tensor], placement: Placement, shape: Sequence[int | None] | None) -> bool:
-        """Whether the parts have the shapes that their placement says, as far as they are known; sets those."""
-        if parts[0].dtype in (tf.variant, tf.resource) or shape is None:
+        """Whether the shapes of parts add up to one whole shape, that of the traced step as far as that is known."""
+        if parts[0].dtype in (tf.variant, tf.resource):
             return True
+        whole = tf.TensorShape(shape)
         for replica, part in zip(self.mesh.local, parts, strict=True):
-            expected = list(shape)
-            if isinstance(placement, Shard):
-                length = expected[placement.axis]
-                expected[placement.axis] = None if length is None else placement.part(length, replica)
-            if not part.shape.is_compatible_with(expected):
+            own = Placed(placement, [part], replica=replica).shape
+            if not own.is_compatible_with(whole):
                 return False
-            part.set_shape(expected)
+            whole = whole.merge_with(own)
+        for replica, part in zip(self.mesh.local, parts, strict=True):
+            part.set_shape(_part_shape(whole, placement, replica))
         return True
 
     def _whole(self, node: Node, inputs: list[Placed], given: Sequence[Placed]) -> list[Placed]:
         """An operation on whole inputs, once for each copy."""
         operation = node.operation
         repeated = any(value.repeated for value in inputs)
-        self.cost.compute(operation, repeated=repeated)
-        if effects.once(operation):
+        if effects.once(operation) or _shares_resource(inputs):
             reads = [self.conversions.tensors(value)[0] for value in inputs]
-            copies = self.mesh.once(lambda: tensorflow_functions.create(operation, reads))
+            copies = self._once(operation, reads)
         else:
             made = []
             for copy in range(self.mesh.copies):
@@ -255,18 +258,29 @@ class Partitioner:
                 for tensor in tensors:
                     tensor.set_shape(output.shape)
             results.append(Placed(REPLICATE, tensors, repeated=repeated, element_dtype=element_dtype))
+        self.cost.compute(operation, inputs, results, repeated=repeated)
         if any(isinstance(value.placement, Shard) for value in given) or repeated:
-            results = [self._by_rows(value, output) for value, output in zip(results, operation.outputs, strict=True)]
+            results = [self._by_rows(value) for value in results]
         return results
 
-    def _by_rows(self, value: Placed, output: tf.Tensor) -> Placed:
+    def _once(self, operation: tf.Operation, reads: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        """An operation that runs once in the job, or once in each process whose copies share a resource."""
+
+        def create() -> list[tf.Tensor]:
+            return tensorflow_functions.create(operation, reads)
+
+        if effects.once(operation):
+            return self.mesh.once(create, list(operation.outputs))
+        with self.mesh.on_copy(0):
+            results = create()
+        return [[tensor] * self.mesh.copies for tensor in results]
+
+    def _by_rows(self, value: Placed) -> Placed:
         """A value that was computed whole from examples, cut again where it has a row per example.
 
         So only this operation is repeated on each replica, and not those that follow.
         """
-        if self.rows is None or not output.shape.rank or output.shape[0] != self.rows[1]:
-            return value
-        if output.dtype in (tf.resource, tf.variant):
+        if self.rows is None or not value.shape.rank or value.shape[0] != self.rows[1]:
             return value
         return value.keep(self.conversions.cut(value, self.rows[0]))
 
@@ -299,8 +313,24 @@ def _whole_shape(shape: tf.Tensor, placement: Placement, replica: int) -> tf.Ten
     """The shape of a value, from that of one replica's part."""
     if not isinstance(placement, Shard):
         return shape
-    length = shape[placement.axis] // placement.sizes[replica] * placement.total
+    length = placement.whole_length(shape[placement.axis], replica)
     return tf.tensor_scatter_nd_update(shape, [[placement.axis]], [length])
+
+
+def _part_shape(shape: tf.TensorShape, placement: Placement, replica: int) -> tf.TensorShape:
+    """The shape of one replica's part of a value of this shape."""
+    if not isinstance(placement, Shard) or shape.rank is None:
+        return shape
+    lengths = shape.as_list()
+    length = lengths[placement.axis]
+    lengths[placement.axis] = None if length is None else placement.part(length, replica)
+    return tf.TensorShape(lengths)
+
+
+def _shares_resource(inputs: Sequence[Placed]) -> bool:
+    """Whether an operation uses a resource of which all copies of replicated values have the same one."""
+    resources = [value.tensors for value in inputs if value.tensors and value.tensors[0].dtype == tf.resource]
+    return any(len(tensors) > 1 and all(one is tensors[0] for one in tensors) for tensors in resources)
 
 
 def _value(slot: Slot) -> Placed:

@@ -52,6 +52,10 @@ class Shard:
         """The placement of an axis of which replica i has `rows[i]`."""
         return cls(axis, tuple(number // math.gcd(*rows) for number in rows))
 
+    def whole_length(self, part: Any, replica: int) -> Any:
+        """The length of an axis of which one replica's part has the length `part`."""
+        return part // self.sizes[replica] * self.total
+
     @property
     def total(self) -> int:
         """The sum of the sizes; the length of a block is a multiple of it."""
@@ -102,8 +106,10 @@ class Placed:
         placement: of `tensors`.
         tensors: one for each copy of a replicated value in this process, else one for each replica of this process.
         constant: the value, where it is known while the graph is made.
+        shape: of the whole value, as far as it is known.
         lengths: for a vector of lengths, or one length, what is known of each entry; `None` if nothing is.
         repeated: it is computed whole from sharded values, so that each replica repeats the computation.
+        is_gradient: a tape has computed it.
         element_dtype: of the elements of a list of tensors (TensorList).
     """
 
@@ -114,13 +120,16 @@ class Placed:
         constant: np.ndarray | None = None,
         repeated: bool = False,
         element_dtype: tf.DType | None = None,
+        replica: int = 0,
     ):
         self.number = next(_numbers)
         self.placement = placement
         self.tensors = list(tensors)
         self.constant = constant
         self.repeated = repeated
+        self.is_gradient = False
         self.element_dtype = element_dtype
+        self.shape = _whole_shape(placement, self.tensors, constant, replica)
         self.lengths: Lengths | None = None
         if constant is not None and constant.ndim < 2 and constant.dtype.kind in "iu" and constant.size < 64:
             self.lengths = [Monomial(int(number)) if number > 0 else None for number in constant.ravel()]
@@ -145,9 +154,30 @@ class Placed:
         return value
 
 
-def dimensions(value: Placed, shape: Sequence[int | None]) -> list[Monomial]:
-    """The lengths of the axes of a value of this global shape; an unknown length is a symbol of the value."""
-    return [Monomial(1, (f"{value.number}.{axis}",)) if n is None else Monomial(n) for axis, n in enumerate(shape)]
+def dimensions(value: Placed) -> list[Monomial] | None:
+    """The lengths of the axes of the whole value; an unknown length is a symbol of the value."""
+    if value.shape.rank is None:
+        return None
+    return [
+        Monomial(1, (f"{value.number}.{axis}",)) if n is None else Monomial(n) for axis, n in enumerate(value.shape)
+    ]
+
+
+def _whole_shape(
+    placement: Placement, tensors: Sequence[tf.Tensor], constant: np.ndarray | None, replica: int
+) -> tf.TensorShape:
+    """The shape of a whole value, from that of the part of `replica`, the first of this process."""
+    if constant is not None:
+        return tf.TensorShape(constant.shape)
+    if not tensors or tensors[0].dtype in (tf.resource, tf.variant):
+        return tf.TensorShape(None)
+    shape = tensors[0].shape
+    if not isinstance(placement, Shard) or shape.rank is None:
+        return shape
+    lengths = shape.as_list()
+    part = lengths[placement.axis]
+    lengths[placement.axis] = None if part is None else placement.whole_length(part, replica)
+    return tf.TensorShape(lengths)
 
 
 def _enclosing(graph: Any) -> list[Any]:

@@ -78,7 +78,7 @@ def of_shape(operation: tf.Operation, part: tf.Tensor, placement: Placement, rep
     if found.shape.rank != 1:
         raise NotImplementedError("the shape of elements of an unknown rank")
     length = found[placement.axis]
-    whole = tf.where(length > 0, length // placement.sizes[replica] * placement.total, length)
+    whole = tf.where(length > 0, placement.whole_length(length, replica), length)
     return tf.tensor_scatter_nd_update(found, [[placement.axis]], [whole])
 
 

@@ -132,6 +132,10 @@ class ArrayBatches(Batches):
             positions, share = self.positions(batch, index, division)
             return self.gathered(state[0], positions), share
 
+    def lengths_of_parts(self, state: Any, batch: tuple[tf.Tensor, ...], division: Division) -> list[Any]:
+        del state
+        return batch_parts.rows(self.batch_size if self.even else batch_parts.length(batch[0]), division)
+
     def positions(
         self, batch: tuple[tf.Tensor, ...], index: Any, division: Division
     ) -> tuple[tuple[tf.Tensor, ...], Any]:

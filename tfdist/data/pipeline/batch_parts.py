@@ -78,6 +78,28 @@ def unequal_lengths(found: str) -> tuple[str, str]:
 UNEQUAL_LENGTHS = "The tensors of a batch have different lengths, so that it cannot be divided among replicas"
 
 
+# Instead of the number of examples in a part, where the tensors of a batch have different lengths.
+UNEQUAL = -1
+
+
+def lengths_of_parts(values: Sequence[Any], division: Division) -> list[Any]:
+    """The number of examples in each part of a batch: integers, or int32 scalars; `UNEQUAL` if there are no parts."""
+    lengths = [length(value) for value in values if has_examples(value)]
+    if not lengths:
+        return [UNEQUAL] * division.count
+    first, *others = lengths
+    if all(isinstance(one, int) for one in lengths):
+        return rows(first, division) if set(lengths) == {first} else [UNEQUAL] * division.count
+    equal = tf.reduce_all(tf.equal(tf.stack(others or [first]), first))
+    return [tf.where(equal, one, UNEQUAL) for one in rows(first, division)]
+
+
+def rows(examples: Any, division: Division) -> list[Any]:
+    """The number of examples in each part of a batch of so many."""
+    parts = [division.part(examples, index) for index in range(division.count)]
+    return [end - begin for begin, end in parts]
+
+
 def bounds(examples: Any, index: Any, division: Division) -> tuple[Any, Any, Any]:
     """Where part `index` of so many examples begins and ends, and its share.
 

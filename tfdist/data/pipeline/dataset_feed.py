@@ -48,7 +48,7 @@ class DatasetFeed(Feed):
         self._iterator: Any = None  # of this pass, or of the one before
         self._untouched: Any = None  # made before the first pass, and stands at its begin
         self._rest: Any = None  # an iterator that `_untouched` goes on with
-        self._begun = 0  # passes, of those in the run that is resumed too
+        self._made = 0  # iterators, of those in the run that is resumed too
         self.batch_size = adapter.batch_size
         self.endless = bool(self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
         self.spec = self._dataset.element_spec
@@ -65,10 +65,10 @@ class DatasetFeed(Feed):
     def start(self, epoch: int, first_batch: int) -> Any:
         if self._in_order is not None:
             self._in_order.set_epoch(epoch)
-        self._begun += 1
         self._adapter.on_epoch_begin()
         if first_batch and self._untouched is None:
             self._iterator = iter(self._dataset.skip(first_batch))
+            self._made += 1
         else:
             self._iterator = self._new_iterator()
             for _ in range(first_batch):
@@ -77,14 +77,25 @@ class DatasetFeed(Feed):
 
     def _new_iterator(self) -> Any:
         iterator, self._untouched = self._untouched, None
-        return iter(self._dataset) if iterator is None else iterator
+        return self._make_iterator() if iterator is None else iterator
+
+    def _make_iterator(self) -> Any:
+        self._made += 1
+        return iter(self._dataset)
+
+    def look_ahead(self, keep: bool) -> None:
+        # As Keras does. A `shuffle` draws the seeds of its next order when an iterator is made, so that epochs without
+        # `steps_per_epoch` have every second order.
+        if self._in_order is None:
+            iterator = self._make_iterator()
+            self._untouched = iterator if keep else None
 
     def first(self, count: int) -> list[Any]:
         if self._in_order is not None:
             self._in_order.set_epoch(0)
             numbers = range(min(count, self.num_batches or count))
             return [keras_data.standardized(self._adapter, self._in_order[number]) for number in numbers]
-        iterator, taken = iter(self._dataset), []
+        iterator, taken = self._make_iterator(), []
         try:
             state = tensorflow_data.iterator_state(iterator)
             taken = list(itertools.islice(iterator, count))
@@ -108,14 +119,15 @@ class DatasetFeed(Feed):
             state = b"" if self._iterator is None else tensorflow_data.iterator_state(self._iterator)
         except tf.errors.OpError:
             return None
-        return self._begun.to_bytes(8, "little") + state
+        read = self._made - (self._untouched is not None)  # the one that is untouched is made again
+        return read.to_bytes(8, "little") + state
 
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
         if not saved:
             return self.start(epoch, first_batch)
-        self._begun, state = int.from_bytes(saved[:8], "little"), saved[8:]
+        read, state = int.from_bytes(saved[:8], "little"), saved[8:]
         # A shuffle draws the seeds of its next order when an iterator is made; a restored one counts as the one before.
-        for _ in range(self._begun - 2 if first_batch else self._begun):
+        for _ in range(read - 2 if first_batch else read):
             self._new_iterator()
         if not first_batch:
             return self.start(epoch, 0)
@@ -128,11 +140,23 @@ class DatasetFeed(Feed):
                 "resume with the dataset of the run that wrote it, or from a checkpoint of an epoch's end",
             ) from error
         self._adapter.on_epoch_begin()
-        self._iterator = iterator
+        self._iterator, self._made = iterator, read
         return iterator
 
     def finish(self) -> None:
         self._adapter.on_epoch_end()
+
+    def reset(self) -> None:
+        # Keras calls this hook once before the first epoch, and a dataset that shuffles in it begins shuffled.
+        self.end_epoch()
+
+    def begin_epoch(self) -> None:
+        if self._in_order is not None:
+            self._in_order.dataset.on_epoch_begin()
+
+    def end_epoch(self) -> None:
+        if self._in_order is not None:
+            self._in_order.dataset.on_epoch_end()
 
     def release(self) -> None:
         self._iterator = self._untouched = self._rest = None
@@ -174,9 +198,19 @@ class DatasetBatches(Batches):
                 parts = [batch_parts.of_any_length(part) for part in parts]
         return tree.pack_sequence_as(batch, parts), share
 
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        del state
+        flat = tree.flatten(tree.map_structure(batch_parts.none_if_empty, batch))
+        return batch_parts.lengths_of_parts(flat, division)
+
 
 class InOrder(keras.utils.PyDataset):
-    """A `PyDataset` whose batches come in the order that (seed, epoch) gives, or as they are without a seed."""
+    """A `PyDataset` whose batches come in the order that (seed, epoch) gives, or as they are without a seed.
+
+    Attributes:
+        dataset: the user's, whose hooks are not called from here: this dataset begins and ends with a pass over the
+            data, which may last several epochs.
+    """
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int | None):
         super().__init__(
@@ -184,30 +218,24 @@ class InOrder(keras.utils.PyDataset):
             use_multiprocessing=dataset.use_multiprocessing,
             max_queue_size=dataset.max_queue_size,
         )
-        self._dataset = dataset
+        self.dataset = dataset
         self._seed = seed
         self._order: Callable[[int], int] = lambda batch: batch
 
     @property
     def always_alike(self) -> bool:
         """Whether nothing of the user's happens between two epochs: then a batch follows from its number."""
-        kind = type(self._dataset)
+        kind = type(self.dataset)
         hooks = "on_epoch_begin", "on_epoch_end"
         return all(getattr(kind, name) is getattr(keras.utils.PyDataset, name) for name in hooks)
 
     def set_epoch(self, epoch: int) -> None:
         if self._seed is not None:
-            self._order = order.epoch_order(self._dataset.num_batches, self._seed, epoch).__getitem__
+            self._order = order.epoch_order(self.dataset.num_batches, self._seed, epoch).__getitem__
 
     def __getitem__(self, batch: int) -> Any:
-        return self._dataset[int(self._order(batch))]
+        return self.dataset[int(self._order(batch))]
 
     @property
     def num_batches(self) -> int | None:
-        return self._dataset.num_batches
-
-    def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()
+        return self.dataset.num_batches

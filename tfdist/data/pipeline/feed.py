@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.division import WHOLE, Division
 from tfdist.data.pipeline.origin import FeedOrigin
+from tfdist.internals.keras import tree
 
 NO_BATCHES = "The dataset has no batches", "pass at least one example"
 ONLY_PARTS = (
@@ -49,6 +51,18 @@ class Feed:
 
     def finish(self) -> None:
         """Ends a pass."""
+
+    def reset(self) -> None:
+        """Tells the data, as Keras does, that a training or an evaluation is about to begin."""
+
+    def begin_epoch(self) -> None:
+        """Tells the data that an epoch begins, before its first batch is read."""
+
+    def end_epoch(self) -> None:
+        """Tells the data that an epoch has ended, and was not stopped."""
+
+    def look_ahead(self, keep: bool) -> None:
+        """Makes what the next pass reads from, at the end of a pass whose length was known; `keep` has it read."""
 
     def release(self) -> None:
         """Lets go of what passes have left open, when none is to follow."""
@@ -94,6 +108,18 @@ class WrappedFeed(Feed):
     def finish(self) -> None:
         self._feed.finish()
 
+    def reset(self) -> None:
+        self._feed.reset()
+
+    def begin_epoch(self) -> None:
+        self._feed.begin_epoch()
+
+    def end_epoch(self) -> None:
+        self._feed.end_epoch()
+
+    def look_ahead(self, keep: bool) -> None:
+        self._feed.look_ahead(keep)
+
     def release(self) -> None:
         self._feed.release()
 
@@ -116,10 +142,12 @@ class Batches:
     Attributes:
         length_known: every step that the loop asks for has a batch.
         own: the other processes of the job take no part in the steps.
+        in_parts: each process has its part of a global batch alone.
     """
 
     length_known: bool
     own: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         """Global batch number `step` (int32 scalar) of the pass; an optional where `length_known` is false."""
@@ -131,6 +159,23 @@ class Batches:
         Where there are fewer examples than parts, an empty part holds an example of another one, so that no model sees
         a batch without examples; its share is 0.
         """
+        raise NotImplementedError
+
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        """The number of examples of a global batch in each part: integers, or int32 scalars."""
+        found = []
+        for index in range(division.count):
+            data, share = self.part(state, batch, index, division)
+            sized = next(one for one in tree.flatten(data) if batch_parts.has_examples(one))
+            length = batch_parts.length(sized)
+            if isinstance(share, float | int):
+                found.append(length if share else 0)
+            else:
+                found.append(tf.where(share > 0, length, 0))
+        return found
+
+    def mine(self, batch: Any) -> Any:
+        """The examples of this process, where each has its part of a batch alone; there may be none."""
         raise NotImplementedError
 
     def of_any_length(self) -> Batches:

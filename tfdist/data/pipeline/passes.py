@@ -83,8 +83,13 @@ class Passes:
                 number, position = number + 1, 0
         return number, position + batches
 
+    def reset(self) -> None:
+        """Tells the data that a training or an evaluation is about to begin."""
+        self.feed.reset()
+
     def begin_epoch(self) -> int | None:
         """Makes the data ready; returns how many batches of the pass are left, `None` when unknown."""
+        self.feed.begin_epoch()
         if self._saved is not None:
             self.state = self.feed.resume(self._saved[2], self._pass, self.position)
             self._saved = None
@@ -92,8 +97,10 @@ class Passes:
             self.state = self.feed.start(self._pass, self.position)
         return None if self.feed.num_batches is None else self.feed.num_batches - self.position
 
-    def end_epoch(self, steps: int, data_ended: bool) -> None:
+    def end_epoch(self, steps: int, data_ended: bool, stopped: bool) -> None:
         """Notes that the epoch took `steps` steps, and whether there are no further batches in the pass.
+
+        The data do not hear of the end of an epoch that a callback has `stopped`, as with Keras.
 
         Raises:
             DataError: there was not one batch, which for data of unknown length only shows now.
@@ -104,6 +111,10 @@ class Passes:
         if self._steps is None or data_ended:
             self.close()
             self._pass, self.position = self._pass + 1, 0
+        if not stopped:
+            if data_ended and self.feed.num_batches is not None:
+                self.feed.look_ahead(keep=self._steps is not None)
+            self.feed.end_epoch()
         if self._steps is not None and steps < self._steps and data_ended:
             warnings.warn(
                 f"The data ended after {steps} of the {self._steps} steps of an epoch; repeat the dataset, or lower "

@@ -203,6 +203,9 @@ class SharedBatches(Batches):
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         return self.whole.part(state, batch, index, division)
 
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        return self.whole.lengths_of_parts(state, batch, division)
+
 
 @dataclass(frozen=True)
 class PartBatches(Batches):
@@ -236,6 +239,7 @@ class JoinedBatches(Batches):
     world_size: int
     length_known: bool
     numbers_of_all: NumbersOfAll
+    in_parts: ClassVar[bool] = True
 
     def of_any_length(self) -> JoinedBatches:
         return replace(self, part_of=self.part_of.of_any_length())
@@ -249,6 +253,15 @@ class JoinedBatches(Batches):
         if self.length_known:
             return mine, sizes
         return Found(tf.reduce_sum(sizes) > 0, lambda: (mine, sizes))
+
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        del state
+        within = Division(division.count // self.world_size)
+        return [length for size in tf.unstack(batch[1]) for length in batch_parts.rows(size, within)]
+
+    def mine(self, batch: Any) -> Any:
+        """The examples of this process, of which there may be none."""
+        return tree.map_structure(batch_parts.none_if_empty, batch[0])
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         mine, sizes = batch

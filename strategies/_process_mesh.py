@@ -1,0 +1,123 @@
+"""The replicas of a partitioned step that are one per process, and exchange values by a communicator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import spmd
+from tfdist.communicators import Communicator, structures
+from tfdist.core import gradient_reduction
+from tfdist.core.gradient_reduction import Packing
+from tfdist.internals import tensorflow_variables
+
+# Along the first axis; of other types than numbers, as numbers.
+REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "max": lambda values: tf.reduce_max(values, 0),
+    "min": lambda values: tf.reduce_min(values, 0),
+    "prod": lambda values: tf.reduce_prod(values, 0),
+    "all": lambda values: tf.reduce_all(values, 0),
+    "any": lambda values: tf.reduce_any(values, 0),
+}
+
+
+class ProcessMesh(spmd.Mesh):
+    """One replica in each process of a job, which has its own copy of the variables.
+
+    Args:
+        communicator: connects the processes.
+        device: of this process' replica.
+        packing: of what is added up; `wire_dtype` holds for gradients alone.
+    """
+
+    def __init__(self, communicator: Communicator, device: str, packing: Packing):
+        super().__init__([device])
+        self.count, self.local = communicator.size, [communicator.rank]
+        self._communicator = communicator
+        self._packing = packing
+        self._exchanges = 0  # of a graph, so that names agree however often each process traces
+
+    def compute(self) -> None:
+        self._exchanges = 0
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        before = self._exchanges
+        yield
+        self._exchanges = before
+
+    @contextlib.contextmanager
+    def branches(self) -> Iterator[Callable[[tf.Tensor], None]]:
+        with self._communicator.around_branches():
+            yield self._communicator.note_branches
+
+    def begin(self, variables: Sequence[Any]) -> None:
+        copies = [tensorflow_variables.copies(variable)[0] for variable in variables]
+        for copy, total in zip(
+            copies, self._summed([copy.read_value() for copy in copies], Packing(None)), strict=True
+        ):
+            copy.assign(total)
+
+    def end(self, variables: Sequence[Any]) -> None:
+        # Between steps the value of a metric is the sum over the processes.
+        for variable in variables if self._communicator.rank else ():
+            copy = tensorflow_variables.copies(variable)[0]
+            copy.assign(tf.zeros_like(copy))
+
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        terms = [parts[0] for parts in values]
+        if reduction != "sum":
+            return [[REDUCTIONS[reduction](self._gather(term[tf.newaxis]))] for term in terms]
+        packing = self._packing if gradients else Packing(self._packing.buffer_bytes)
+        return [[total] for total in self._summed(terms, packing)]
+
+    def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
+        (part,) = parts
+        order = [shard.axis, *(axis for axis in range(part.shape.rank) if axis != shard.axis)]
+        rows = self._gather(tf.transpose(part, order) if shard.axis else part)
+        if shard.blocks > 1:
+            lengths = [size * shard.blocks for size in shard.sizes]
+            unit = tf.shape(rows)[0] // sum(lengths)
+            pieces = tf.split(rows, [unit * length for length in lengths], num=len(lengths))
+            rows = spmd.joined(pieces, spmd.Shard(0, shard.sizes, shard.blocks))
+        back = [order.index(axis) for axis in range(len(order))]
+        return [tf.transpose(rows, back) if shard.axis else rows]
+
+    def gathered(self, structure: Any) -> Any:
+        return tf.nest.map_structure(lambda one: None if one is None else self._gather(one), structure)
+
+    def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        results = compute() if self._communicator.rank == 0 else [None] * len(like)
+        return [[self._of_first(result, one)] for result, one in zip(results, like, strict=True)]
+
+    def _of_first(self, result: tf.Tensor | None, like: tf.Tensor) -> tf.Tensor:
+        """The `result` of the first process, whose shape the others may not know."""
+        nothing = tf.zeros([0], like.dtype) if like.dtype != tf.string else tf.constant([], tf.string)
+        values = self._gather(nothing if result is None else tf.reshape(result, [-1]))
+        if like.shape.is_fully_defined():
+            return tf.reshape(values, like.shape)
+        shape = self._gather(tf.zeros([0], tf.int32) if result is None else tf.shape(result))
+        return tf.ensure_shape(tf.reshape(values, shape), like.shape)
+
+    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """The rows of all processes."""
+        if rows.dtype == tf.bool:
+            return tf.cast(self._gather(tf.cast(rows, tf.uint8)), tf.bool)
+        return structures.gathered(
+            rows, lambda part: self._communicator.all_gather(part, self._name()), self._communicator.rank
+        )
+
+    def _summed(self, tensors: Sequence[tf.Tensor], packing: Packing) -> list[tf.Tensor]:
+        def add(sent: list[Any]) -> list[Any]:
+            return self._communicator.all_reduce(sent, self._name())
+
+        return gradient_reduction.packed(add, packing)(list(tensors)) if tensors else []
+
+    def _name(self) -> str:
+        self._exchanges += 1
+        return f"step.{self._exchanges}"

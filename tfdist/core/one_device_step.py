@@ -1,0 +1,151 @@
+"""The step of one device, traced once as stock Keras would, and computed by the replicas of a strategy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import spmd
+from tfdist.core import metrics
+from tfdist.core.inner_loop import Steps
+from tfdist.core.metrics import Logs
+from tfdist.data.pipeline.batch_parts import UNEQUAL
+from tfdist.data.pipeline.division import WHOLE
+from tfdist.errors import CostWarning, UsageError
+from tfdist.internals import keras_data, tensorflow_graphs
+from tfdist.spmd.placements import Placed, Shard
+
+# The share of a step's operations that may be repeated on every replica without a word.
+_MUCH = 0.05
+# The numbers of examples of the replicas.
+Rows = tuple[int, ...]
+
+
+class OneDeviceStep:
+    """The step of one device, traced once, and computed by the replicas of a strategy.
+
+    Args:
+        strategy: whose replicas compute it.
+        steps: of a model that is built.
+        step: computes a batch.
+    """
+
+    def __init__(self, strategy: Any, steps: Steps, step: Callable[[Any], Any]):
+        self._strategy = strategy
+        self._steps = steps
+        self._step = step
+        self._traced: Any = None
+        self._said = False
+        self.mesh: spmd.Mesh = strategy.mesh
+        self.cost = spmd.Cost()
+
+    def trace(self) -> Any:
+        """The step, a `tf.types.experimental.ConcreteFunction`, as one device traces it for these data.
+
+        First called outside of other graphs, to which its tensors would belong.
+        """
+        if self._traced is None:
+            assert tf.executing_eagerly()
+            with self._strategy.tracing(self._steps.model):
+                spec = keras_data.without_optionals(self._steps.spec)
+                self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
+        return self._traced
+
+    def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
+        """Computes the step of a batch on the replicas of the strategy, in the present graph."""
+        placed, cost = self._placed(state, batch, rows), spmd.Cost()
+        results = spmd.compute(self.trace(), self.mesh, placed, rows if self._is_sharded(rows) else None, cost)
+        if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
+            self.cost = cost
+        self._say(cost, rows)
+        return results
+
+    def _say(self, cost: spmd.Cost, rows: Rows) -> None:
+        """Says what the step of a training costs beyond that of one device, if it is much."""
+        if self._said or self._steps.kind != "train" or not self._strategy.world.is_chief or 0 in rows:
+            return
+        if self.mesh.count == 1 or cost.repeated_share <= _MUCH:
+            return
+        self._said = True
+        most = max(cost.repeated, key=lambda one: one[1])[0]
+        warnings.warn(
+            f"Each replica of `{self._strategy.name}` repeats {cost.repeated_share:.0%} of the computation of a step, "
+            f"most of it in {tensorflow_graphs.place(most)}, which is computed of the whole batch\n\n"
+            "hint: the result is that of one device; if the training is too slow, compute there what belongs to one "
+            "example alone, or use fewer replicas",
+            CostWarning,
+            stacklevel=2,
+        )
+
+    @staticmethod
+    def _is_sharded(rows: Rows) -> bool:
+        """Whether each of several replicas has a part of such a batch; else each has the whole."""
+        return 0 not in rows and len(rows) > 1
+
+    def rows(self, state: Any, batch: Any) -> Rows:
+        """The number of examples of each replica in a batch that was fetched; none for a batch without rows.
+
+        That is one whose tensors have different lengths, such as a graph's nodes and edges.
+        """
+        lengths = self._steps.batches.lengths_of_parts(state, batch, self._strategy.division)
+        found = tuple(int(length) for length in lengths)
+        return () if UNEQUAL in found else found
+
+    def _placed(self, state: Any, batch: Any, rows: Rows) -> list[Placed]:
+        """The tensors of a batch: those with a row per example are sharded, others are replicated.
+
+        A batch with fewer examples than replicas is replicated.
+        """
+        mesh, batches, division = self.mesh, self._steps.batches, self._strategy.division
+        specs = tf.nest.flatten(keras_data.without_optionals(self._steps.spec))
+        parts: list[Any] = []
+        sharded = self._is_sharded(rows)
+        for position, replica in enumerate(mesh.local if sharded else ()):
+            with mesh.on_replica(position):
+                parts.append(tf.nest.flatten(batches.part(state, batch, replica, division)[0]))
+        needed = not parts or not all(map(_is_dense, specs))
+        whole = tf.nest.flatten(self.whole_batch(state, batch)) if needed else [None] * len(specs)
+        found = []
+        for index, spec in enumerate(specs):
+            if spec is None:
+                continue
+            if parts and _is_dense(spec):
+                lengths = [rows[replica] for replica in mesh.local]
+                own = [_of_spec(part[index], spec, length) for part, length in zip(parts, lengths, strict=True)]
+                found.append(Placed(Shard.of_rows(rows), own, replica=mesh.local[0]))
+                continue
+            value = _of_spec(whole[index], spec, sum(rows)) if _is_dense(spec) and rows else whole[index]
+            for tensor in tf.nest.flatten(value, expand_composites=True):
+                found.append(spmd.replicated([tensor] * mesh.copies, repeated=mesh.count > 1))
+        return found
+
+    def whole_batch(self, state: Any, batch: Any) -> Any:
+        """A global batch, as the step of one device takes it."""
+        batches = self._steps.batches
+        return self.mesh.gathered(batches.mine(batch)) if batches.in_parts else batches.part(state, batch, 0, WHOLE)[0]
+
+
+def _is_dense(spec: Any) -> bool:
+    """Whether a value of this spec is a tensor with a row per example."""
+    return spec is None or (isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank))
+
+
+def _of_spec(tensor: tf.Tensor, spec: tf.TensorSpec, length: int) -> tf.Tensor:
+    """`tensor` `[length, ...]`, of whose shape no more is known than in every batch, and in every process."""
+    shape = [length, *spec.shape[1:]]
+    if tensor.shape.as_list() == shape:
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
+
+
+def own_logs(model: Any, step_name: str, logs: Any) -> Logs:
+    """The logs of a step that are not the results of the metrics of `model`, which are read after the steps."""
+    if not isinstance(logs, dict):
+        raise UsageError(
+            f"`{step_name}` of the model `{model.name}` returned `{logs}`",
+            "return a dict of metrics and their values",
+        )
+    return {} if set(logs) == metrics.names(model) else logs

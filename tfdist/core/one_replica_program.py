@@ -1,0 +1,68 @@
+"""The inner loop for `run_eagerly=True` with several replicas: one of them computes each step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.core import building, fused_optimizers
+from tfdist.core.inner_loop import Outcome, PredictProgram, StepProgram, Steps, joined
+from tfdist.core.metrics import Logs
+from tfdist.core.one_device_step import OneDeviceStep, own_logs
+
+
+class OneReplicaProgram(StepProgram):
+    """Runs the steps of a model with `run_eagerly=True`, which have no graph to partition, on one replica.
+
+    Each process of a job computes the whole of each batch.
+    """
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, getattr(steps.model, self._step_name))
+        warnings.warn(
+            f"The model `{steps.model.name}` has `run_eagerly=True`, so that one replica of `{strategy.name}` computes "
+            "its steps; compile the model without it to train on all replicas",
+            stacklevel=2,
+        )
+
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        mesh = self._one_device.mesh
+        done, finite = 0, True
+        logs: Logs = {}
+        mesh.begin(self._model.metrics_variables)
+        for batch in self._batches.take(state, int(first), int(count)):
+            logs = self._computed(self._one_device.whole_batch(state, batch))
+            done += 1
+            finite = bool(self._goes_on())
+            if not finite:
+                break
+        mesh.end(self._model.metrics_variables)  # some of which the first step has made
+        building.spread(self._strategy, self._model)
+        return done, done == int(count) or not finite, logs or self._results({})
+
+    def _computed(self, data: Any) -> Logs:
+        kind = self._step_name.removesuffix("_step")
+        building.build_eagerly(self._strategy, self._model, kind, data)
+        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused)
+        with self._strategy.tracing(self._model), update:
+            return own_logs(self._model, self._step_name, getattr(self._model, self._step_name)(data))
+
+
+class OneReplicaPredictProgram(PredictProgram):
+    """Predicts with a model with `run_eagerly=True` on one replica."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        outputs = []
+        for batch in self._batches.take(state, first, count):
+            data = self._one_device.whole_batch(state, batch)
+            building.build_eagerly(self._strategy, self._model, "predict", data)
+            with self._strategy.tracing(self._model):
+                outputs.append(self._model.predict_step(data))
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})

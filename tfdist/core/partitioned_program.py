@@ -1,0 +1,242 @@
+"""The inner loop of strategies whose replicas compute the step of one device, partitioned (see `tfdist.spmd`).
+
+    the first batch is fetched             how many examples it has for each replica decides which graph runs
+    while there are batches of these sizes
+        the traced step of one device, partitioned for the replicas
+        the next batch is fetched
+    a batch of other sizes                 is handed back, and goes on in the graph of its sizes
+
+The step is traced once, and partitioned for each number of examples that a batch has. There are two as a rule: that of
+a full batch, and that of the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.cluster import consensus
+from tfdist.core import fused_optimizers
+from tfdist.core.inner_loop import HOST, Graph, Outcome, PredictProgram, StepProgram, Steps, joined
+from tfdist.core.metrics import Logs
+from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
+from tfdist.core.steps_per_call import AtNan
+from tfdist.data.pipeline import batch_parts
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.spmd import Cost
+
+
+class PartitionedProgram(StepProgram):
+    """Runs `model.train_step` or `model.test_step` of one device on all replicas."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, self._traced_step)
+        self._graphs: dict[tuple[Rows, bool], Any] = {}
+
+    @property
+    def cost(self) -> Cost:
+        """What a step on a full batch costs."""
+        return self._one_device.cost
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        done, more, finite = 0, True, True
+        logs: Logs = {}
+        held = None  # a batch that was fetched
+        while more and finite and done < count:
+            held = self._fetched(state, first + done) if held is None else held
+            if held is None:
+                return Outcome(done, True, logs)
+            graph = self._graph(state, held, one_step=count - done == 1 and tensorflow_internals.profiling())
+            steps, more, alike, finite, held, logs = graph(state, tf.constant(first + done), count - done, held)
+            more, finite = bool(more), bool(finite) and self._is_finite(logs)
+            held = held if more and not bool(alike) else None
+            done += int(steps) if finite else min(int(steps), self._steps_to_not_finite())
+        return Outcome(done, not more, logs if done else {})
+
+    def _is_finite(self, logs: Logs) -> bool:
+        """Whether the loss is finite, as far as that is asked for."""
+        return self._at_nan is not AtNan.FIND or math.isfinite(logs.get("loss", 0.0))
+
+    def _steps_to_not_finite(self) -> int:
+        """The number of steps of the last call of a graph until the loss was not finite."""
+        if self._at_nan is AtNan.STOP:
+            return 1 << 31  # it has stopped there
+        return 1 + min(consensus.all_gather_object(self._strategy, int(self._finite_steps.numpy())))
+
+    def _traced_step(self, data: Any) -> Logs:
+        step = self._recomputation.marked(getattr(self._model, self._step_name), 0)
+        optimizer = self._model.optimizer
+        with fused_optimizers.fused(optimizer, self._strategy.fused), self._recomputation.traced():
+            return own_logs(self._model, self._step_name, step(data))
+
+    def _fetched(self, state: Any, step: int) -> Any:
+        """The batch number `step` of the pass; `None` if there is none."""
+        batch = self._batches.fetch(state, tf.constant(step))
+        if self._batches.length_known:
+            return _without_optionals(batch)
+        return _without_optionals(batch.get_value()) if bool(batch.has_value()) else None
+
+    def _graph(self, state: Any, batch: Any, *, one_step: bool) -> Callable[..., Any]:
+        """The graph for batches of the sizes of this one."""
+        rows = self._one_device.rows(state, batch)
+        if (rows, one_step) not in self._graphs:
+            self._graphs[rows, one_step] = _Steps(self, rows, batch, one_step)
+        return self._graphs[rows, one_step]
+
+
+class _Steps:
+    """The graph that runs steps on batches of the same sizes.
+
+    Args:
+        program: whose steps they are.
+        rows: the number of examples of each replica.
+        batch: such a batch.
+        one_step: no further batch is fetched.
+    """
+
+    def __init__(self, program: PartitionedProgram, rows: Rows, batch: Any, one_step: bool):
+        self._program = program
+        self._rows = rows
+        self._structure = tf.nest.map_structure(_spec_of_any_size, batch)
+        self._one_step = one_step
+        self._logs = program._one_device.trace().structured_outputs
+        self._graph = Graph(self._run, program._strategy)
+
+    def __call__(self, state: Any, first: tf.Tensor, count: int, batch: Any) -> Any:
+        flat = _flat(batch)
+        steps, more, alike, finite, batch, logs = self._graph(state, first, tf.constant(count), flat)
+        return steps, more, alike, finite, self._packed(batch), logs
+
+    def _run(self, state: Any, first: tf.Tensor, count: tf.Tensor, flat: Sequence[tf.Tensor]) -> Any:
+        program = self._program
+        program._count_no_finite_steps()
+        mesh, metrics = program._one_device.mesh, program._model.metrics_variables
+        mesh.begin(metrics)
+        if self._one_step:
+            finite, logs = self._step(state, flat)
+            with tf.control_dependencies([finite]):
+                mesh.end(metrics)
+            one = tf.constant(1), tf.constant(True), tf.constant(True), finite, flat
+            return *one, logs or program._results(logs, after=finite)
+        with tf.device(HOST):
+            yes = tf.constant(True)
+            begun = tf.constant(0), yes, yes, yes, list(flat), self._no_logs()
+        invariants = tf.nest.map_structure(lambda one: one.shape, begun)
+        # Other axes than that of the examples may have other lengths in another batch.
+        invariants = (*invariants[:4], [tf.TensorShape([None] * one.shape.rank) for one in flat], invariants[5])
+        with mesh.branches() as note:
+            done, more, alike, finite, batch, logs = tf.while_loop(
+                lambda done, more, alike, finite, batch, logs: self._goes_on(count, done, more, alike, finite),
+                lambda done, more, alike, finite, batch, logs: self._iteration(state, first, count, done, batch),
+                begun,
+                shape_invariants=invariants,
+                parallel_iterations=program._strategy.parallel_steps,
+            )
+            note(done)
+        with tf.control_dependencies([done]):
+            mesh.end(metrics)
+        return done, more, alike, finite, batch, logs or program._results(logs, after=done)
+
+    def _goes_on(self, count: tf.Tensor, done: tf.Tensor, *conditions: tf.Tensor) -> tf.Tensor:
+        # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
+        with tf.device(HOST):
+            return tf.reduce_all([done < count, *conditions])
+
+    def _iteration(
+        self, state: Any, first: tf.Tensor, count: tf.Tensor, done: tf.Tensor, flat: Sequence[tf.Tensor]
+    ) -> tuple[Any, ...]:
+        finite, logs = self._step(state, flat)
+        with tf.device(HOST):
+            done += 1
+            more, alike, batch = self._next(state, first + done, done < count, flat)
+        return done, more, alike, finite, batch, logs
+
+    def _step(self, state: Any, flat: Sequence[tf.Tensor]) -> tuple[tf.Tensor, Logs]:
+        logs = self._program._one_device.compute(state, self._packed(flat), self._rows)
+        return self._program._goes_on(), logs
+
+    def _next(self, state: Any, step: tf.Tensor, wanted: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[Any, ...]:
+        """Whether there is a batch number `step`, whether it has the sizes of this graph, and its tensors."""
+        batches, none = self._program._batches, [tf.identity(tensor) for tensor in flat]
+
+        def found(batch: Any) -> tuple[Any, ...]:
+            batch = _without_optionals(batch)
+            if not self._rows:  # each batch is computed whole
+                return tf.constant(True), tf.constant(True), _flat(batch)
+            rows = batches.lengths_of_parts(state, batch, self._program._strategy.division)
+            alike = tf.reduce_all(tf.equal(tf.stack(list(rows)), tf.constant(self._rows)))
+            return tf.constant(True), alike, _flat(batch)
+
+        def fetch() -> tuple[Any, ...]:
+            batch = batches.fetch(state, step)
+            if batches.length_known:
+                return found(batch)
+            ended = tf.constant(False), tf.constant(True), none
+            return tf.cond(batch.has_value(), lambda: found(batch.get_value()), lambda: ended)
+
+        with self._program._one_device.mesh.branches() as done:
+            found_or_not: tuple[Any, ...] = tf.cond(wanted, fetch, lambda: (tf.constant(True), tf.constant(True), none))
+            done(found_or_not[0])
+        return found_or_not
+
+    def _no_logs(self) -> Logs:
+        outputs = self._logs
+        return tf.nest.map_structure(lambda one: tf.zeros([n or 0 for n in one.shape], one.dtype), outputs)
+
+    def _packed(self, flat: Sequence[tf.Tensor]) -> Any:
+        """The structure of a batch, of its tensors."""
+        tensors = iter(flat)
+        slots = tf.nest.flatten(self._structure, expand_composites=True)
+        filled = [None if slot is None else next(tensors) for slot in slots]
+        return tf.nest.pack_sequence_as(self._structure, filled, expand_composites=True)
+
+
+class PartitionedPredictProgram(PredictProgram):
+    """Runs `model.predict_step` of one device on all replicas."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        self._one_device = OneDeviceStep(strategy, steps, steps.model.predict_step)
+        self._graphs: dict[Rows, Any] = {}
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        outputs = []
+        for batch in self._batches.take(state, first, count):
+            rows = self._one_device.rows(state, batch)
+            if rows not in self._graphs:
+                self._graphs[rows] = Graph(self._of(rows), self._strategy)
+            outputs.append(self._graphs[rows](state, batch))
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
+
+    def _of(self, rows: Rows) -> Callable[..., Any]:
+        """The function that predicts batches of these sizes."""
+        self._one_device.trace()
+
+        def predict(state: Any, batch: Any) -> Any:
+            return self._one_device.compute(state, batch, rows)
+
+        return predict
+
+
+def _flat(batch: Any) -> list[tf.Tensor]:
+    """The tensors of a batch."""
+    return [tensor for tensor in tf.nest.flatten(batch, expand_composites=True) if tensor is not None]
+
+
+def _spec_of_any_size(value: Any) -> Any:
+    """The spec of a tensor, dense, ragged or sparse, whatever the lengths of its axes are; `None` stays `None`."""
+    if value is None:
+        return None
+    shape = tf.TensorShape([None] * value.shape.rank)
+    if isinstance(value, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, value.dtype, value.ragged_rank, value.row_splits.dtype)
+    kind = tf.SparseTensorSpec if isinstance(value, tf.SparseTensor) else tf.TensorSpec
+    return kind(shape, value.dtype)
+
+
+def _without_optionals(batch: Any) -> Any:
+    return tf.nest.map_structure(batch_parts.none_if_empty, batch)

@@ -1,0 +1,209 @@
+"""Gradient tapes whose gradients are reduced over Horovod's processes, for variables of Keras 3 and of TensorFlow.
+
+with tf.GradientTape() as tape:
+    loss = loss_function(labels, model(images, training=True))
+tape = hvd.DistributedGradientTape(tape, examples=len(images))
+gradients = tape.gradient(loss, model.trainable_variables)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.communicators import horovod as engine
+from tfdist.errors import UsageError
+from tfdist.horovod import batches, names, operations, reduction
+from tfdist.internals import keras as keras_internals
+
+
+class DistributedGradientTape(tf.GradientTape):
+    """`gradtape`, whose `gradient` returns the gradients that are reduced over all processes.
+
+    The gradients of `jacobian` and `batch_jacobian` are those of this process, as in Horovod.
+
+    Args:
+        gradtape: any `tf.GradientTape`, also a persistent one. It may be entered before or through this object.
+        device_dense: where dense gradients are reduced; Horovod chooses by default.
+        device_sparse: where sparse gradients are gathered.
+        compression: `hvd.Compression.fp16` halves the bytes; `None` sends gradients unchanged.
+        sparse_as_dense: sum `tf.IndexedSlices` as dense tensors, instead of gathering their rows.
+        op: `hvd.Average`, also for `None`, or `hvd.Sum`.
+        gradient_predivide_factor: with `op=hvd.Average`, divide by it before the sum and multiply after.
+        scale_local_gradients: average the gradients of local sources as if the other processes had none.
+        examples: the number of examples in the batch of this process, a number or a scalar tensor. The average is then
+            that over the examples of all processes, the gradient of the joined batch. A tape does not know it: without
+            this argument all processes count alike, as in Horovod. In the `train_step` of a Keras model it is known.
+        average_over: "processes" lets all processes count alike in a `train_step` too.
+        others: `num_groups`, `groups` and `process_set`, which are not supported here; see `reduction.LEFT_OUT`.
+
+    Raises:
+        UsageError: an argument cannot work, or Horovod is missing.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def __init__(
+        self,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = None,
+        sparse_as_dense: bool = False,
+        op: Any = None,
+        gradient_predivide_factor: float = 1.0,
+        *,
+        scale_local_gradients: bool = True,
+        examples: Any = None,
+        average_over: str = reduction.EXAMPLES,
+        **others: Any,
+    ):
+        self._inner = gradtape
+        self._scale_local_gradients = scale_local_gradients
+        self._local: set[int] = set()
+        self._examples = examples
+        self._reduction = reduction.checked(
+            "DistributedGradientTape",
+            op,
+            gradient_predivide_factor,
+            average_over,
+            others,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+        )
+        if examples is not None and not self._reduction.weighs:
+            raise UsageError(
+                "DistributedGradientTape was given `examples`, and does not average over them",
+                "leave out `examples`, or `op` and `average_over`",
+            )
+        batches.install()
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> Any:
+        return self._inner.__exit__(*raised)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def watch(self, tensor: Any) -> None:
+        self._inner.watch(keras.tree.map_structure(_plain, tensor))
+
+    def stop_recording(self) -> Any:
+        return self._inner.stop_recording()
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def watched_variables(self) -> Any:
+        return self._inner.watched_variables()
+
+    def jacobian(self, target: Any, sources: Any, *arguments: Any, **named: Any) -> Any:
+        return self._inner.jacobian(target, keras.tree.map_structure(_plain, sources), *arguments, **named)
+
+    def batch_jacobian(self, target: Any, source: Any, *arguments: Any, **named: Any) -> Any:
+        return self._inner.batch_jacobian(target, _plain(source), *arguments, **named)
+
+    @tf.autograph.experimental.do_not_convert
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        """The reduced gradients, in the structure of `sources`; those of local sources are not reduced.
+
+        Args:
+            target: as of `tf.GradientTape.gradient`.
+            sources: variables of Keras or TensorFlow, or tensors: one, or a structure of them.
+            output_gradients: as of `tf.GradientTape.gradient`.
+            unconnected_gradients: the same. All processes must agree on which gradients are `None`.
+            use_generic_names: has no effect; names never depend on the variables.
+        """
+        del use_generic_names
+        flat = tf.nest.flatten(sources)
+        plain = [_plain(source) for source in flat]
+        found = self._inner.gradient(target, plain, output_gradients, unconnected_gradients)
+        shared = [index for index, source in enumerate(flat) if _identity(source) not in self._local]
+        with operations.named("the gradients of a tape"):
+            name = names.next_name("DistributedGradientTape")
+            factor = self._factor(found, name)
+            reduced = self._reduction.of_all([found[index] for index in shared], name, factor)
+        of_all = dict(zip(shared, reduced, strict=True))
+        gradients = [
+            of_all[index] if index in of_all else self._scaled(gradient, factor) for index, gradient in enumerate(found)
+        ]
+        return tf.nest.pack_sequence_as(sources, gradients)
+
+    def register_local_source(self, source: Any) -> None:
+        """Marks a variable whose gradient is this process' own, and is not reduced."""
+        self._local.add(_identity(source))
+
+    @tf.autograph.experimental.do_not_convert
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """The pairs of source and gradient of local sources, and those of all others."""
+        found = self.gradient(target, list(sources), output_gradients, use_generic_names=use_generic_names)
+        pairs = list(zip(sources, found, strict=True))
+        local = [pair for pair in pairs if _identity(pair[0]) in self._local]
+        return local, [pair for pair in pairs if _identity(pair[0]) not in self._local]
+
+    def _factor(self, gradients: list[Any], name: str) -> tf.Tensor | None:
+        examples = batches.examples() if self._examples is None else self._examples
+        if examples is None or not self._reduction.weighs:
+            return None
+        # A graph may have several steps; the numbers of one follow the gradients of its own step.
+        first = [gradient for gradient in gradients if gradient is not None][:1]
+        with tf.control_dependencies([getattr(one, "values", one) for one in first]):
+            return reduction.factor(examples, name)
+
+    def _scaled(self, gradient: Any, factor: tf.Tensor | None) -> Any:
+        if not self._scale_local_gradients:
+            return gradient
+        alike = tf.constant(1.0, tf.float64) if factor is None else factor
+        return reduction.times(gradient, alike / engine.load().size())
+
+
+@tf.autograph.experimental.do_not_convert
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape, *arguments: Any, local_layers: Collection[Any] | Any = (), **options: Any
+) -> DistributedGradientTape:
+    """A `DistributedGradientTape` that does not reduce the gradients of some layers.
+
+    Args:
+        gradtape: any `tf.GradientTape`.
+        arguments: those of `DistributedGradientTape`.
+        local_layers: a layer, or layers, whose weights differ between the processes.
+        options: those of `DistributedGradientTape`.
+
+    Raises:
+        UsageError: `local_layers` has something else than layers, or as `DistributedGradientTape`.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.Layer) else list(local_layers or ())
+    for layer in layers:
+        if not isinstance(layer, keras.Layer):
+            raise UsageError(
+                f"`local_layers` takes layers of Keras 3. Received: `{layer!r}`", "pass a layer, or a list of layers"
+            )
+    tape = DistributedGradientTape(gradtape, *arguments, **options)
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            tape.register_local_source(variable)
+    return tape
+
+
+def _plain(source: Any) -> Any:
+    return keras_internals.tf_variable(source) if isinstance(source, keras.Variable) else source
+
+
+def _identity(source: Any) -> int:
+    return id(_plain(source))
