@@ -32,14 +32,14 @@ def both(function, *batch, replicas=2):
 _DIGITS = {"float64": 1e-12, "complex128": 1e-12, "float32": 2e-6, "complex64": 2e-6, "float16": 1e-2}
 
 
-def assert_equal(found, expected, dtype_digits=None):
-    """Structures of tensors that differ by rounding at most; in float64 that is 1e-12."""
+def assert_equal(found, expected, least=0.0):
+    """Structures of tensors that differ by rounding at most, in float64 by 1e-12, or by `least`."""
     tf.nest.assert_same_structure(found, expected)
     pairs = zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True)
     for one, other in (map(np.asarray, pair) for pair in pairs):
         assert one.dtype == other.dtype and one.shape == other.shape
         if one.dtype.kind in "fc":
-            digits = dtype_digits or _DIGITS[one.dtype.name]
+            digits = max(least, _DIGITS[one.dtype.name])
             np.testing.assert_allclose(one, other, rtol=digits, atol=digits)
         else:
             np.testing.assert_array_equal(one, other)

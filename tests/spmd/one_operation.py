@@ -36,7 +36,7 @@ class Case:
         local: per array, the axes of which one can be sharded without a computation on the whole value: "01 - 2".
         attributes: of the operation.
         function: of the arrays, in place of the operation, where that reads what is no array.
-        digits: the relative and absolute difference that is allowed, if it is not that of the dtype.
+        digits: the relative and absolute difference that is allowed, if it is more than that of the dtype.
         of_known_lengths: the operation fails in a graph that does not know all lengths.
     """
 
@@ -45,7 +45,7 @@ class Case:
     local: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
-    digits: float | None = None
+    digits: float = 0.0
     of_known_lengths: bool = False
 
     def __str__(self) -> str:

@@ -54,6 +54,8 @@ def elementwise(operation: Operation, index: int, shard: Shard) -> Local | None:
 
 def _keeps_elements(operation: Operation) -> bool:
     """Whether the output has one element at each place; `Bitcast` may join them, `Equal` may give one for all."""
+    if operation.type.endswith("Grad") and len({operation.rank(one) for one in range(len(operation.placements))}) > 1:
+        return False  # they do not broadcast, and their kernels compare numbers of elements only
     if operation.type == "Bitcast":
         return operation.input_dtypes[0].size == operation.output_dtypes[0].size
     return operation.type not in ("Equal", "NotEqual") or operation.attribute("incompatible_shape_error")

@@ -64,7 +64,7 @@ rule("MaxPoolGradV2", attributes="padding data_format")(by_row([0, 0, 0, None, N
 rule("AvgPoolGrad", "AvgPool3DGrad", attributes=_POOLING)(by_row([None, 0], [0], localized=[0]))
 rule("LRN", attributes="depth_radius bias alpha beta")(by_row([0], [0]))
 rule("LRNGrad", attributes="depth_radius bias alpha beta")(by_row([0, 0, 0], [0]))
-rule("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")(by_row([0, 0], [0, 0]))
+rule("SparseSoftmaxCrossEntropyWithLogits")(by_row([0, 0], [0, 0]))
 rule("InTopK", attributes="k")(by_row([0, 0], [0]))
 rule("InTopKV2")(by_row([0, 0, None], [0]))
 rule("Dilation2D", attributes="strides rates padding")(by_row([0, None], [0]))
@@ -102,6 +102,16 @@ def batch_normalization_gradient(operation: Operation, index: int, shard: Shard)
     if index > 1 or shard.axis or operation.attribute("is_training"):
         return None
     return Local([0, 0] + [None] * (len(operation.placements) - 2), [0, "sum", "sum", None, None])
+
+
+@rule("SoftmaxCrossEntropyWithLogits")
+def cross_entropy(operation: Operation, index: int, shard: Shard) -> Local | None:
+    """Of rows of logits and as many rows of targets; one row, or one column, of either is broadcast."""
+    lengths = [operation.length(one, 0) for one in range(2)]
+    if shard.axis or operation.rank(0) != 2 or operation.rank(1) != 2 or lengths[0] != lengths[1]:
+        return None
+    del index
+    return Local([0, 0], [0, 0])
 
 
 @rule("BiasAdd", attributes="data_format")
