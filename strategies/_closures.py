@@ -34,6 +34,7 @@ from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _closure_data as data
 
@@ -58,6 +59,7 @@ class ClosureProgram(StepProgram):
     meets_in_each_step = False
 
     def __init__(self, strategy: Any, steps: Steps, *, measures_staleness: bool = True):
+        keras_variables.look_up_rows()  # closures are traced when workers ask for them
         self._measures_staleness = measures_staleness
         self._given = steps.batches
         self._trains = steps.kind == "train"
@@ -201,6 +203,7 @@ class ClosurePredictProgram(Program):
         self._strategy = strategy
         self._model = steps.model
         self._given, self._batches = steps.batches, data.of_workers(steps.batches)
+        keras_variables.look_up_rows()
         self._function = tf.function(self._predict, autograph=False, reduce_retracing=True)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:

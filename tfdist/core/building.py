@@ -64,7 +64,6 @@ def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
         The `tf.TensorSpec`s of the logs that the step returns; `None` if they are the results of the metrics, or if the
         step is not traced.
     """
-    keras_variables.look_up_rows()
     logs = None if strategy.runs_eagerly(model) else _built(strategy, model, kind, spec)
     if kind == "train":
         strategy.divide_optimizers(model)
@@ -139,6 +138,8 @@ def _is_needed(model: Any, kind: str) -> bool:
 
 def _rehearse(strategy: Strategy, model: Any, kind: str, batch: Any, outside: Any) -> Any:
     """Traces the step and returns its result."""
+    if strategy.mesh is not None:
+        return _rehearse_on_one_device(strategy, model, kind, batch, outside)
     exact_step.install()
 
     def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -148,10 +149,25 @@ def _rehearse(strategy: Strategy, model: Any, kind: str, batch: Any, outside: An
     replica = Rehearsal(build_optimizer)
     replica.unseeded = randomness.unseeded_of(strategy)
     with replica_context.on_replica(replica):
-        if kind != "train" or keras_internals.has_own_step(model, kind):
-            return getattr(model, f"{kind}_step")(batch)
-        logs = keras_internals.forward(model, batch)
-        optimizer = model.optimizer
-        if optimizer is not None and not optimizer.built:
-            build_optimizer(optimizer, model.trainable_variables)
-        return logs
+        return _rehearsed(model, kind, batch, build_optimizer)
+
+
+def _rehearse_on_one_device(strategy: Strategy, model: Any, kind: str, batch: Any, outside: Any) -> Any:
+    """Traces the step as it will be traced to be partitioned."""
+
+    def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+        with outside():
+            optimizer.build(list(variables))
+
+    with strategy.tracing(model):
+        return _rehearsed(model, kind, batch, build_optimizer)
+
+
+def _rehearsed(model: Any, kind: str, batch: Any, build_optimizer: Callable[[Any, Sequence[Any]], None]) -> Any:
+    if kind != "train" or keras_internals.has_own_step(model, kind):
+        return getattr(model, f"{kind}_step")(batch)
+    logs = keras_internals.forward(model, batch)  # Keras' own step makes no other variables than those of the optimizer
+    optimizer = model.optimizer
+    if optimizer is not None and not optimizer.built:
+        build_optimizer(optimizer, model.trainable_variables)
+    return logs

@@ -28,12 +28,14 @@ from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
 HOST = "CPU:0"
+_NOTHING = contextlib.nullcontext()
 # The steps that are done, whether there are more batches, whether the loop goes on, and the logs of the last step.
 LoopState = tuple[tf.Tensor, tf.Tensor, tf.Tensor, Logs]
 
@@ -364,7 +366,8 @@ class Graph:
             self._compiled, self._serial = self._choose(arguments)
         # A profile would not show the operations of a serial call, nor its wait for input.
         serial = self._serial and not tensorflow_internals.profiling()
-        with tensorflow_internals.serial_calls() if serial else contextlib.nullcontext():
+        # A call may trace the function, the first one at least.
+        with keras_variables.looking_up_rows(), tensorflow_internals.serial_calls() if serial else _NOTHING:
             return self._compiled(*arguments)
 
     def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
@@ -373,7 +376,7 @@ class Graph:
             # A graph that was traced for the usual executor cannot be run by the serial one. The reverse works, but
             # the usual executor's optimizations of the graph are missing.
             serial = self._new()
-            with tensorflow_internals.serial_calls():
+            with keras_variables.looking_up_rows(), tensorflow_internals.serial_calls():
                 graph = serial.get_concrete_function(*arguments).graph
             if tensorflow_internals.flat(graph) and tensorflow_internals.light(graph):
                 return serial, True

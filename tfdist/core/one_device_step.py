@@ -15,7 +15,8 @@ from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.batch_parts import UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import CostWarning, UsageError
-from tfdist.internals import keras_data, tensorflow_graphs
+from tfdist.internals import keras_data, keras_variables, tensorflow_graphs
+from tfdist.spmd.draws import Places
 from tfdist.spmd.placements import Placed, Shard
 
 # The share of a step's operations that may be repeated on every replica without a word.
@@ -39,6 +40,7 @@ class OneDeviceStep:
         self._step = step
         self._traced: Any = None
         self._said = False
+        self._places: Places = {}
         self.mesh: spmd.Mesh = strategy.mesh
         self.cost = spmd.Cost()
 
@@ -49,7 +51,7 @@ class OneDeviceStep:
         """
         if self._traced is None:
             assert tf.executing_eagerly()
-            with self._strategy.tracing(self._steps.model):
+            with self._strategy.tracing(self._steps.model), keras_variables.looking_up_rows():
                 spec = keras_data.without_optionals(self._steps.spec)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
         return self._traced
@@ -57,7 +59,8 @@ class OneDeviceStep:
     def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""
         placed, cost = self._placed(state, batch, rows), spmd.Cost()
-        results = spmd.compute(self.trace(), self.mesh, placed, rows if self._is_sharded(rows) else None, cost)
+        sharded = rows if self._is_sharded(rows) else None
+        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._places)
         if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
             self.cost = cost
         self._say(cost, rows)

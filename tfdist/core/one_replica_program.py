@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +13,16 @@ from tfdist.core import building, fused_optimizers
 from tfdist.core.inner_loop import Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, own_logs
+from tfdist.internals import keras_variables
+from tfdist.internals import tensorflow as tensorflow_internals
+
+
+@contextlib.contextmanager
+def _on_one_replica(strategy: Any, model: Any) -> Iterator[None]:
+    """The context of an eager step, which makes variables on its way that belong to all replicas."""
+    made_in_scope = tensorflow_internals.variables_made_in(strategy.scope)
+    with made_in_scope, strategy.tracing(model), keras_variables.looking_up_rows():
+        yield
 
 
 class OneReplicaProgram(StepProgram):
@@ -44,10 +56,8 @@ class OneReplicaProgram(StepProgram):
         return done, done == int(count) or not finite, logs or self._results({})
 
     def _computed(self, data: Any) -> Logs:
-        kind = self._step_name.removesuffix("_step")
-        building.build_eagerly(self._strategy, self._model, kind, data)
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused)
-        with self._strategy.tracing(self._model), update:
+        with _on_one_replica(self._strategy, self._model), update:
             return own_logs(self._model, self._step_name, getattr(self._model, self._step_name)(data))
 
 
@@ -62,7 +72,6 @@ class OneReplicaPredictProgram(PredictProgram):
         outputs = []
         for batch in self._batches.take(state, first, count):
             data = self._one_device.whole_batch(state, batch)
-            building.build_eagerly(self._strategy, self._model, "predict", data)
-            with self._strategy.tracing(self._model):
+            with _on_one_replica(self._strategy, self._model):
                 outputs.append(self._model.predict_step(data))
         return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})

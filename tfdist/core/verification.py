@@ -73,7 +73,8 @@ def verify(
     Raises:
         VerificationError: the steps differ, in any of the processes.
     """
-    exact_step.install()
+    if strategy.mesh is None:
+        exact_step.install()
     groups = training_state.variables(model)
     unseeded = [randomness.unseeded_of(strategy).state]
     variables = [variable for members in groups.values() for variable in members]
@@ -83,7 +84,9 @@ def verify(
     watch = Watch(strategy, model, sees=inside)
     with _state_kept(held), watch:
         seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
-        if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
+        if (
+            strategy.runs_eagerly(model) and strategy.mesh is None
+        ):  # with variables of the strategy, before those of one device take their place
             building.build_eagerly(strategy, model, "train", batches[0])
         with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
             spec = BatchFeed(batches[0]).spec
@@ -151,7 +154,7 @@ def _on_one_device(
     watch.noise = tf.Variable(0.0)
     for number in range(1 + _NUDGES):
         # Operations of `tf.random` keep their state in the graph, so that each run needs a new one.
-        if program is None or watch.keeps_state:
+        if program is None or watch.keeps_state or strategy.mesh is not None:
             program = StepProgram(strategy.on_this_process(), steps)
         with _state_kept(held):
             if number:

@@ -164,6 +164,21 @@ def strategy_of(optimizer: Any) -> Any:
     return optimizer._distribution_strategy
 
 
+class _OnOneDevice:
+    """What an optimizer asks of its strategy, answered as without one: a copy of a variable is updated where it is."""
+
+    def __init__(self) -> None:
+        self.extended = self
+
+    def colocate_vars_with(self, variable: Any) -> contextlib.AbstractContextManager[None]:
+        """A scope makes the slots of a variable on the devices of all of its copies in any case."""
+        del variable
+        return contextlib.nullcontext()
+
+    def update(self, *arguments: Any, **named: Any) -> Any:
+        return tf.distribute.get_strategy().extended.update(*arguments, **named)
+
+
 @contextlib.contextmanager
 def updating_on_one_device(model: Any) -> Iterator[None]:
     """In this context the optimizers of `model` update variables as without a strategy of TensorFlow."""
@@ -172,7 +187,7 @@ def updating_on_one_device(model: Any) -> Iterator[None]:
     before = [one._distribution_strategy for one in held]
     try:
         for one in held:
-            one._distribution_strategy = tf.distribute.get_strategy()
+            one._distribution_strategy = _OnOneDevice()
         yield
     finally:
         for one, strategy in zip(held, before, strict=True):

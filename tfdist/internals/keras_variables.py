@@ -21,9 +21,9 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import containers_of, optimizers
 
 
-@functools.cache
-def look_up_rows() -> None:
-    """From now on Keras reads only the rows of an embedding that it looks up, and not the whole table.
+@contextlib.contextmanager
+def looking_up_rows() -> Iterator[None]:
+    """In this context Keras reads only the rows of an embedding that it looks up, and not the whole table.
 
     The result is the same. But after a sparse update TensorFlow copies a variable each time all of it is read.
     """
@@ -38,6 +38,16 @@ def look_up_rows() -> None:
         return x._maybe_autocast(rows)
 
     tensorflow_numpy.take = take
+    try:
+        yield
+    finally:
+        tensorflow_numpy.take = original
+
+
+@functools.cache
+def look_up_rows() -> None:
+    """From now on, Keras reads only the rows of an embedding that it looks up; see `looking_up_rows`."""
+    contextlib.ExitStack().enter_context(looking_up_rows())
 
 
 # From this size on, the saved memory is worth tracing a graph.

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import values
 from tensorflow.python.saved_model import save_context
 
 _NUMBERS = {"__float__": float, "__int__": int, "__complex__": complex}
@@ -84,10 +85,29 @@ def is_sum_of_copies(variable: Any) -> bool:
 def first_copies() -> Iterator[None]:
     """Code that is traced in this context reads and assigns the first copy of each variable of a strategy alone.
 
-    It is the context in which TensorFlow exports a model for one device.
+    It is the context in which TensorFlow exports a model for one device. Methods that TensorFlow has not written for a
+    strategy's variables are those of the first copy meanwhile.
     """
-    with save_context.save_context(tf.saved_model.SaveOptions()):
+    own = vars(values.DistributedVariable)
+    with save_context.save_context(tf.saved_model.SaveOptions()), contextlib.ExitStack() as stack:
+        for name in _OF_PLAIN_VARIABLES:
+            if name not in own:
+                setattr(values.DistributedVariable, name, _of_first_copy(name))
+                stack.callback(delattr, values.DistributedVariable, name)
         yield
+
+
+_OF_PLAIN_VARIABLES = (
+    *("batch_scatter_update", "gather_nd", "scatter_nd_add", "scatter_nd_max", "scatter_nd_min", "scatter_nd_sub"),
+    *("scatter_nd_update", "sparse_read", "count_up_to"),
+)
+
+
+def _of_first_copy(name: str) -> Any:
+    def method(variable: Any, *arguments: Any, **named: Any) -> Any:
+        return getattr(variable._primary, name)(*arguments, **named)
+
+    return method
 
 
 def size_bytes(variable: tf.Variable) -> int:

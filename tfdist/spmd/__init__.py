@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
+from tfdist.spmd.draws import Places
 from tfdist.spmd.meshes import Mesh, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Placed, Shard
@@ -33,7 +34,14 @@ def replicated(tensors: Sequence[tf.Tensor], repeated: bool = False) -> Placed:
     return Placed(REPLICATE, tensors, repeated=repeated)
 
 
-def compute(traced: Any, mesh: Mesh, batch: Sequence[Placed], rows: Sequence[int] | None, cost: Cost) -> Any:
+def compute(
+    traced: Any,
+    mesh: Mesh,
+    batch: Sequence[Placed],
+    rows: Sequence[int] | None,
+    cost: Cost,
+    places: Places | None = None,
+) -> Any:
     """Computes the step of one device on the replicas of a mesh, in the present graph.
 
     Args:
@@ -42,6 +50,7 @@ def compute(traced: Any, mesh: Mesh, batch: Sequence[Placed], rows: Sequence[int
         batch: its arguments, flat.
         rows: the number of examples of each replica of the job; `None` if the batch is not sharded.
         cost: counts what is computed and exchanged.
+        places: of random draws, which the graphs of a step share; see `tfdist.spmd.draws`.
 
     Returns:
         What the traced function returns, replicated; this process' first copy.
@@ -50,7 +59,7 @@ def compute(traced: Any, mesh: Mesh, batch: Sequence[Placed], rows: Sequence[int
     captured, _ = tensorflow_functions.captured(traced.graph)
     outside = [replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
-    partitioner = Partitioner(mesh, sharded, cost)
+    partitioner = Partitioner(mesh, sharded, cost, places)
     outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))
     flat = iter([partitioner.conversions.tensors(output)[0] for output in outputs])
     return tf.nest.map_structure(

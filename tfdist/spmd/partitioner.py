@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd import constants, control_flow, effects, linear, tensor_lists
+from tfdist.spmd import constants, control_flow, draws, effects, linear, tensor_lists
 from tfdist.spmd import local_shapes as shapes
 from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
@@ -55,10 +55,18 @@ class Partitioner:
         mesh: the replicas.
         rows: the placement of the batch, and the number of its examples, if it is sharded.
         cost: counts what the partitioned step computes and exchanges.
+        places: of random draws in their streams, which all graphs of a step share.
     """
 
-    def __init__(self, mesh: Mesh, rows: tuple[Shard, int] | None, cost: Cost | None = None):
+    def __init__(
+        self,
+        mesh: Mesh,
+        rows: tuple[Shard, int] | None,
+        cost: Cost | None = None,
+        places: draws.Places | None = None,
+    ):
         self.mesh = mesh
+        self.places = {} if places is None else places
         self.rows = rows
         self.cost = cost or Cost()
         self.conversions = Conversions(mesh, self.cost)
@@ -243,7 +251,9 @@ class Partitioner:
         """An operation on whole inputs, once for each copy."""
         operation = node.operation
         repeated = any(value.repeated for value in inputs)
-        if effects.once(operation) or _shares_resource(inputs):
+        if draws.is_seeded(operation):
+            copies = [self._drawn(operation, inputs[0])]
+        elif effects.once(operation) or _shares_resource(inputs):
             reads = [self.conversions.tensors(value)[0] for value in inputs]
             copies = self._once(operation, reads)
         else:
@@ -264,6 +274,17 @@ class Partitioner:
         if any(isinstance(value.placement, Shard) for value in given) or repeated:
             results = [self._by_rows(value) for value in results]
         return results
+
+    def _drawn(self, operation: tf.Operation, shape: Placed) -> list[tf.Tensor]:
+        """The copies of the random numbers that an operation with a seed draws for the whole batch."""
+        shapes_of_copies = self.conversions.tensors(shape)
+        with self.mesh.on_copy(0):
+            place = draws.next_place(operation, shapes_of_copies[0], self.places)
+        found = []
+        for copy, own in enumerate(shapes_of_copies):
+            with self.mesh.on_copy(copy):
+                found.append(draws.draw(operation, own, place))
+        return found
 
     def _once(self, operation: tf.Operation, reads: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         """An operation that runs once in the job, or once in each process whose copies share a resource."""

@@ -29,8 +29,9 @@ _SLICES: list[tuple[Any, str]] = [
     (np.s_[tf.newaxis, :, 0, tf.newaxis], "02"),
     (np.s_[:, 1, tf.newaxis, ::3], "0"),
     (np.s_[3, 1, :], "2"),
-    (np.s_[..., 0], "-"),
-    (np.s_[..., tf.newaxis], "-"),
+    (np.s_[..., 0], "0"),
+    (np.s_[..., tf.newaxis], "02"),
+    (np.s_[:, ..., 1:2], "0"),
     (np.s_[0, ..., 1:2], "-"),
 ]
 
