@@ -52,7 +52,7 @@ class OneDeviceStep:
         if self._traced is None:
             assert tf.executing_eagerly()
             with self._strategy.tracing(self._steps.model), keras_variables.looking_up_rows():
-                spec = keras_data.without_optionals(self._steps.spec)
+                spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
         return self._traced
 

@@ -15,6 +15,7 @@ from tfdist.core.inner_loop import Program, Steps, as_traced
 from tfdist.core.partitioned_program import PartitionedProgram
 from tfdist.data.pipeline.feed import Feed
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data
 from tfdist.spmd import Cost
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def build(strategy: Strategy, model: Any, kind: str, feed: Feed) -> None:
     made = _made(model, kind)
     randomness.unseeded_of(strategy)  # made here, since it cannot be made while a graph is traced
     if not made.built:
-        made.own_logs = building.build(strategy, model, kind, feed.spec)
+        spec = feed.spec if strategy.mesh is None else keras_data.traced_spec(feed.spec, feed.batches.size)
+        made.own_logs = building.build(strategy, model, kind, spec)
         made.built = True
 
 

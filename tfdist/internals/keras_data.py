@@ -27,6 +27,19 @@ def without_optionals(spec: Any) -> Any:
     return tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, spec)
 
 
+def traced_spec(spec: Any, examples: int | None) -> Any:
+    """The spec of the batches that a step is traced for; `examples` is their number in every batch, if it is known."""
+
+    def of_one(one: Any) -> Any:
+        if one is None or isinstance(one, tf.OptionalSpec):
+            return None
+        if examples is None or not isinstance(one, tf.TensorSpec) or not one.shape.rank:
+            return one
+        return tf.TensorSpec([examples, *one.shape[1:]], one.dtype)
+
+    return tree.map_structure(of_one, spec)
+
+
 def standardized(adapter: Any, batch: Any) -> Any:
     """A batch of a `PyDataset` as its adapter yields it: `(x, y, sample_weight)` with the class weights applied."""
     return adapter._standardize_batch(batch)

@@ -132,6 +132,10 @@ class ArrayBatches(Batches):
             positions, share = self.positions(batch, index, division)
             return self.gathered(state[0], positions), share
 
+    @property
+    def size(self) -> int | None:
+        return self.batch_size if self.even else None
+
     def lengths_of_parts(self, state: Any, batch: tuple[tf.Tensor, ...], division: Division) -> list[Any]:
         del state
         return batch_parts.rows(self.batch_size if self.even else batch_parts.length(batch[0]), division)

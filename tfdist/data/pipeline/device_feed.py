@@ -89,6 +89,10 @@ class ResidentBatches(Batches):
     specs: tuple[tf.TensorSpec | None, ...]
     length_known: bool = True
 
+    @property
+    def size(self) -> int | None:
+        return self.whole.size
+
     def of_any_length(self) -> ResidentBatches:
         return replace(self, whole=self.whole.of_any_length())
 

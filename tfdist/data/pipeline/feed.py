@@ -161,6 +161,11 @@ class Batches:
         """
         raise NotImplementedError
 
+    @property
+    def size(self) -> int | None:
+        """The number of examples of every global batch, where stock Keras knows it while it traces; else `None`."""
+        return None
+
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
         """The number of examples of a global batch in each part: integers, or int32 scalars."""
         found = []
