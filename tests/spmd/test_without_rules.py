@@ -74,7 +74,7 @@ class Step:
         self.model, x = STEPS[name]()
         self.batch = (x, np.arange(EXAMPLES) % 3)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self.model.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
+        self.model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], jit_compile=False)
         self.model.train_on_batch(*self.batch)
         metrics = [variable for metric in self.model.metrics for variable in metric.variables]
         self.variables = [*self.model.variables, *self.model.optimizer.variables, *metrics]
@@ -135,7 +135,7 @@ def test_no_step_needs_a_rule(step, monkeypatch):
     monkeypatch.setattr(linear, "ADDITIVE", frozenset())
     found, cost = step("dense").on_replicas(3)
     assert_equal(found, step("dense").expected, 1e-10)
-    assert cost.repeated_share > 0.9
+    assert cost.repeated_share > 0.8
 
 
 @pytest.mark.thorough
