@@ -31,13 +31,6 @@ CALLBACKS = [
     )
 ]
 # docs/contract.md says each of these in a sentence.
-FIXED_BATCH_SIZE = {
-    "test_lambda_callback",
-    "test_lambda_callback_during_prediction",
-    "test_lambda_callback_with_batches",
-    "test_lambda_callback_with_kwargs",
-    "test_model_checkpoint_loading",
-}
 A_STRATEGY_OF_ITS_OWN = {"test_swap_ema_weights_with_tf_distribute"}
 TRACED_ONCE_PER_REPLICA_AND_REHEARSED = {"test_retracing"}
 ROWS_ARE_UPDATED_BY_A_KERNEL = {
@@ -82,7 +75,7 @@ def failed(files, folder):
             | NOT_ROUNDED_UP_TO_STEPS_PER_EXECUTION,
             140,
         ),
-        (CALLBACKS, FIXED_BATCH_SIZE | A_STRATEGY_OF_ITS_OWN, 60),
+        (CALLBACKS, A_STRATEGY_OF_ITS_OWN, 60),
     ],
     ids=["trainer", "callbacks"],
 )
