@@ -307,8 +307,9 @@ def test_a_generator_is_not_read_on_after_a_verification_that_fails(method):
 
     examples = tf.TensorSpec([4, 1])
     dataset = tf.data.Dataset.from_generator(slowly, output_signature=(examples, examples)).prefetch(1000)
-    strategy = tfdist.strategy("custom", devices=2)
-    model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(), layers.Dense(1)])
+    strategy = tfdist.strategy("pipeline", devices=2, micro_batches=2, balance="memory")
+    inside = [layers.Dense(2), layers.BatchNormalization(), layers.Dense(1)]
+    model = keras.Sequential([keras.Input((1,)), *inside])
     model.compile("sgd", "mse", jit_compile=False)
     strategy.prepare(model, verify=method == "fit")
     with pytest.raises(VerificationError) as raised:

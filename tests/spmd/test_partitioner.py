@@ -247,6 +247,23 @@ def test_the_doubles_of_a_value_are_made_once():
     assert cost.gathers == 1
 
 
+def test_what_is_held_back_waits_on_each_replica():
+    """So that what is computed again for a backward pass is computed late."""
+
+    def step(x):
+        late = tf.tanh(x @ WEIGHTS)
+        with tf.control_dependencies([late]):
+            held = tf.raw_ops.PreventGradient(input=x, message="")
+        return tf.reduce_sum(late) + tf.reduce_sum(held)
+
+    several = spmd.partitioned(traced(step, X), spmd.Mesh(["CPU:0"] * 2), rows_of(7, 2))
+    graph = several.get_concrete_function(tf.TensorSpec(X.shape, tf.float64)).graph
+    held = [operation for operation in graph.get_operations() if operation.type == "PreventGradient"]
+    assert len(held) == 2
+    assert all(one.type == "Tanh" for operation in held for one in operation.control_inputs)
+    assert all(operation.control_inputs for operation in held)
+
+
 def test_nothing_of_tensorflow_is_replaced():
     before = {name: getattr(tf.raw_ops, name) for name in dir(tf.raw_ops)}
     with contextlib.suppress(StopIteration):

@@ -142,6 +142,8 @@ class Partitioner:
     def _plan_of_its_own(self, node: Node, values: Sequence[Placed]) -> Plan | None:
         """The plan for operations that no rule describes."""
         given, kind = [value.placement for value in values], node.operation.type
+        if kind == "PreventGradient" and node.before:
+            return Plan(given, lambda inputs: [self._held_back(node, inputs[0])])
         if kind in ALIASES:
             return Plan(given, lambda inputs: inputs)  # it waits for an effect, as those that read it do now
         if kind == "EnsureShape" and not isinstance(given[0], Replicate):
@@ -306,6 +308,18 @@ class Partitioner:
         if self.rows is None or not value.shape.rank or value.shape[0] != self.rows[1]:
             return value
         return value.keep(self.conversions.cut(value, self.rows[0]))
+
+    def _held_back(self, node: Node, value: Placed) -> Placed:
+        """A value that waits for operations that compute something else, as recomputation has it."""
+        tensors = []
+        for tensor in value.tensors:
+            after = [one for earlier in node.before for slot in earlier.outputs for one in _value(slot).tensors]
+            own = [one.op for one in after if one.device == tensor.device] or [one.op for one in after]
+            with tf.device(tensor.device), tf.control_dependencies(own):
+                tensors += tensorflow_functions.create(node.operation, [tensor])
+        held = Placed(value.placement, tensors, value.constant, value.repeated, value.element_dtype, self.mesh.local[0])
+        held.axes, held.lengths = value.axes, value.lengths
+        return held
 
     def _of_shape(self, node: Node, inputs: list[Placed]) -> list[Placed]:
         """What follows from the shape of a value that is not replicated."""
