@@ -34,8 +34,7 @@ from tfdist.internals import tensorflow as tensorflow_internals
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
-HOST = "CPU:0"
-_NOTHING = contextlib.nullcontext()
+HOST, _NOTHING = "CPU:0", contextlib.nullcontext()
 # The steps that are done, whether there are more batches, whether the loop goes on, and the logs of the last step.
 LoopState = tuple[tf.Tensor, tf.Tensor, tf.Tensor, Logs]
 
@@ -80,8 +79,7 @@ class Steps:
 def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:
     """`batches` with the static shapes that the graph of a step of `model` is traced for.
 
-    A static batch size makes a faster graph, but hides how a scalar was computed (see `tfdist.core.means_and_sums`). So
-    it is kept only for models of Keras' own classes, whose scalars are known, and where steps are partitioned.
+    A static batch size hides how a scalar was computed (`tfdist.core.means_and_sums`), which is not known of own steps.
     """
     known = strategy.alone or strategy.mesh is not None or keras_internals.is_of_keras_alone(model)
     return batches if known else batches.of_any_length()
@@ -221,9 +219,10 @@ class StepProgram(Program):
         """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
         if self._at_nan is AtNan.STOP:
             total = keras_internals.loss_tracker(self._model).total
-            if self._strategy.mesh is not None:  # each process has the whole state of the metrics in its steps
-                return tf.math.is_finite(metrics.own_part(total))
-            return tf.math.is_finite(metrics.value(self._strategy, total, "finite"))
+            whole = self._strategy.mesh is not None  # each process has the whole state of the metrics in its steps
+            return tf.math.is_finite(
+                metrics.own_part(total) if whole else metrics.value(self._strategy, total, "finite")
+            )
         if self._at_nan is AtNan.FIND:
             self._count_if_finite()
         with tf.device(HOST):
@@ -364,17 +363,15 @@ class Graph:
     def __call__(self, *arguments: Any) -> Any:
         if self._compiled is None:
             self._compiled, self._serial = self._choose(arguments)
-        # A profile would not show the operations of a serial call, nor its wait for input.
+        # A profile would not show a serial call.
         serial = self._serial and not tensorflow_internals.profiling()
-        # A call may trace the function, the first one at least.
         with keras_variables.looking_up_rows(), tensorflow_internals.serial_calls() if serial else _NOTHING:
             return self._compiled(*arguments)
 
     def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
         """The `tf.function`, and whether its calls are serial."""
         if self._strategy.single_threaded:
-            # A graph that was traced for the usual executor cannot be run by the serial one. The reverse works, but
-            # the usual executor's optimizations of the graph are missing.
+            # The serial executor cannot run a graph that was traced for the usual one, which optimizes its graphs.
             serial = self._new()
             with keras_variables.looking_up_rows(), tensorflow_internals.serial_calls():
                 graph = serial.get_concrete_function(*arguments).graph

@@ -12,7 +12,7 @@ from tfdist import spmd
 from tfdist.core import metrics
 from tfdist.core.inner_loop import Steps
 from tfdist.core.metrics import Logs
-from tfdist.data.pipeline.batch_parts import UNEQUAL
+from tfdist.data.pipeline.batch_parts import DIFFERENT, UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import CostWarning, UsageError
 from tfdist.internals import keras_data, keras_variables, tensorflow_graphs
@@ -95,6 +95,8 @@ class OneDeviceStep:
         """
         lengths = self._steps.batches.lengths_of_parts(state, batch, self._strategy.division)
         found = tuple(int(length) for length in lengths)
+        if DIFFERENT in found:
+            self._strategy.coordinate(1, False)  # which says that the processes were given different batches
         return () if UNEQUAL in found else found
 
     def _placed(self, state: Any, batch: Any, rows: Rows) -> list[Placed]:
@@ -128,7 +130,9 @@ class OneDeviceStep:
     def whole_batch(self, state: Any, batch: Any) -> Any:
         """A global batch, as the step of one device takes it."""
         batches = self._steps.batches
-        return self.mesh.gathered(batches.mine(batch)) if batches.in_parts else batches.part(state, batch, 0, WHOLE)[0]
+        if batches.in_parts:
+            return self.mesh.gathered(batches.mine(state, batch, self._strategy.division))
+        return batches.part(state, batch, 0, WHOLE)[0]
 
 
 def _is_dense(spec: Any) -> bool:

@@ -126,8 +126,7 @@ class _Steps:
             yes = tf.constant(True)
             begun = tf.constant(0), yes, yes, yes, list(flat), self._no_logs()
         invariants = tf.nest.map_structure(lambda one: one.shape, begun)
-        # Other axes than that of the examples may have other lengths in another batch.
-        invariants = (*invariants[:4], [tf.TensorShape([None] * one.shape.rank) for one in flat], invariants[5])
+        invariants = (*invariants[:4], self._shapes(state), invariants[5])
         with mesh.branches() as note:
             done, more, alike, finite, batch, logs = tf.while_loop(
                 lambda done, more, alike, finite, batch, logs: self._goes_on(count, done, more, alike, finite),
@@ -140,6 +139,16 @@ class _Steps:
         with tf.control_dependencies([done]):
             mesh.end(metrics)
         return done, more, alike, finite, batch, logs or program._results(logs, after=done)
+
+    def _shapes(self, state: Any) -> list[tf.TensorShape]:
+        """The shapes of the tensors of any batch, of which there may be any number of examples."""
+        with tf.__internal__.FuncGraph("scratch").as_default():
+            batch = self._program._batches.fetch(state, tf.constant(0))
+            batch = batch if self._program._batches.length_known else batch.get_value()
+            return [
+                tf.TensorShape([None, *one.shape[1:]]) if one.shape.rank else one.shape
+                for one in _flat(_without_optionals(batch))
+            ]
 
     def _goes_on(self, count: tf.Tensor, done: tf.Tensor, *conditions: tf.Tensor) -> tf.Tensor:
         # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
@@ -206,6 +215,10 @@ class PartitionedPredictProgram(PredictProgram):
     def run(self, state: Any, first: int, count: int) -> Outcome:
         outputs = []
         for batch in self._batches.take(state, first, count):
+            if self._batches.own:  # the other processes have batches of their own
+                mine = self._batches.mine(state, batch, self._strategy.division)
+                outputs.append(self._one_device.trace()(mine))
+                continue
             rows = self._one_device.rows(state, batch)
             if rows not in self._graphs:
                 self._graphs[rows] = Graph(self._of(rows), self._strategy)

@@ -1,9 +1,8 @@
 """The private parts of Keras' models, layers, metrics and optimizers that tfdist calls, reads and sets.
 
 `keras_patches` and `keras_loops` replace functions of Keras, `keras_routes` leads those of a prepared model to its
-strategy, `keras_variables` initializes, reads and protects variables, and `keras_data` reads the data of `fit`. All of
-these modules were written for Keras 3.15.1, and
-`tests/test_keras_internals.py` fails when Keras changes a part that they use.
+strategy, `keras_variables` reads and protects variables, and `keras_data` reads the data of `fit`. All of these modules
+were written for Keras 3.15.1, and `tests/test_keras_internals.py` fails when Keras changes a part that they use.
 """
 
 from __future__ import annotations
@@ -170,10 +169,9 @@ class _OnOneDevice:
     def __init__(self) -> None:
         self.extended = self
 
-    def colocate_vars_with(self, variable: Any) -> contextlib.AbstractContextManager[None]:
+    def colocate_vars_with(self, variable: Any) -> contextlib.AbstractContextManager[Any]:
         """A scope makes the slots of a variable on the devices of all of its copies in any case."""
-        del variable
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(variable)
 
     def update(self, *arguments: Any, **named: Any) -> Any:
         return tf.distribute.get_strategy().extended.update(*arguments, **named)

@@ -80,6 +80,8 @@ UNEQUAL_LENGTHS = "The tensors of a batch have different lengths, so that it can
 
 # Instead of the number of examples in a part, where the tensors of a batch have different lengths.
 UNEQUAL = -1
+# The same, where the processes of a job have batches of different lengths, which should be alike.
+DIFFERENT = -2
 
 
 def lengths_of_parts(values: Sequence[Any], division: Division) -> list[Any]:

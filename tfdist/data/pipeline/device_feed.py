@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tensorflow as tf
 
@@ -116,7 +116,7 @@ class PrefetchedFeed(PlacedFeed):
         self._devices = list(devices)
         self._first_replica = rank * len(self._devices)
         self._division = division
-        self.batches = PrefetchedBatches(feed.batches, feed.examples, len(self._devices))
+        self.batches = PrefetchedBatches(feed.batches, feed.examples, len(self._devices), self._first_replica)
         self._parts = self._make_parts(feed)
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -165,7 +165,7 @@ class PrefetchedFiles(PlacedFeed):
         self._replicas = range(rank * len(self._devices), (rank + 1) * len(self._devices))
         self._division = division
         whole = ArrayBatches(feed.batch_size, feed.examples % feed.batch_size == 0)
-        self.batches = PrefetchedBatches(whole, feed.examples, len(self._devices))
+        self.batches = PrefetchedBatches(whole, feed.examples, len(self._devices), self._replicas.start)
 
     def start(self, epoch: int, first_batch: int) -> Any:
         self._files.begin(epoch)
@@ -181,16 +181,36 @@ class PrefetchedBatches(Batches):
         whole: how the device transforms what it has received.
         examples: in a pass.
         local_replicas: replicas of this process.
+        first_replica: the number of the first of them in the job.
     """
 
     whole: ArrayBatches
     examples: int
     local_replicas: int
+    first_replica: int = 0
+    in_parts: ClassVar[bool] = True
     length_known: bool = True
     length_is_known: bool = True
 
     def of_any_length(self) -> PrefetchedBatches:
         return replace(self, length_is_known=False)
+
+    @property
+    def size(self) -> int | None:
+        return self.whole.size
+
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        del state
+        return batch_parts.rows(self.whole.size or batch[1], division)
+
+    def mine(self, state: Any, batch: Any, division: Division) -> Any:
+        first, lengths = self.first_replica, self.lengths_of_parts(state, batch, division)
+        rows = []
+        for index in range(first, first + self.local_replicas):
+            part, _ = self.part(state, batch, index, division)
+            rows.append([None if one is None else one[: lengths[index]] for one in tree.flatten(part)])
+        joined = [None if of_all[0] is None else tf.concat(of_all, 0) for of_all in zip(*rows, strict=True)]
+        return tree.pack_sequence_as(part, joined)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         size = self.whole.batch_size

@@ -179,7 +179,7 @@ class Batches:
                 found.append(tf.where(share > 0, length, 0))
         return found
 
-    def mine(self, batch: Any) -> Any:
+    def mine(self, state: Any, batch: Any, division: Division) -> Any:
         """The examples of this process, where each has its part of a batch alone; there may be none."""
         raise NotImplementedError
 

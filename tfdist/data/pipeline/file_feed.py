@@ -6,11 +6,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from tfdist.cluster.world import World
+from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.batch_parts import at_least_one
 from tfdist.data.pipeline.dataset_feed import DatasetBatches
 from tfdist.data.pipeline.division import Division
@@ -125,6 +126,15 @@ class RankBatches(DatasetBatches):
     processes: Division
     examples: int
     batch_size: int
+    in_parts: ClassVar[bool] = True
+
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        del state
+        return batch_parts.rows(batch[1], division)
+
+    def mine(self, state: Any, batch: Any, division: Division) -> Any:
+        del state, division
+        return batch[0]
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         whole, rest = divmod(self.examples, self.batch_size)

@@ -21,7 +21,7 @@ from tfdist.cluster.world import World
 from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.dataset_feed import DatasetFeed
-from tfdist.data.pipeline.division import Division
+from tfdist.data.pipeline.division import WHOLE, Division
 from tfdist.data.pipeline.feed import ONLY_PARTS, Batches, Feed, WrappedFeed
 from tfdist.data.pipeline.large_feed import LargeArrayFeed
 from tfdist.errors import UsageError
@@ -204,7 +204,11 @@ class SharedBatches(Batches):
         return self.whole.part(state, batch, index, division)
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        return self.whole.lengths_of_parts(state, batch, division)
+        # Processes whose batches differ in length, against what was agreed, must not leave each other in a step.
+        mine = [tf.cast(length, tf.int32) for length in self.whole.lengths_of_parts(state, batch, division)]
+        of_all = self.numbers_of_all(tf.reduce_sum(tf.maximum(mine, 0)))
+        alike = tf.reduce_all(tf.equal(of_all, of_all[:1]))
+        return [tf.where(alike, length, batch_parts.DIFFERENT) for length in mine]
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,10 @@ class PartBatches(Batches):
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         return _local_part(self, state, batch, index, division)
+
+    def mine(self, state: Any, batch: Any, division: Division) -> Any:
+        del division
+        return self.part_of.part(state, batch, 0, WHOLE)[0]
 
 
 @dataclass(frozen=True)
@@ -257,11 +265,13 @@ class JoinedBatches(Batches):
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
         del state
         within = Division(division.count // self.world_size)
-        return [length for size in tf.unstack(batch[1]) for length in batch_parts.rows(size, within)]
+        sizes = tf.unstack(batch[1], num=self.world_size)
+        return [length for size in sizes for length in batch_parts.rows(size, within)]
 
-    def mine(self, batch: Any) -> Any:
+    def mine(self, state: Any, batch: Any, division: Division) -> Any:
         """The examples of this process, of which there may be none."""
-        return tree.map_structure(batch_parts.none_if_empty, batch[0])
+        del division
+        return self.part_of.part(state, batch[0], 0, WHOLE)[0]
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         mine, sizes = batch
