@@ -53,7 +53,7 @@ def is_near(value, other, digits):
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_drawn_step_is_that_of_one_device(seed):
     (one,) = drawn.draws([seed])
     assert not difference(one)

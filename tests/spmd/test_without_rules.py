@@ -135,7 +135,7 @@ def test_no_step_needs_a_rule(step, monkeypatch):
     monkeypatch.setattr(linear, "ADDITIVE", frozenset())
     found, cost = step("dense").on_replicas(3)
     assert_equal(found, step("dense").expected, 1e-10)
-    assert cost.repeated_share > 0.9
+    assert cost.repeated_share > 0.8
 
 
 @pytest.mark.thorough
