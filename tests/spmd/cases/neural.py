@@ -133,6 +133,7 @@ def _losses() -> list[Case]:
         Case("SoftmaxCrossEntropyWithLogits", (real(7, 5), real(7, 5)), "0 0"),
         Case("SoftmaxCrossEntropyWithLogits", (real(7, 5), real(1, 5)), "- -"),
         Case("SoftmaxCrossEntropyWithLogits", (real(14, 7), real(14, 1)), "0 0"),
+        Case("SoftmaxCrossEntropyWithLogits", (real(7, 5), real()), "- -"),
         Case("InTopK", (real(7, 5, dtype=np.float32), whole(0, 5, 7)), "0 0", {"k": 2}),
         Case("InTopKV2", (real(7, 5, dtype=np.float32), whole(0, 5, 7), 2), "0 0"),
         Case("BiasAdd", (real(7, 14, 7), real(7)), "01 -"),
