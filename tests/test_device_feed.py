@@ -212,7 +212,7 @@ class TestWhatCrossesToADevice:
     def test_in_a_step_on_arrays_of_the_host_is_the_part_of_its_replica(self):
         sent = _sent("custom", ["CPU:1", "CPU:2"], READ_WHERE_THEY_ARE)
         assert _data_to(sent, "CPU:1") == ["GatherV2", "GatherV2_1"]  # x and y
-        assert _data_to(sent, "CPU:2") == ["replica_1/GatherV2", "replica_1/GatherV2_1"]
+        assert _data_to(sent, "CPU:2") == ["GatherV2_2", "GatherV2_3"]
 
     @pytest.mark.parametrize(("name", "devices"), STRATEGIES[:2], ids=["single", "custom"])
     def test_in_a_step_on_prefetched_parts_is_nothing_that_the_step_would_wait_for(self, name, devices):
@@ -231,7 +231,17 @@ class TestWhatCrossesToADevice:
     def test_in_a_step_on_arrays_that_it_holds_are_the_numbers_of_examples(self):
         sent = _sent("custom", ["CPU:1", "CPU:2"], RESIDENT)
         assert _data_to(sent, "CPU:1") == ["strided_slice"]
-        assert _data_to(sent, "CPU:2") == ["replica_1/strided_slice"]
+        assert _data_to(sent, "CPU:2") == ["strided_slice_1"]
+
+    @pytest.mark.parametrize("budget", [READ_WHERE_THEY_ARE, PREFETCHED, RESIDENT])
+    def test_from_another_one_are_weights_gradients_counts_and_the_part_of_a_mask(self, budget):
+        sent = _sent("custom", ["CPU:1", "CPU:2"], budget)
+        weights, (mask,) = _split(_data_to(sent, "CPU:2", source="CPU:1"), "ReadVariableOp")
+        assert len(weights) == 2
+        assert mask.startswith("Slice")
+        gradients, sums = _split(_data_to(sent, "CPU:1", source="CPU:2"), "gradient_tape")
+        assert len(gradients) == 2
+        assert all("Sum" in name for name in sums)  # of the loss, and of the metric
 
     @pytest.mark.parametrize("budget", [READ_WHERE_THEY_ARE, PREFETCHED, RESIDENT])
     def test_back_to_the_host_within_a_step_is_nothing(self, budget):
@@ -258,9 +268,14 @@ def _crossing(training):
     return found
 
 
-def _data_to(sent, device):
-    """The tensors that `device` gets from the host."""
-    return sorted(name for source, target, name in sent if (source, target) == (HOST, device) and _is_data(name))
+def _data_to(sent, device, source=HOST):
+    """The tensors that `device` gets from the host, or from another device."""
+    return sorted(name for begin, end, name in sent if (begin, end) == (source, device) and _is_data(name))
+
+
+def _split(names, word):
+    """The names with that `word`, and those without."""
+    return [name for name in names if word in name], [name for name in names if word not in name]
 
 
 def _is_data(name):

@@ -110,7 +110,8 @@ class OneDeviceStep:
         sharded = self._is_sharded(rows)
         for position, replica in enumerate(mesh.local if sharded else ()):
             with mesh.on_replica(position):
-                parts.append(tf.nest.flatten(batches.part(state, batch, replica, division)[0]))
+                own = tf.nest.flatten(batches.part(state, batch, replica, division)[0])
+                parts.append([_of_spec(one, spec, rows[replica]) for one, spec in zip(own, specs, strict=True)])
         needed = not parts or not all(map(_is_dense, specs))
         whole = tf.nest.flatten(self.whole_batch(state, batch)) if needed else [None] * len(specs)
         found = []
@@ -118,11 +119,9 @@ class OneDeviceStep:
             if spec is None:
                 continue
             if parts and _is_dense(spec):
-                lengths = [rows[replica] for replica in mesh.local]
-                own = [_of_spec(part[index], spec, length) for part, length in zip(parts, lengths, strict=True)]
-                found.append(Placed(Shard.of_rows(rows), own, replica=mesh.local[0]))
+                found.append(Placed(Shard.of_rows(rows), [part[index] for part in parts], replica=mesh.local[0]))
                 continue
-            value = _of_spec(whole[index], spec, sum(rows)) if _is_dense(spec) and rows else whole[index]
+            value = _of_spec(whole[index], spec, sum(rows)) if rows else whole[index]
             for tensor in tf.nest.flatten(value, expand_composites=True):
                 found.append(spmd.replicated([tensor] * mesh.copies, repeated=mesh.count > 1))
         return found
@@ -140,8 +139,13 @@ def _is_dense(spec: Any) -> bool:
     return spec is None or (isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank))
 
 
-def _of_spec(tensor: tf.Tensor, spec: tf.TensorSpec, length: int) -> tf.Tensor:
-    """`tensor` `[length, ...]`, of whose shape no more is known than in every batch, and in every process."""
+def _of_spec(tensor: Any, spec: Any, length: int) -> Any:
+    """`tensor` `[length, ...]`, of whose shape no more is known than in every batch, and in every process.
+
+    What is not dense stays as it is.
+    """
+    if spec is None or not _is_dense(spec):
+        return tensor
     shape = [length, *spec.shape[1:]]
     if tensor.shape.as_list() == shape:
         return tensor

@@ -7,7 +7,8 @@
     a batch of other sizes                 is handed back, and goes on in the graph of its sizes
 
 The step is traced once, and partitioned for each number of examples that a batch has. There are two as a rule: that of
-a full batch, and that of the last one.
+a full batch, and that of the last one. Where these numbers are known before a batch is fetched, each step fetches its
+own: a batch that waits on its devices would have to come to the host to be handed on.
 """
 
 from __future__ import annotations
@@ -47,11 +48,15 @@ class PartitionedProgram(StepProgram):
         logs: Logs = {}
         held = None  # a batch that was fetched
         while more and finite and done < count:
-            held = self._fetched(state, first + done) if held is None else held
-            if held is None:
-                return Outcome(done, True, logs)
-            graph = self._graph(state, held, one_step=count - done == 1 and tensorflow_internals.profiling())
-            steps, more, alike, finite, held, logs = graph(state, tf.constant(first + done), count - done, held)
+            step, one_step = first + done, count - done == 1 and tensorflow_internals.profiling()
+            rows = self._batches.lengths_of_step(step, self._strategy.division)
+            if rows is None:
+                held = self._fetched(state, step) if held is None else held
+                if held is None:
+                    return Outcome(done, True, logs)
+                rows = self._one_device.rows(state, held)
+            graph = self._graph(tuple(map(int, rows)), held, one_step)
+            steps, more, alike, finite, held, logs = graph(state, tf.constant(step), count - done, held)
             more, finite = bool(more), bool(finite) and self._is_finite(logs)
             held = held if more and not bool(alike) else None
             done += int(steps) if finite else min(int(steps), self._steps_to_not_finite())
@@ -80,9 +85,8 @@ class PartitionedProgram(StepProgram):
             return _without_optionals(batch)
         return _without_optionals(batch.get_value()) if bool(batch.has_value()) else None
 
-    def _graph(self, state: Any, batch: Any, *, one_step: bool) -> Callable[..., Any]:
-        """The graph for batches of the sizes of this one."""
-        rows = self._one_device.rows(state, batch)
+    def _graph(self, rows: Rows, batch: Any, one_step: bool) -> Callable[..., Any]:
+        """The graph for batches of these sizes."""
         if (rows, one_step) not in self._graphs:
             self._graphs[rows, one_step] = _Steps(self, rows, batch, one_step)
         return self._graphs[rows, one_step]
@@ -94,13 +98,14 @@ class _Steps:
     Args:
         program: whose steps they are.
         rows: the number of examples of each replica.
-        batch: such a batch.
+        batch: such a batch; `None` where each step fetches its own.
         one_step: no further batch is fetched.
     """
 
     def __init__(self, program: PartitionedProgram, rows: Rows, batch: Any, one_step: bool):
         self._program = program
         self._rows = rows
+        self._fetches = batch is None
         self._structure = tf.nest.map_structure(_spec_of_any_size, batch)
         self._one_step = one_step
         self._logs = program._one_device.trace().structured_outputs
@@ -117,7 +122,7 @@ class _Steps:
         mesh, metrics = program._one_device.mesh, program._model.metrics_variables
         mesh.begin(metrics)
         if self._one_step:
-            finite, logs = self._step(state, flat)
+            finite, logs = self._step(state, first, flat)
             with tf.control_dependencies([finite]):
                 mesh.end(metrics)
             one = tf.constant(1), tf.constant(True), tf.constant(True), finite, flat
@@ -142,6 +147,8 @@ class _Steps:
 
     def _shapes(self, state: Any) -> list[tf.TensorShape]:
         """The shapes of the tensors of any batch, of which there may be any number of examples."""
+        if self._fetches:
+            return []
         with tf.__internal__.FuncGraph("scratch").as_default():
             batch = self._program._batches.fetch(state, tf.constant(0))
             batch = batch if self._program._batches.length_known else batch.get_value()
@@ -158,27 +165,29 @@ class _Steps:
     def _iteration(
         self, state: Any, first: tf.Tensor, count: tf.Tensor, done: tf.Tensor, flat: Sequence[tf.Tensor]
     ) -> tuple[Any, ...]:
-        finite, logs = self._step(state, flat)
+        finite, logs = self._step(state, first + done, flat)
         with tf.device(HOST):
             done += 1
             more, alike, batch = self._next(state, first + done, done < count, flat)
         return done, more, alike, finite, batch, logs
 
-    def _step(self, state: Any, flat: Sequence[tf.Tensor]) -> tuple[tf.Tensor, Logs]:
-        logs = self._program._one_device.compute(state, self._packed(flat), self._rows)
+    def _step(self, state: Any, step: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[tf.Tensor, Logs]:
+        batch = self._program._batches.fetch(state, step) if self._fetches else self._packed(flat)
+        logs = self._program._one_device.compute(state, batch, self._rows)
         return self._program._goes_on(), logs
 
     def _next(self, state: Any, step: tf.Tensor, wanted: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[Any, ...]:
         """Whether there is a batch number `step`, whether it has the sizes of this graph, and its tensors."""
-        batches, none = self._program._batches, [tf.identity(tensor) for tensor in flat]
+        batches, division = self._program._batches, self._program._strategy.division
+        if self._fetches:
+            return tf.constant(True), self._is_alike(batches.lengths_of_step(step, division)), []
+        none = [tf.identity(tensor) for tensor in flat]
 
         def found(batch: Any) -> tuple[Any, ...]:
             batch = _without_optionals(batch)
             if not self._rows:  # each batch is computed whole
                 return tf.constant(True), tf.constant(True), _flat(batch)
-            rows = batches.lengths_of_parts(state, batch, self._program._strategy.division)
-            alike = tf.reduce_all(tf.equal(tf.stack(list(rows)), tf.constant(self._rows)))
-            return tf.constant(True), alike, _flat(batch)
+            return tf.constant(True), self._is_alike(batches.lengths_of_parts(state, batch, division)), _flat(batch)
 
         def fetch() -> tuple[Any, ...]:
             batch = batches.fetch(state, step)
@@ -191,6 +200,10 @@ class _Steps:
             found_or_not: tuple[Any, ...] = tf.cond(wanted, fetch, lambda: (tf.constant(True), tf.constant(True), none))
             done(found_or_not[0])
         return found_or_not
+
+    def _is_alike(self, rows: Sequence[Any]) -> tf.Tensor:
+        """Whether a batch has the sizes of this graph."""
+        return tf.reduce_all(tf.equal(tf.stack(list(rows)), tf.constant(self._rows)))
 
     def _no_logs(self) -> Logs:
         outputs = self._logs

@@ -101,7 +101,6 @@ def create(
         list(dtypes or [tensor.dtype for tensor in operation.outputs]),
         name=operation.name,
         attrs=given,
-        compute_device=False,
     )
     for tensor, original in zip(made.outputs, operation.outputs, strict=True):
         data = getattr(original, "_handle_data", None)

@@ -90,11 +90,12 @@ class Conversions:
             raise NotImplementedError("a value of this kind is not cut")
         parts = []
         for position, replica in enumerate(self.mesh.local):
-            with self.mesh.on_replica(position):
-                tensor = self.read(whole, position)
-                if isinstance(placement, Shard):
+            tensor = self.read(whole, position)
+            if isinstance(placement, Shard):
+                with self.mesh.on_copy(self.mesh.copy_of_replica(position)):  # so that only the part is sent
                     parts.append(meshes.cut(tensor, placement, replica))
-                else:
+            else:
+                with self.mesh.on_replica(position):
                     parts.append(tensor if replica == 0 else tf.zeros_like(tensor))
         return Placed(placement, parts, replica=self.mesh.local[0])
 

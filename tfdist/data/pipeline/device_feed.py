@@ -199,6 +199,9 @@ class PrefetchedBatches(Batches):
     def size(self) -> int | None:
         return self.whole.size
 
+    def lengths_of_step(self, step: Any, division: Division) -> list[Any]:
+        return batch_parts.rows(self.whole.size or self._examples_of(step), division)
+
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
         del state
         return batch_parts.rows(self.whole.size or batch[1], division)
@@ -213,9 +216,12 @@ class PrefetchedBatches(Batches):
         return tree.pack_sequence_as(part, joined)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        size = self.whole.batch_size
         with tf.device("CPU:0"):
-            return state.get_next(), tf.minimum(size, self.examples - step * size)
+            return state.get_next(), self._examples_of(step)
+
+    def _examples_of(self, step: Any) -> tf.Tensor:
+        size = self.whole.batch_size
+        return tf.minimum(size, self.examples - step * size)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         del state

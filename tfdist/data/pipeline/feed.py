@@ -166,6 +166,11 @@ class Batches:
         """The number of examples of every global batch, where stock Keras knows it while it traces; else `None`."""
         return None
 
+    def lengths_of_step(self, step: Any, division: Division) -> list[Any] | None:
+        """As `lengths_of_parts`, of batch number `step`, where that is known before it is fetched; else `None`."""
+        del step, division
+        return None
+
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
         """The number of examples of a global batch in each part: integers, or int32 scalars."""
         found = []
