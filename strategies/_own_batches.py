@@ -39,14 +39,14 @@ class SplitArrays(Batches):
 
     whole: ArrayBatches
     rank: int
-    size: int
+    processes: int
     length_known: bool = True
 
     def state(self, state: Any) -> Any:
         """This process' part of a pass, in the order of the pass, and the number of examples of all processes."""
         arrays, positions = state
         order = positions[0].numpy()
-        lengths = [len(part) for part in np.array_split(order, self.size)]
+        lengths = [len(part) for part in np.array_split(order, self.processes)]
         begin, end = sum(lengths[: self.rank]), sum(lengths[: self.rank + 1])
         own = (begin <= order) & (order < end)
         return (arrays, tuple(tf.constant(of_each.numpy()[own]) for of_each in positions)), len(order)
@@ -58,7 +58,7 @@ class SplitArrays(Batches):
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
         (_, positions), _ = state
         if self._even:  # a static shape makes a faster graph
-            count = self.whole.batch_size // self.size
+            count = self.whole.batch_size // self.processes
             sizes = [[count, *of_each.shape[1:]] for of_each in positions]
             starts = [[step * count, *[0] * (of_each.shape.rank - 1)] for of_each in positions]
             return tuple(map(tf.slice, positions, starts, sizes))
@@ -70,7 +70,7 @@ class SplitArrays(Batches):
         del index, division
         own, of_all = state
         data, _ = self.whole.part(own, batch, 0, WHOLE)
-        return data, 1 / self.size if self._even else tf.size(own[1][0]) / of_all
+        return data, 1 / self.processes if self._even else tf.size(own[1][0]) / of_all
 
     def note(self, state: Any, batch: tuple[tf.Tensor, ...]) -> None:
         """A step's examples need no counting: they follow from its number."""
@@ -82,7 +82,7 @@ class SplitArrays(Batches):
 
     @property
     def _even(self) -> bool:
-        return self.whole.even and self.whole.batch_size % self.size == 0
+        return self.whole.even and self.whole.batch_size % self.processes == 0
 
     def _end(self, state: Any, step: Any) -> Any:
         """The position of step `step` in this process' examples: the same fraction as in all examples, rounded."""

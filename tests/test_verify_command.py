@@ -144,22 +144,38 @@ def test_an_equal_model_ends_with_a_table_and_exit_code_0(verified, working_fold
 LAYER = "the layer `planted`"
 
 
+OF_SEVERAL_EXAMPLES = (
+    "normalized",
+    "centred",
+    "by_position",
+    "unseeded",
+    "penalty",
+    "keeps",
+    "compared",
+    "own_step",
+    "mean_of_means",
+)
+
+
+@pytest.mark.parametrize("model", OF_SEVERAL_EXAMPLES)
+def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step_is_partitioned(verified, model):
+    code, output = verified("--model", f"planted:{model}")
+    assert code == 0, output
+    assert "are those of one device" in output
+
+
 @pytest.mark.parametrize(
     ("model", "what", "row", "hint"),
     [
-        ("normalized", LAYER, "output", "synchronized=True"),
         ("centred", LAYER, "output", "tfdist.gather"),
-        ("by_position", LAYER, "output", "tfdist.gather"),
-        ("unseeded", LAYER, "output", "draws random numbers that cannot be compared"),
         ("penalty", "A loss that the layer `planted` adds", "added loss", "average it"),
         ("keeps", "of the layer `planted`", "state", "tfdist.all_reduce"),
         ("compared", "The loss `hardest_first`", "loss", "is not a mean of what each example gives"),
-        ("own_step", "The gradient of ", "gradient", "the loss that `train_step` differentiates"),
         ("mean_of_means", "The value `planted` in the logs", "log", "leave `additive` out"),
     ],
 )
-def test_a_planted_fault_ends_with_its_place_its_cause_and_exit_code_1(verified, model, what, row, hint):
-    code, output = verified("--model", f"planted:{model}")
+def test_on_micro_batches_it_ends_with_its_place_its_cause_and_exit_code_1(verified, model, what, row, hint):
+    code, output = verified("--model", f"planted:{model}", "--strategy", "pipeline")
     assert code == 1, output
     assert what in output and "differs from one device" in output
     assert hint in output

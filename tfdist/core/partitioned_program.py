@@ -26,6 +26,8 @@ from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
+from tfdist.errors import UsageError
+from tfdist.internals import keras_patches
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.spmd import Cost
 
@@ -49,13 +51,13 @@ class PartitionedProgram(StepProgram):
         held = None  # a batch that was fetched
         while more and finite and done < count:
             step, one_step = first + done, count - done == 1 and tensorflow_internals.profiling()
-            rows = self._batches.lengths_of_step(step, self._strategy.division)
-            if rows is None:
+            known = self._batches.lengths_of_step(step, self._strategy.division)
+            if known is None:
                 held = self._fetched(state, step) if held is None else held
                 if held is None:
                     return Outcome(done, True, logs)
-                rows = self._one_device.rows(state, held)
-            graph = self._graph(tuple(map(int, rows)), held, one_step)
+            rows = self._one_device.rows(state, held) if known is None else tuple(map(int, known))
+            graph = self._graph(rows, held, one_step)
             steps, more, alike, finite, held, logs = graph(state, tf.constant(step), count - done, held)
             more, finite = bool(more), bool(finite) and self._is_finite(logs)
             held = held if more and not bool(alike) else None
@@ -75,6 +77,11 @@ class PartitionedProgram(StepProgram):
     def _traced_step(self, data: Any) -> Logs:
         step = self._recomputation.marked(getattr(self._model, self._step_name), 0)
         optimizer = self._model.optimizer
+        if optimizer is not None and keras_patches.around_apply(optimizer) is not None:
+            raise UsageError(
+                f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
+                "leave out the one or the other",
+            )
         with fused_optimizers.fused(optimizer, self._strategy.fused), self._recomputation.traced():
             return own_logs(self._model, self._step_name, step(data))
 
@@ -179,8 +186,9 @@ class _Steps:
     def _next(self, state: Any, step: tf.Tensor, wanted: tf.Tensor, flat: Sequence[tf.Tensor]) -> tuple[Any, ...]:
         """Whether there is a batch number `step`, whether it has the sizes of this graph, and its tensors."""
         batches, division = self._program._batches, self._program._strategy.division
-        if self._fetches:
-            return tf.constant(True), self._is_alike(batches.lengths_of_step(step, division)), []
+        rows = batches.lengths_of_step(step, division)
+        if rows is not None:
+            return tf.constant(True), self._is_alike(rows), []
         none = [tf.identity(tensor) for tensor in flat]
 
         def found(batch: Any) -> tuple[Any, ...]:

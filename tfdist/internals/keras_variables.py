@@ -25,10 +25,42 @@ from tfdist.internals.keras import containers_of, optimizers
 def looking_up_rows() -> Iterator[None]:
     """In this context Keras reads only the rows of an embedding that it looks up, and not the whole table.
 
-    The result is the same. But after a sparse update TensorFlow copies a variable each time all of it is read.
+    The result is the same. But after a sparse update TensorFlow copies a variable each time all of it is read. Contexts
+    may overlap, on several threads too: Keras has its own function again after the last of them.
     """
-    original = tensorflow_numpy.take
+    _lookups.begin()
+    try:
+        yield
+    finally:
+        _lookups.end()
 
+
+class _Lookups:
+    """Counts the contexts of `looking_up_rows`, and replaces Keras' function while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contexts = 0
+        self._original: Any = None
+
+    def begin(self) -> None:
+        with self._lock:
+            self._contexts += 1
+            if self._contexts == 1:
+                self._original = tensorflow_numpy.take
+                tensorflow_numpy.take = _row_by_row(self._original)
+
+    def end(self) -> None:
+        with self._lock:
+            self._contexts -= 1
+            if not self._contexts:
+                tensorflow_numpy.take = self._original
+
+
+_lookups = _Lookups()
+
+
+def _row_by_row(original: Any) -> Any:
     @functools.wraps(original)
     def take(x: Any, indices: Any, axis: int | None = None) -> Any:
         value = _readable_by_row(x) if axis == 0 and tf.is_tensor(indices) else None
@@ -37,17 +69,13 @@ def looking_up_rows() -> Iterator[None]:
         rows = tf.gather(value, tf.where(indices < 0, indices + value.shape[0], indices))
         return x._maybe_autocast(rows)
 
-    tensorflow_numpy.take = take
-    try:
-        yield
-    finally:
-        tensorflow_numpy.take = original
+    return take
 
 
 @functools.cache
 def look_up_rows() -> None:
     """From now on, Keras reads only the rows of an embedding that it looks up; see `looking_up_rows`."""
-    contextlib.ExitStack().enter_context(looking_up_rows())
+    _lookups.begin()
 
 
 # From this size on, the saved memory is worth tracing a graph.
