@@ -79,6 +79,8 @@ class Strategy(KerasMethods):
             computed again in the backward pass, which takes less memory and more time. See docs/memory.md.
         speeds: how large the part of each replica of a global batch is, in proportion to the others, as "3,1"; "auto"
             measures it; `None` makes them equal. See `tfdist.strategies._speeds`.
+        compare_first_step: compute the first step of a training on one device too, and warn of a difference, which is
+            a fault of tfdist. See `tfdist.core.first_step`, and docs/contract.md.
         job_settings: settings that must be the same in all processes of the job, if there are several.
     """
 
@@ -104,6 +106,7 @@ class Strategy(KerasMethods):
         device_data_bytes: int | None = None,
         recompute: str | Sequence[str] | None = None,
         speeds: str | Sequence[int] | None = None,
+        compare_first_step: bool = True,
         job_settings: Mapping[str, str] | None = None,
     ):
         if device_data_bytes is not None and device_data_bytes < 0:
@@ -117,6 +120,7 @@ class Strategy(KerasMethods):
         self.seed_is_given = self.seed_is_settled = seed is not None
         self.fused = fused
         self.steps_per_call = steps_per_call
+        self.compare_first_step = compare_first_step
         self.device_data_bytes = device_data_bytes
         self.threads = threads
         if threads is not None:

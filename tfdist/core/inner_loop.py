@@ -66,6 +66,7 @@ class Steps:
         own_logs: the `tf.TensorSpec`s of the logs that a traced step returns; `None` if it returns the results of the
             metrics.
         spec: the `tf.TypeSpec`s of a global batch.
+        compares_first: the first step of a training is computed on one device too, see `tfdist.core.first_step`.
     """
 
     model: Any
@@ -74,6 +75,7 @@ class Steps:
     at_nan: AtNan = AtNan.NOTHING
     own_logs: Any = None
     spec: Any = None
+    compares_first: bool = False
 
 
 def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:

@@ -20,7 +20,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.cluster import consensus
-from tfdist.core import fused_optimizers
+from tfdist.core import fused_optimizers, rounding
+from tfdist.core.first_step import FirstStep
 from tfdist.core.inner_loop import HOST, Graph, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
@@ -39,6 +40,7 @@ class PartitionedProgram(StepProgram):
         super().__init__(strategy, steps)
         self._one_device = OneDeviceStep(strategy, steps, self._traced_step)
         self._graphs: dict[tuple[Rows, bool], Any] = {}
+        self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1
 
     @property
     def cost(self) -> Cost:
@@ -58,11 +60,19 @@ class PartitionedProgram(StepProgram):
                     return Outcome(done, True, logs)
             rows = self._one_device.rows(state, held) if known is None else tuple(map(int, known))
             graph = self._graph(rows, held, one_step)
-            steps, more, alike, finite, held, logs = graph(state, tf.constant(step), count - done, held)
+            if self._compares and held is not None:
+                with self._first_step().compared(self._model, state, held):
+                    steps, more, alike, finite, held, logs = graph(state, tf.constant(step), 1, held)
+            else:
+                steps, more, alike, finite, held, logs = graph(state, tf.constant(step), count - done, held)
+            self._compares = False
             more, finite = bool(more), bool(finite) and self._is_finite(logs)
             held = held if more and not bool(alike) else None
             done += int(steps) if finite else min(int(steps), self._steps_to_not_finite())
         return Outcome(done, not more, logs if done else {})
+
+    def _first_step(self) -> FirstStep:
+        return FirstStep(self._strategy, self._one_device, rounding.coarsest(self._strategy, self._model))
 
     def _is_finite(self, logs: Logs) -> bool:
         """Whether the loss is finite, as far as that is asked for."""

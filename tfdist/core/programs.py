@@ -48,7 +48,8 @@ def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Se
         build(strategy, model, kind, feed)
         batches = as_traced(strategy, model, feed.batches)
         own_logs = _made(model, kind).own_logs
-        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, own_logs, feed.spec))
+        compares = strategy.compare_first_step and not programs
+        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, own_logs, feed.spec, compares))
     return programs[key]
 
 

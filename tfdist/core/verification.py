@@ -32,7 +32,7 @@ from tfdist.checkpointing import random_states
 from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
 from tfdist.communicators import strategy_state
-from tfdist.core import building, exact_step, metrics, randomness
+from tfdist.core import building, exact_step, metrics, randomness, rounding
 from tfdist.core.inner_loop import StepProgram, Steps, as_traced
 from tfdist.core.verification_causes import explained
 from tfdist.core.verification_report import Comparison, Report, Step
@@ -80,7 +80,7 @@ def verify(
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
     held = _held(strategy, model)
-    epsilon = _epsilon(strategy, model)
+    epsilon = rounding.coarsest(strategy, model)
     watch = Watch(strategy, model, sees=inside)
     with _state_kept(held), watch:
         seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
@@ -238,22 +238,6 @@ def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
             value = tf_variable(variable).numpy().astype(np.float64)
             moved = value * (1 + epsilon * draw.choice([-1, 1], value.shape))
             tf_variable(variable).assign(tf.cast(moved, tf_variable(variable).dtype))
-
-
-def _epsilon(strategy: Strategy, model: Any) -> float:
-    """The machine epsilon of the coarsest type that layers compute in."""
-    types = {str(layer.compute_dtype) for layer in keras_internals.all_layers(model)} | {"float32"}
-    found = [_epsilon_of(tf.as_dtype(name).as_numpy_dtype) for name in types if "float" in name]
-    on_gpu = any("GPU" in device for device in strategy.devices)
-    if on_gpu and tf.config.experimental.tensor_float_32_execution_enabled():
-        found.append(2.0**-10)  # of TensorFloat-32
-    return max(found)
-
-
-def _epsilon_of(kind: type) -> float:
-    """The distance from 1 to the next number; NumPy's `finfo` does not know bfloat16."""
-    one, two = kind(1), kind(2)
-    return float(np.nextafter(one, two) - one)
 
 
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:

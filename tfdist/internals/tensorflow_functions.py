@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context, execute
-from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.framework import function_def_to_graph, op_def_registry
 
 # Attributes that belong to the graph in which an operation was traced.
 _OF_THE_GRAPH = frozenset(("_class", "_output_shapes", "_gradient_op_type", "_XlaMustCompile", "_xla_inferred_shapes"))
@@ -24,6 +25,60 @@ _OF_THE_GRAPH = frozenset(("_class", "_output_shapes", "_gradient_op_type", "_Xl
 def captured(graph: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """The tensors from outside that a function's graph reads, and its placeholders for them."""
     return [outside for outside, _ in graph.captures], [inside for _, inside in graph.captures]
+
+
+def variables_of(graph: Any) -> list[tf.Tensor]:
+    """The handles of the variables from outside that a function's graph uses."""
+    found = {id(outside): outside for outside, _ in graph.captures if outside.dtype == tf.resource}
+    return [handle for handle in found.values() if _content(handle) is not None]
+
+
+def _content(handle: tf.Tensor) -> Any:
+    """The shape and the dtype of what a variable holds; `None` for the handle of something else."""
+    data = getattr(handle, "_handle_data", None)
+    return data.shape_and_type[0] if data is not None and data.is_set and len(data.shape_and_type) == 1 else None
+
+
+def size_bytes(handle: tf.Tensor) -> int:
+    """The size of a variable, by its handle; an axis of unknown length counts as 1."""
+    content = _content(handle)
+    return math.prod(max(1, axis.size) for axis in content.shape.dim) * tf.as_dtype(content.dtype).size
+
+
+def value(handle: tf.Tensor) -> np.ndarray:
+    """A copy of what a variable holds, by its handle."""
+    return np.array(tf.raw_ops.ReadVariableOp(resource=handle, dtype=_content(handle).dtype))
+
+
+def set_value(handle: tf.Tensor, content: np.ndarray) -> None:
+    """Sets what a variable holds, by its handle."""
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(content, _content(handle).dtype))
+
+
+def can_run_twice(graph: Any) -> bool:
+    """Whether a function can be computed again from the same inputs once its variables are as they were before."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    variables = {id(handle) for handle in variables_of(graph)}
+    others = [outside for outside, _ in graph.captures if outside.dtype == tf.resource and id(outside) not in variables]
+    return not others and not any(map(_keeps_or_tells, {node.op for node in nodes}))
+
+
+def _keeps_or_tells(kind: str) -> bool:
+    """Whether an operation has an effect other than on variables, or a state that is not in one."""
+    definition = op_def_registry.get(kind)
+    if definition is None:
+        return True
+    return definition.is_stateful and kind not in _OF_VARIABLES and not kind.startswith("Resource")
+
+
+# Stateful operations that read or change variables alone, or nothing.
+_OF_VARIABLES = frozenset(
+    (
+        *("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ReadVariableOp", "VarIsInitializedOp"),
+        *("RngReadAndSkip", "RngSkip", "StatefulPartitionedCall", "If", "While", "Case", "Assert", "NoOp"),
+    )
+)
 
 
 def body(operation: tf.Operation, attribute: str) -> Any:
@@ -151,8 +206,6 @@ def calls_functions(operation: tf.Operation) -> bool:
 @functools.cache
 def attribute_names(kind: str) -> frozenset[str] | None:
     """The names of an operation type's attributes that are no dtypes; `None` for one that is not TensorFlow's."""
-    from tensorflow.python.framework import op_def_registry
-
     definition = op_def_registry.get(kind)
     if definition is None:
         return None

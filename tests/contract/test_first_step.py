@@ -1,0 +1,89 @@
+"""The first step of a training is compared with that of one device, and leaves no trace."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.contract import contestants
+from tests.contract.test_verify import PLANTED, planted_rule
+from tfdist.errors import DifferenceWarning
+
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(19, 4)).astype("float32")
+Y = _rng.normal(size=(19, 1)).astype("float32")
+
+on_one_machine = contestants.among({"custom": (2, 3), "mirrored": (2,)})
+
+
+def trained(contestant, make, **options):
+    """The model after two epochs, and the warnings of a difference."""
+    keras.utils.set_random_seed(11)
+    strategy = contestants.start(*contestant, **options)
+    with strategy.scope():
+        model = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.fit(model, X, Y, batch_size=10, epochs=2, verbose=0)
+    return model, [str(one.message) for one in caught if issubclass(one.category, DifferenceWarning)]
+
+
+def network(*inside, optimizer="adam"):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(6, activation="tanh"), *inside, layers.Dense(1)])
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def with_everything():
+    return network(layers.Dropout(0.4), layers.BatchNormalization(), layers.GaussianNoise(0.1), layers.Dense(300))
+
+
+@on_one_machine
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "adafactor", "rmsprop"])
+def test_it_is_equal_and_the_training_is_that_without_the_comparison(contestant, optimizer):
+    compared, said = trained(contestant, lambda: network(layers.Dropout(0.4), optimizer=optimizer))
+    plain, _ = trained(contestant, lambda: network(layers.Dropout(0.4), optimizer=optimizer), compare_first_step=False)
+    assert not said
+    for one, other in zip(compared.variables, plain.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    for one, other in zip(compared.optimizer.variables, plain.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+@on_one_machine
+def test_it_is_equal_where_a_step_draws_and_normalizes(contestant):
+    assert not trained(contestant, with_everything)[1]
+
+
+@on_one_machine
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_rule_of_the_partitioner_is_warned_of(name, contestant, monkeypatch):
+    kind, wrong, make, _ = PLANTED[name]
+    planted_rule(kind, wrong, monkeypatch)
+    _, (said,) = trained(contestant, make)
+    assert "differs from that of one device" in said
+    assert "a fault of tfdist" in said
+    assert not trained(contestant, make, compare_first_step=False)[1]
+
+
+class Counts(layers.Layer):
+    """Has Python count the steps."""
+
+    calls = 0
+
+    def call(self, x):
+        def count(values):
+            Counts.calls += 1
+            return values
+
+        return tf.ensure_shape(tf.numpy_function(count, [x], tf.float32), x.shape)
+
+
+@on_one_machine
+def test_what_has_effects_does_not_run_twice(contestant):
+    Counts.calls = 0
+    trained(contestant, lambda: network(Counts()))
+    assert Counts.calls == 4  # two epochs of two batches
