@@ -13,6 +13,7 @@ from tests import zoo
 from tests.contract import contestants
 from tests.contract.comparison import STOCK, assert_same, start
 from tfdist import models, tasks
+from tfdist.core import programs
 
 QUICK = [("stateful_rnn", "float32"), ("unet", "float32"), ("nbow", "mixed_float16")]
 # Many batch normalizations, one after the other, over few numbers at the lowest pixels: a rounding of the pictures
@@ -98,6 +99,32 @@ def test_a_model_that_amplifies_roundings_equals_stock_keras_in_float64(case, co
 def test_a_model_of_the_zoo_is_no_further_from_stock_keras_than_roundings_take_it(case, policy, contestant):
     found, expected = continuous(train(case, policy, start(contestant))), continuous(reference(case, policy))
     assert_same(found, expected, tolerance=max(TOLERANCE[policy], 2 * spread(case, policy)))
+
+
+def share_repeated(case):
+    """The share of a step's floating-point operations that each of two replicas repeats."""
+    small = zoo.SMALL[case]
+    x, y = zoo.data(case, zoo.STREAMS)
+    strategy = start(("custom", 2))
+    with strategy.scope():
+        model = models.build(zoo.name_of(case), small.spec, **small.options)
+        tasks.compile(model, small.spec, keras.optimizers.SGD(0.05))
+    strategy.fit(model, x, y, batch_size=zoo.STREAMS, verbose=0)
+    return programs.cost(model).repeated_share
+
+
+SEVERAL_KINDS = ("stateful_rnn", "transformer", "unet")
+
+
+@pytest.mark.parametrize("case", SEVERAL_KINDS)
+def test_replicas_repeat_next_to_nothing_of_a_step(case):
+    assert share_repeated(case) < 0.005
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [case for case in zoo.SMALL if case not in SEVERAL_KINDS])
+def test_replicas_repeat_next_to_nothing_of_a_step_of_any_model(case):
+    assert share_repeated(case) < 0.005
 
 
 @functools.cache
