@@ -52,6 +52,50 @@ except VerificationError as error:
     print("NAMED", error.sentence)
 """
 
+DRIFTS = """
+import sys
+import warnings
+import tfdist
+
+strategy = tfdist.strategy(sys.argv[1], seed=0)
+import keras
+import numpy as np
+from tfdist.errors import DifferenceWarning
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(19, 4)).astype("float32"), rng.normal(size=(19, 1)).astype("float32")
+
+
+class SetsRate(keras.callbacks.Callback):
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if strategy.world.rank in self.ranks and batch == 1:
+            self.model.optimizer.learning_rate = 0.2
+
+
+for ranks in [(0, 1), (0,), (1,)]:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.fit(model, x, y, batch_size=10, epochs=2, verbose=0, callbacks=[SetsRate(ranks)])
+    values = b"".join(weight.tobytes() for weight in model.get_weights())
+    assert len(set(strategy.exchange(values))) == 1
+    said = [str(one.message) for one in caught if issubclass(one.category, DifferenceWarning)]
+    if ranks == (0, 1) or strategy.world.rank == 1:
+        assert not said, said
+    else:
+        assert len(said) == (2 if ranks == (1,) else 1), said
+        assert "ended epoch 1 with different values of `sequential" in said[0], said
+        assert "and 4 more" in said[0] and "in every process" in said[0], said
+print("ALL RIGHT")
+"""
+
 # Each dtype holds a number that is another one in the next smaller dtype, and in float32.
 VARIABLES = """
 import sys
@@ -141,6 +185,7 @@ def job(request, tmp_path_factory):
         "predictions": (test_any_model.OUTPUTS, [strategy, "{}"]),
         "single batches": (test_any_model.ON_BATCH, [strategy]),
         "verify": (VERIFIES, [strategy]),
+        "drift": (DRIFTS, [strategy]),
         "variables": (VARIABLES, [strategy]),
         "states": (STATES, [strategy]),
     }
@@ -161,6 +206,10 @@ def test_single_batches_are_those_of_one_device(job):
 
 def test_variables_of_every_dtype_get_the_chiefs_values_bit_by_bit(job):
     assert job.printed("variables") == ["ALL RIGHT\n"] * 2
+
+
+def test_weights_that_one_process_changes_alone_are_told_and_become_those_of_the_chief(job):
+    assert job.printed("drift") == ["ALL RIGHT\n"] * 2
 
 
 def test_the_state_of_a_model_travels_once_at_a_start_and_at_a_resume(job):

@@ -25,7 +25,7 @@ import keras
 
 from tfdist.checkpointing import writer
 from tfdist.cluster import consensus
-from tfdist.core import beginning, building, metrics, programs, verification, verification_bounds
+from tfdist.core import beginning, building, drift, metrics, programs, verification, verification_bounds
 from tfdist.core.epoch import EpochRunner
 from tfdist.core.metrics import Logs
 from tfdist.core.verification_bounds import BoundReport
@@ -156,6 +156,7 @@ def _run_epochs(
         epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
         with strategy.whole_state(model) if callbacks.saves_models else contextlib.nullcontext():
             callbacks.on_epoch_end(epoch, epoch_logs)
+        drift.mend(strategy, model, epoch)
         model.stop_training = consensus.any_of(strategy, bool(model.stop_training))
         if model.stop_training:
             break
