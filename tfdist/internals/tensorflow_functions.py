@@ -83,13 +83,28 @@ _OF_VARIABLES = frozenset(
 
 def body(operation: tf.Operation, attribute: str) -> Any:
     """The graph of the function that an attribute of `operation` names: its `inputs`, `outputs`, operations."""
-    name = operation.get_attr(attribute).name
+    return _graph_of(operation, operation.get_attr(attribute).name)
+
+
+def called(operation: tf.Operation) -> Any:
+    """The graph of the function that `operation` calls, once and unconditionally; `None` if it calls none."""
+    if operation.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        return body(operation, "f")
+    # A function of TensorFlow 1 is called by an operation of its name.
+    return _graph_of(operation, operation.type) if operation.graph._is_function(operation.type) else None
+
+
+def _graph_of(operation: tf.Operation, name: str) -> Any:
     function = operation.graph._get_function(name)
     graph = getattr(function, "graph", None)
     if graph is not None and hasattr(graph, "inputs"):
         return graph
     definition = getattr(function, "cached_definition", None) or function.definition
-    return function_def_to_graph.function_def_to_graph(definition, [tensor.shape for tensor in operation.inputs])
+    shapes = [None if tensor.dtype == tf.resource else tensor.shape for tensor in operation.inputs]
+    with operation.graph.as_default():  # which has the functions that it calls
+        return function_def_to_graph.function_def_to_graph(
+            definition, input_shapes=shapes, include_library_functions=True
+        )
 
 
 def in_order(graph: Any) -> list[tf.Operation]:

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.placements import Placed
 
-CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 # Their result is their input.
 ALIASES = frozenset(("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot"))
 
@@ -77,8 +76,8 @@ def _flatten(
             continue
         reads = [slots[tensor.op.name, tensor.value_index] for tensor in operation.inputs]
         waits = [node for earlier in operation.control_inputs for node in done[earlier.name]]
-        if operation.type in CALLS:
-            body = tensorflow_functions.body(operation, "f")
+        body = tensorflow_functions.called(operation)
+        if body is not None:
             results, done[operation.name] = _flatten(body, reads, [*before, *waits], nodes)
         elif operation.type == "NoOp":
             results, done[operation.name] = [], waits
