@@ -84,10 +84,8 @@ def verify(
     watch = Watch(strategy, model, sees=inside)
     with _state_kept(held), watch:
         seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
-        if (
-            strategy.runs_eagerly(model) and strategy.mesh is None
-        ):  # with variables of the strategy, before those of one device take their place
-            building.build_eagerly(strategy, model, "train", batches[0])
+        if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
+            _build_eagerly(strategy, model, batches[0], seen)
         with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
             spec = BatchFeed(batches[0]).spec
             steps = Steps(model, "train", BatchFeed.batches, own_logs=seen, spec=spec)
@@ -110,6 +108,17 @@ def verify(
     report = Comparison(model, of, groups, sizes, watch.seen, epsilon).report(reference, nudged, found)
     _raise_if_different(strategy, model, report)
     return report
+
+
+def _build_eagerly(strategy: Strategy, model: Any, batch: Any, own_logs: Any) -> None:
+    """Makes the variables that an eager step makes on its way, without a step."""
+    if strategy.mesh is None:
+        building.build_eagerly(strategy, model, "train", batch)
+        return
+    feed = BatchFeed(batch)
+    program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
+    with keras_variables.assigning_nothing():
+        program.run(feed.start(0, 0), 0, 1)
 
 
 @contextlib.contextmanager
