@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tests.spmd.on_replicas import assert_equal, both, rows_of, traced
 from tfdist import spmd
+from tfdist.internals import tensorflow as tensorflow_internals
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(7, 4))
@@ -148,7 +149,15 @@ def test_lengths_that_are_not_known_while_the_graph_is_made_are_followed(length)
     assert not cost.repeated
 
 
-def test_what_has_effects_runs_once_for_all_replicas():
+@pytest.fixture(params=[None, 3], ids=["unseeded", "seeded"])
+def global_seed(request):
+    before = tensorflow_internals.global_seed()
+    tf.random.set_seed(request.param)
+    yield
+    tf.random.set_seed(before)
+
+
+def test_what_has_effects_runs_once_for_all_replicas(global_seed):
     calls, counted = [], tf.Variable(0, dtype=tf.int64)
 
     def step(x):

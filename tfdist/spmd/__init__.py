@@ -73,6 +73,8 @@ def partitioned(traced: Any, mesh: Mesh, rows: Sequence[int], cost: Cost | None 
     Of the batch, tensors with `sum(rows)` examples are sharded; others are replicated.
     """
 
+    places: Places = {}
+
     def on_replicas(*batch: Any) -> Any:
         whole = [replicated([tf.convert_to_tensor(one)] * mesh.copies) for one in tf.nest.flatten(batch, True)]
         shard, examples = Shard.of_rows(rows), sum(rows)
@@ -84,6 +86,6 @@ def partitioned(traced: Any, mesh: Mesh, rows: Sequence[int], cost: Cost | None 
                 return value
             return Placed(shard, conversions.placed(value, shard).tensors, replica=mesh.local[0])
 
-        return compute(traced, mesh, [placed(value) for value in whole], rows, cost or Cost())
+        return compute(traced, mesh, [placed(value) for value in whole], rows, cost or Cost(), places)
 
     return tf.function(on_replicas, autograph=False)
