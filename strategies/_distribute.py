@@ -90,6 +90,15 @@ class MirroredMesh(spmd.Mesh):
         del gradients
         if reduction != "sum":
             return [self._on_each_copy(spmd.reduced, terms, reduction) for terms in values]
+        # TensorFlow adds int32 on the host, and does not take them together with others.
+        on_host = [terms[0].dtype == tf.int32 for terms in values]
+        sums = {
+            here: iter(self._sums([terms for terms, one in zip(values, on_host, strict=True) if one is here]))
+            for here in set(on_host)
+        }
+        return [next(sums[here]) for here in on_host]
+
+    def _sums(self, values: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
         with self._strategy.scope():
             per_replica = [tensorflow_internals.per_replica(terms) for terms in values]
             sums = self._strategy.extended.batch_reduce_to(

@@ -140,6 +140,21 @@ def characters_of_frames(self, x, labels):  # with functions in the manner of Te
 
 
 @step
+def mixed_in_an_order_of_its_own(self, x, labels):
+    order = tf.random.shuffle(tf.range(tf.shape(x)[0]), seed=3)
+    share = tf.random.uniform((tf.shape(x)[0], 1), seed=4)
+    outputs = self.net(share * x + (1 - share) * tf.gather(x, order))
+    drawn = tf.cast(tf.random.categorical(outputs, 2, seed=5), tf.float32)
+    return tf.reduce_mean(outputs**2 + drawn[:, :1]) + tf.random.normal((), seed=6)
+
+
+@step
+def after_whole_numbers_beside_others(self, x, labels):
+    count, total = tf.reduce_sum(labels), tf.reduce_sum(x[:, :3] ** 2, 0)
+    self.counts.assign(tf.sqrt(total) * tf.cast(tf.maximum(count, 1), tf.float32))
+
+
+@step
 def by_numpy(self, x, labels):
     order = tf.ensure_shape(tf.numpy_function(lambda a: np.sort(a, 0), [x], tf.float32), x.shape)
     return tf.reduce_mean(self.net(order) ** 2)

@@ -16,7 +16,7 @@ from tfdist.data.pipeline.batch_parts import DIFFERENT, UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import CostWarning, UsageError
 from tfdist.internals import keras_data, keras_variables, tensorflow_graphs
-from tfdist.spmd.draws import Places
+from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Placed, Shard
 
 # The share of a step's operations that may be repeated on every replica without a word.
@@ -40,7 +40,7 @@ class OneDeviceStep:
         self._step = step
         self._traced: Any = None
         self._said = False
-        self._places: Places = {}
+        self._streams = Streams()
         self.mesh: spmd.Mesh = strategy.mesh
         self.cost = spmd.Cost()
 
@@ -60,7 +60,7 @@ class OneDeviceStep:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""
         placed, cost = self._placed(state, batch, rows), spmd.Cost()
         sharded = rows if self._is_sharded(rows) else None
-        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._places)
+        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._streams)
         if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
             self.cost = cost
         self._say(cost, rows)

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
-from tfdist.spmd.draws import Places
+from tfdist.spmd.draws import Streams
 from tfdist.spmd.meshes import Mesh, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Placed, Shard
@@ -40,7 +40,7 @@ def compute(
     batch: Sequence[Placed],
     rows: Sequence[int] | None,
     cost: Cost,
-    places: Places | None = None,
+    streams: Streams | None = None,
 ) -> Any:
     """Computes the step of one device on the replicas of a mesh, in the present graph.
 
@@ -50,7 +50,7 @@ def compute(
         batch: its arguments, flat.
         rows: the number of examples of each replica of the job; `None` if the batch is not sharded.
         cost: counts what is computed and exchanged.
-        places: of random draws, which the graphs of a step share; see `tfdist.spmd.draws`.
+        streams: of random draws, which the graphs of a step share; see `tfdist.spmd.draws`.
 
     Returns:
         What the traced function returns, replicated; this process' first copy.
@@ -59,7 +59,7 @@ def compute(
     captured, _ = tensorflow_functions.captured(traced.graph)
     outside = [replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
-    partitioner = Partitioner(mesh, sharded, cost, places)
+    partitioner = Partitioner(mesh, sharded, cost, streams)
     outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))
     flat = iter([partitioner.conversions.tensors(output)[0] for output in outputs])
     return tf.nest.map_structure(
@@ -73,7 +73,7 @@ def partitioned(traced: Any, mesh: Mesh, rows: Sequence[int], cost: Cost | None 
     Of the batch, tensors with `sum(rows)` examples are sharded; others are replicated.
     """
 
-    places: Places = {}
+    streams = Streams()
 
     def on_replicas(*batch: Any) -> Any:
         whole = [replicated([tf.convert_to_tensor(one)] * mesh.copies) for one in tf.nest.flatten(batch, True)]
@@ -86,6 +86,6 @@ def partitioned(traced: Any, mesh: Mesh, rows: Sequence[int], cost: Cost | None 
                 return value
             return Placed(shard, conversions.placed(value, shard).tensors, replica=mesh.local[0])
 
-        return compute(traced, mesh, [placed(value) for value in whole], rows, cost or Cost(), places)
+        return compute(traced, mesh, [placed(value) for value in whole], rows, cost or Cost(), streams)
 
     return tf.function(on_replicas, autograph=False)

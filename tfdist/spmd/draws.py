@@ -1,8 +1,9 @@
 """Random numbers of `tf.random`'s stateful operations, the same in every graph that a step is partitioned into.
 
-Such an operation keeps its place in a stream of random numbers in the graph. A step has a graph for each number of
+Such an operation keeps its place in a stream of random numbers in its kernel. A step has a graph for each number of
 examples, which would begin the stream anew. So the place is kept in a variable, and the numbers are drawn by the
-stateless operation that draws them from the same stream.
+stateless operation that draws them from the same stream. Where there is none (`tf.random.shuffle`, `categorical`,
+`gamma`), all graphs call one kernel, through Python.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011 (Philox); what a draw reserves of the stream is
 as in TensorFlow's `GuardedPhiloxRandom`.
@@ -10,7 +11,14 @@ as in TensorFlow's `GuardedPhiloxRandom`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import tensorflow as tf
+
+from tfdist.internals import tensorflow_functions
+from tfdist.spmd.flattening import Node
 
 _STATELESS = {
     "RandomStandardNormal": tf.raw_ops.StatelessRandomNormalV2,
@@ -21,14 +29,58 @@ _PHILOX = 1
 # A draw moves on in its stream by this for each value, whatever the value takes.
 _RESERVED_PER_VALUE = 256
 
-# The place in its stream of each operation, by its name.
-Places = dict[str, tf.Variable]
+
+@dataclass
+class Streams:
+    """Where the random operations of a step are in their streams, for all graphs of the step.
+
+    Attributes:
+        places: the variables with the places, by operation.
+        kernels: the functions, each of one operation, that keep their place themselves.
+    """
+
+    places: dict[str, tf.Variable] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+
+    def next_place(self, node: Node, shape: tf.Tensor) -> tf.Tensor:
+        """Where the next draw of an operation begins, which is put behind it for the one after."""
+        if node.name not in self.places:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self.places[node.name] = tf.Variable(0, trainable=False, dtype=tf.int64)
+        variable = self.places[node.name]
+        place = variable.read_value()
+        variable.assign_add(_RESERVED_PER_VALUE * tf.reduce_prod(tf.cast(shape, tf.int64)))
+        return tf.cast(place, tf.uint64)
+
+    def drawn_by_kernel(self, node: Node, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """What the kernel of an operation draws next."""
+        operation = node.operation
+        if node.name not in self.kernels:
+            specs = [tf.TensorSpec(None, tensor.dtype) for tensor in operation.inputs]
+
+            def draw(*given: tf.Tensor) -> list[tf.Tensor]:
+                return tensorflow_functions.create(operation, given)
+
+            with tf.init_scope(), tf.device("CPU:0"):
+                self.kernels[node.name] = tf.function(draw, autograph=False).get_concrete_function(*specs)
+        kernel = self.kernels[node.name]
+        with tf.device("CPU:0"):
+            drawn = tf.py_function(
+                lambda *given: list(kernel(*given)), inputs, [one.dtype for one in operation.outputs]
+            )
+        return list(drawn)
+
+
+def has_a_place(operation: tf.Operation) -> bool:
+    """Whether an operation draws from a stream that seeds determine, from a place that can be set."""
+    return operation.type in _STATELESS and is_seeded(operation)
 
 
 def is_seeded(operation: tf.Operation) -> bool:
-    """Whether an operation draws from a stream that seeds determine."""
-    seeds = ("seed", "seed2")
-    return operation.type in _STATELESS and any(operation.get_attr(name) for name in seeds)
+    """Whether an operation draws from a stream that seeds determine, and keeps its place in it."""
+    if not operation.op_def.is_stateful or any(one.dtype in (tf.resource, tf.variant) for one in operation.outputs):
+        return False
+    return any(operation.get_attr(name) for name in ("seed", "seed2") if name in operation.node_def.attr)
 
 
 def draw(operation: tf.Operation, shape: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
@@ -40,14 +92,3 @@ def draw(operation: tf.Operation, shape: tf.Tensor, place: tf.Tensor) -> tf.Tens
         alg=_PHILOX,
         dtype=operation.outputs[0].dtype,
     )
-
-
-def next_place(operation: tf.Operation, shape: tf.Tensor, places: Places) -> tf.Tensor:
-    """Where the next draw of `operation` begins, which is put behind it for the one after."""
-    if operation.name not in places:
-        with tf.init_scope(), tf.device("CPU:0"):
-            places[operation.name] = tf.Variable(0, trainable=False, dtype=tf.int64)
-    variable = places[operation.name]
-    place = variable.read_value()
-    variable.assign_add(_RESERVED_PER_VALUE * tf.reduce_prod(tf.cast(shape, tf.int64)))
-    return tf.cast(place, tf.uint64)

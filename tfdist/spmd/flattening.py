@@ -34,12 +34,19 @@ class Node:
         inputs: the values that it reads.
         outputs: the values that it computes.
         before: the operations that must run before it, because they have effects.
+        calls: the names of the calls, one in the other, in whose functions it is.
     """
 
     operation: tf.Operation
     inputs: list[Slot]
     outputs: list[Slot] = field(default_factory=list)
     before: list[Node] = field(default_factory=list)
+    calls: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tells it from all other operations of a step, in every graph that is made of the step."""
+        return "/".join((self.operation.graph.name, *self.calls, self.operation.name))
 
 
 @dataclass
@@ -58,12 +65,12 @@ class Flat:
 def flatten(graph: tf.Graph, inputs: Sequence[Slot]) -> Flat:
     """The operations that the outputs and effects of `graph` need, called with `inputs`."""
     nodes: list[Node] = []
-    outputs, _ = _flatten(graph, inputs, [], nodes)
+    outputs, _ = _flatten(graph, inputs, [], nodes, ())
     return Flat(nodes, outputs)
 
 
 def _flatten(
-    graph: tf.Graph, inputs: Sequence[Slot], before: list[Node], nodes: list[Node]
+    graph: tf.Graph, inputs: Sequence[Slot], before: list[Node], nodes: list[Node], calls: tuple[str, ...]
 ) -> tuple[list[Slot], list[Node]]:
     """Appends the operations of `graph` to `nodes`; returns its outputs, and the nodes that have run when it has."""
     slots: dict[tuple[str, int], Slot] = {}
@@ -78,7 +85,7 @@ def _flatten(
         waits = [node for earlier in operation.control_inputs for node in done[earlier.name]]
         body = tensorflow_functions.called(operation)
         if body is not None:
-            results, done[operation.name] = _flatten(body, reads, [*before, *waits], nodes)
+            results, done[operation.name] = _flatten(body, reads, [*before, *waits], nodes, (*calls, operation.name))
         elif operation.type == "NoOp":
             results, done[operation.name] = [], waits
         elif operation.type in ALIASES and not waits:
@@ -86,7 +93,7 @@ def _flatten(
             done[operation.name] = [slot.node for slot in reads if slot.node is not None]
         else:
             stateful = operation.op_def.is_stateful
-            node = Node(operation, reads, before=[*waits, *(before if stateful else ())])
+            node = Node(operation, reads, before=[*waits, *(before if stateful else ())], calls=calls)
             node.outputs = results = [Slot(node) for _ in operation.outputs]
             nodes.append(node)
             done[operation.name] = [node]

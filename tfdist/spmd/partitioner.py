@@ -55,7 +55,7 @@ class Partitioner:
         mesh: the replicas.
         rows: the placement of the batch, and the number of its examples, if it is sharded.
         cost: counts what the partitioned step computes and exchanges.
-        places: of random draws in their streams, which all graphs of a step share.
+        streams: of random draws, which all graphs of a step share.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Partitioner:
         mesh: Mesh,
         rows: tuple[Shard, int] | None,
         cost: Cost | None = None,
-        places: draws.Places | None = None,
+        streams: draws.Streams | None = None,
     ):
         self.mesh = mesh
-        self.places = {} if places is None else places
+        self.streams = streams or draws.Streams()
         self.rows = rows
         self.cost = cost or Cost()
         self.conversions = Conversions(mesh, self.cost)
@@ -253,11 +253,11 @@ class Partitioner:
         """An operation on whole inputs, once for each copy."""
         operation = node.operation
         repeated = any(value.repeated for value in inputs)
-        if draws.is_seeded(operation):
-            copies = [self._drawn(operation, inputs[0])]
+        if draws.has_a_place(operation):
+            copies = [self._drawn(node, inputs[0])]
         elif effects.once(operation) or _shares_resource(inputs):
             reads = [self.conversions.tensors(value)[0] for value in inputs]
-            copies = self._once(operation, reads)
+            copies = self._once(node, reads)
         else:
             made = []
             for copy in range(self.mesh.copies):
@@ -277,21 +277,24 @@ class Partitioner:
             results = [self._by_rows(value) for value in results]
         return results
 
-    def _drawn(self, operation: tf.Operation, shape: Placed) -> list[tf.Tensor]:
+    def _drawn(self, node: Node, shape: Placed) -> list[tf.Tensor]:
         """The copies of the random numbers that an operation with a seed draws for the whole batch."""
         shapes_of_copies = self.conversions.tensors(shape)
         with self.mesh.on_copy(0):
-            place = draws.next_place(operation, shapes_of_copies[0], self.places)
+            place = self.streams.next_place(node, shapes_of_copies[0])
         found = []
         for copy, own in enumerate(shapes_of_copies):
             with self.mesh.on_copy(copy):
-                found.append(draws.draw(operation, own, place))
+                found.append(draws.draw(node.operation, own, place))
         return found
 
-    def _once(self, operation: tf.Operation, reads: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+    def _once(self, node: Node, reads: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         """An operation that runs once in the job, or once in each process whose copies share a resource."""
+        operation = node.operation
 
         def create() -> list[tf.Tensor]:
+            if draws.is_seeded(operation):
+                return self.streams.drawn_by_kernel(node, reads)
             return tensorflow_functions.create(operation, reads)
 
         if effects.once(operation):
