@@ -155,6 +155,22 @@ def after_whole_numbers_beside_others(self, x, labels):
 
 
 @step
+def two_gradients_of_a_list_that_grows(self, x, labels):
+    def listed(rows):
+        return tf.while_loop(
+            lambda i, rows_so_far: i < tf.shape(x)[0],
+            lambda i, rows_so_far: (i + 1, rows_so_far.write(i, tf.tanh(rows[i]))),
+            (0, tf.TensorArray(tf.float32, size=0, dynamic_size=True)),
+        )[1].stack()
+
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        of_list = tf.reduce_mean(listed(self.net(x)) ** 2)
+        both = of_list + tf.reduce_mean(x**2)
+    return of_list + tf.reduce_mean(tape.gradient(both, x)) + tf.reduce_mean(tape.gradient(of_list, x) ** 2)
+
+
+@step
 def by_numpy(self, x, labels):
     order = tf.ensure_shape(tf.numpy_function(lambda a: np.sort(a, 0), [x], tf.float32), x.shape)
     return tf.reduce_mean(self.net(order) ** 2)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 LOOPS = frozenset(("While", "StatelessWhile"))
 CONDITIONS = frozenset(("If", "StatelessIf"))
 TYPES = LOOPS | CONDITIONS
-# Raised while a body is tried: the loop or condition is then computed whole.
-_UNKNOWN = (NotImplementedError, TypeError, ValueError)
-
 Compute = Callable[[list[Placed]], list[Placed]]
 
 
@@ -37,7 +34,7 @@ def plan(
     kind = Loop if operation.type in LOOPS else Condition
     try:
         made = kind(partitioner, operation, values)
-    except _UNKNOWN as error:
+    except Exception as error:  # whatever was not thought of is right when it is computed whole
         partitioner.cost.refused.append(f"{operation.type}: {error}")
         return None
     return made.placements, made.compute

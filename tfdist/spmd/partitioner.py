@@ -168,7 +168,7 @@ class Partitioner:
             return Plan([REPLICATE] * len(values), lambda inputs: self._whole(node, inputs, values))
         found, shard = local
         wanted = [shapes.placement(one, shard) for one in found.inputs]
-        return Plan(wanted, lambda inputs: self._parts(node, operation, found, shard, inputs))
+        return Plan(wanted, lambda inputs: self._parts_or_whole(node, operation, found, shard, inputs))
 
     def _local(self, operation: Operation) -> tuple[Local, Shard] | None:
         """What the operation's rule says of the largest of its sharded inputs of which it says something."""
@@ -177,7 +177,11 @@ class Partitioner:
         if rule is None:
             return None
         for index in sorted(sharded, key=operation.elements, reverse=True):
-            found = rule(operation, index, sharded[index])
+            try:
+                found = rule(operation, index, sharded[index])
+            except Exception as error:  # a rule that does not know its operation is none
+                self.cost.refused.append(f"{operation.type}: {error}")
+                continue
             if found is not None and shapes.is_possible(operation, found, sharded[index]):
                 return found, sharded[index]
         return None
@@ -193,6 +197,18 @@ class Partitioner:
         outputs[0].is_gradient = _OF_A_TAPE in node.operation.name
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
+
+    def _parts_or_whole(
+        self, node: Node, operation: Operation, found: Local, shard: Shard, inputs: list[Placed]
+    ) -> list[Placed]:
+        """An operation on the parts of its inputs, or on the whole if it does not take them."""
+        try:
+            return self._parts(node, operation, found, shard, inputs)
+        except (ValueError, TypeError) as error:  # of TensorFlow, when it infers shapes
+            if node.operation.op_def.is_stateful:
+                raise
+            self.cost.refused.append(f"{operation.type}: {error}")
+            return self._whole(node, [self.conversions.placed(value, REPLICATE) for value in inputs], inputs)
 
     def _parts(
         self, node: Node, operation: Operation, found: Local, shard: Shard, inputs: list[Placed]

@@ -86,6 +86,8 @@ def _part_shape(shape: tf.Tensor, constant: np.ndarray | None, shard: Shard, rep
     """The shape of an element's part; -1 is an unknown rank or length."""
     if constant is not None:
         lengths = constant.copy()
+        if lengths.ndim and lengths.size <= shard.axis:
+            raise NotImplementedError("elements that have no such axis are not cut")
         if lengths.ndim and lengths[shard.axis] > 0:
             lengths[shard.axis] = shard.part(lengths[shard.axis], replica)
         return tf.constant(lengths)
