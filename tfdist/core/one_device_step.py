@@ -77,8 +77,8 @@ class OneDeviceStep:
         warnings.warn(
             f"Each replica of `{self._strategy.name}` repeats {cost.repeated_share:.0%} of the computation of a step, "
             f"most of it in {tensorflow_graphs.place(most)}, which is computed of the whole batch\n\n"
-            "hint: the result is that of one device; if the training is too slow, compute there what belongs to one "
-            "example alone, or use fewer replicas",
+            "hint: the result is that of one device; if the training is too slow, compute on all examples before the "
+            "batch is sliced or put in another order, and not after, or use fewer replicas",
             CostWarning,
             stacklevel=2,
         )
