@@ -7,9 +7,12 @@ import pytest
 
 from tests.processes.jobs import ROOT, launched
 
-EQUALITY, CALLBACKS, CALL, ORDER, STEPS, BY_HAND, BUILDING, BETWEEN_STEPS = (
+EQUALITY, CALLBACKS, CALL, ORDER, STEPS, USERS_STEPS, BY_HAND, BUILDING, BETWEEN_STEPS = (
     f"tests/contract/test_{name}.py"
-    for name in ("equality", "callbacks", "same_call", "order", "steps", "losses_by_hand", "building", "between_steps")
+    for name in (
+        *("equality", "callbacks", "same_call", "order", "steps", "users_steps"),
+        *("losses_by_hand", "building", "between_steps"),
+    )
 )
 QUICK = [
     "remainder 1",
@@ -23,6 +26,7 @@ QUICK = [
     "own train_step",
 ]
 QUICK_STEPS = "sharpness or pairs or summed or LargestError or convolutions or circle or drawn"
+QUICK_USERS_STEPS = "queue or dropout or whole_numbers or order or condition or numpy"
 QUICK_BY_HAND = "CLIP or keeps or (summed and steps) or (gathered and summed)"
 QUICK_BETWEEN_STEPS = "super or on_epoch_begin or on_train_begin or on_test_end or count"
 QUICK_CALLBACKS = (
@@ -60,6 +64,7 @@ def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
     cases = [*equality_cases("multiworker", 2, QUICK), *models, own_optimizers("multiworker", 2)]
     parts = {
         STEPS: QUICK_STEPS,
+        USERS_STEPS: QUICK_USERS_STEPS,
         BY_HAND: QUICK_BY_HAND,
         CALLBACKS: QUICK_CALLBACKS,
         ORDER: QUICK_CALLBACKS,
@@ -80,6 +85,6 @@ def test_two_workers_keep_the_states_of_streams_and_leave_out_what_is_ignored(tm
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS, BY_HAND])
+@pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS, USERS_STEPS, BY_HAND])
 def test_the_whole_contract(tmp_path, workers, part):
     assert "passed" in run_together("multiworker", workers, part, cwd=tmp_path)
