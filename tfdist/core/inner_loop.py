@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.cluster import consensus
 from tfdist.core import building, contributions, exact_step, fused_optimizers, metrics, randomness, recomputation
+from tfdist.core.graph import Graph
 from tfdist.core.metrics import Logs
 from tfdist.core.replica import Replica
 from tfdist.core.steps_per_call import AtNan
@@ -28,13 +29,12 @@ from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
 
-HOST, _NOTHING = "CPU:0", contextlib.nullcontext()
+HOST = "CPU:0"
 # The steps that are done, whether there are more batches, whether the loop goes on, and the logs of the last step.
 LoopState = tuple[tf.Tensor, tf.Tensor, tf.Tensor, Logs]
 
@@ -351,39 +351,6 @@ def joined(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     return keras_internals.tree.map_structure(lambda *values: keras_internals.join(list(values)), *parts)
-
-
-class Graph:
-    """A `tf.function` of `function`, run by the executor that is faster for its graph."""
-
-    def __init__(self, function: Callable[..., Any], strategy: Strategy):
-        self._function = function
-        self._strategy = strategy
-        self._compiled: Any = None
-        self._serial = False
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._compiled is None:
-            self._compiled, self._serial = self._choose(arguments)
-        # A profile would not show a serial call.
-        serial = self._serial and not tensorflow_internals.profiling()
-        with keras_variables.looking_up_rows(), tensorflow_internals.serial_calls() if serial else _NOTHING:
-            return self._compiled(*arguments)
-
-    def _choose(self, arguments: tuple[Any, ...]) -> tuple[Any, bool]:
-        """The `tf.function`, and whether its calls are serial."""
-        if self._strategy.single_threaded:
-            # The serial executor cannot run a graph that was traced for the usual one, which optimizes its graphs.
-            serial = self._new()
-            with keras_variables.looking_up_rows(), tensorflow_internals.serial_calls():
-                graph = serial.get_concrete_function(*arguments).graph
-            if tensorflow_internals.flat(graph) and tensorflow_internals.light(graph):
-                return serial, True
-        return self._new(), False
-
-    def _new(self) -> Any:
-        # TensorFlow warns of retracing by a function's code, which all programs share, unless it is wrapped.
-        return tf.function(functools.partial(self._function), autograph=False, reduce_retracing=True)
 
 
 def _mean(logs: Logs, replica: Replica) -> Logs:

@@ -22,7 +22,8 @@ import tensorflow as tf
 from tfdist.cluster import consensus
 from tfdist.core import fused_optimizers, rounding
 from tfdist.core.first_step import FirstStep
-from tfdist.core.inner_loop import HOST, Graph, Outcome, PredictProgram, StepProgram, Steps, joined
+from tfdist.core.graph import Graph
+from tfdist.core.inner_loop import HOST, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
 from tfdist.core.steps_per_call import AtNan
