@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.flattening import Node
 
@@ -61,13 +62,17 @@ class Streams:
             def draw(*given: tf.Tensor) -> list[tf.Tensor]:
                 return tensorflow_functions.create(operation, given)
 
-            with tf.init_scope(), tf.device("CPU:0"):
+            with tf.init_scope(), tf.device("CPU:0"), tensorflow_internals.serial_calls():
                 self.kernels[node.name] = tf.function(draw, autograph=False).get_concrete_function(*specs)
         kernel = self.kernels[node.name]
+
+        def call(*given: tf.Tensor) -> list[tf.Tensor]:
+            # By the thread that runs Python, since all others of the step may wait for what is drawn.
+            with tensorflow_internals.serial_calls():
+                return list(kernel(*given))
+
         with tf.device("CPU:0"):
-            drawn = tf.py_function(
-                lambda *given: list(kernel(*given)), inputs, [one.dtype for one in operation.outputs]
-            )
+            drawn = tf.py_function(call, inputs, [one.dtype for one in operation.outputs])
         return list(drawn)
 
 
