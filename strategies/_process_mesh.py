@@ -38,7 +38,6 @@ class ProcessMesh(spmd.Mesh):
         self.count, self.local = communicator.size, [communicator.rank]
         self._communicator = communicator
         self._packing = packing
-        self.shortens_gradients = packing.wire_dtype is not None
         self._exchanges = 0  # of a graph, so that names agree however often each process traces
 
     def compute(self) -> None:

@@ -64,7 +64,6 @@ class WorkersMesh(distribute.MirroredMesh):
         self.local = range(len(devices) * world.rank, len(devices) * (world.rank + 1))
         self._is_chief = world.is_chief
         self._packing = packing
-        self.shortens_gradients = packing.wire_dtype is not None
 
     def begin(self, variables: Sequence[Any]) -> None:
         for variable in variables:

@@ -63,8 +63,7 @@ class Conversions:
         kinds: dict[tuple[str, bool], list[Placed]] = {}
         for value in values:
             assert isinstance(value.placement, Partial)
-            apart = value.is_gradient and self.mesh.shortens_gradients
-            kinds.setdefault((value.placement.reduction, apart), []).append(value)
+            kinds.setdefault((value.placement.reduction, value.is_gradient), []).append(value)
         for (reduction, gradients), terms in kinds.items():
             results = self.mesh.all_reduce([term.tensors for term in terms], reduction, gradients)
             for value, copies in zip(terms, results, strict=True):

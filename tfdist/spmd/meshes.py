@@ -34,10 +34,7 @@ class Mesh:
         local: the numbers of the replicas that this process computes.
         devices: of these replicas.
         copies: how many copies of a replicated value this process has, 1 or as many as devices.
-        shortens_gradients: gradients are sent in a shorter type, and so by themselves.
     """
-
-    shortens_gradients = False
 
     def __init__(self, devices: Sequence[str]):
         self.count = len(devices)
@@ -86,7 +83,7 @@ class Mesh:
         Args:
             values: the terms of each value.
             reduction: "sum", "max", "min", "prod", "all" or "any".
-            gradients: a tape has computed them, and they are sent in a shorter type.
+            gradients: a tape has computed them; they may be sent in a shorter type.
 
         Returns:
             The copies of each value.
