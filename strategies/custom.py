@@ -1,10 +1,10 @@
 """`custom`: data parallelism on the devices of this machine in a graph of our own. The fastest strategy on CPUs.
 
-There is one copy of the variables, on the first device: other CPU devices read it where it is, while other GPUs are
-sent it in each step, so that `mirrored` is the choice for several GPUs. The step of one device is partitioned (see
-`tfdist.spmd`): each replica computes the gradients of its part of the batch on its own device, and they are added on
-the first device and applied there in one fused update, all inside one graph that runs many steps. One copy cannot drift
-apart and needs no scope; models and checkpoints are plain Keras.
+There is one copy of the variables, on the first device. CPU devices of the host, which share its memory, are computed
+by it without sending anything, while other GPUs are sent the copy in each step, so that `mirrored` is the choice for
+several GPUs. The step of one device is partitioned (see `tfdist.spmd`): each replica computes the gradients of its part
+of the batch, and they are added on the first device and applied there in one fused update, all inside one graph that
+runs many steps. One copy cannot drift apart and needs no scope; models and checkpoints are plain Keras.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.core import contributions, randomness, replica_context, share
-from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
@@ -325,11 +324,7 @@ def _optimizer_apply(
         ):
             original(optimizer, gradients, variables)
 
-    if keras_patches.around_apply(optimizer) is not None:
-        raise UsageError(
-            f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
-            "leave out the one or the other",
-        )
+    keras_patches.require_reduced_once(optimizer)
     if not optimizer.built:
         replica.build(
             optimizer,

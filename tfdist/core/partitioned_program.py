@@ -28,7 +28,6 @@ from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
-from tfdist.errors import UsageError
 from tfdist.internals import keras_patches
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.spmd import Cost
@@ -88,11 +87,8 @@ class PartitionedProgram(StepProgram):
     def _traced_step(self, data: Any) -> Logs:
         step = self._recomputation.marked(getattr(self._model, self._step_name), 0)
         optimizer = self._model.optimizer
-        if optimizer is not None and keras_patches.around_apply(optimizer) is not None:
-            raise UsageError(
-                f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
-                "leave out the one or the other",
-            )
+        if optimizer is not None:
+            keras_patches.require_reduced_once(optimizer)
         with fused_optimizers.fused(optimizer, self._strategy.fused), self._recomputation.traced():
             return own_logs(self._model, self._step_name, step(data))
 

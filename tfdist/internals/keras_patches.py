@@ -19,6 +19,8 @@ from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer as trainer_module
 
+from tfdist.errors import UsageError
+
 
 class _Thread(threading.local):
     applies_reduced_gradients = False
@@ -139,6 +141,15 @@ def around_apply(optimizer: Any) -> AroundApply | None:
     """The function that `set_around_apply` has set for `optimizer` or for its inner optimizer."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return vars(inner).get(_AROUND_APPLY) or vars(optimizer).get(_AROUND_APPLY)
+
+
+def require_reduced_once(optimizer: Any) -> None:
+    """Raises `UsageError` for an optimizer that reduces gradients itself, in a step of a strategy, which does so."""
+    if around_apply(optimizer) is not None:
+        raise UsageError(
+            f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
+            "leave out the one or the other",
+        )
 
 
 def _patch_around_apply(kind: Any) -> None:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.spmd.lengths import Lengths
 from tfdist.spmd.operation import Operation
-from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard
+from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard, with_length
 from tfdist.spmd.rules import Cut, Local
 
 
@@ -22,12 +22,7 @@ def whole_shape(shape: tf.Tensor, placement: Placement, replica: int) -> tf.Tens
 
 def part_shape(shape: tf.TensorShape, placement: Placement, replica: int) -> tf.TensorShape:
     """The shape of one replica's part of a value of this shape."""
-    if not isinstance(placement, Shard) or shape.rank is None:
-        return shape
-    lengths = shape.as_list()
-    length = lengths[placement.axis]
-    lengths[placement.axis] = None if length is None else placement.part(length, replica)
-    return tf.TensorShape(lengths)
+    return with_length(shape, placement, lambda cut, whole: cut.part(whole, replica))
 
 
 def known(shape: Sequence[int | None] | None, lengths: Lengths | None) -> Sequence[int | None] | None:

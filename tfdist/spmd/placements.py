@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,12 +177,16 @@ def _whole_shape(
         return tf.TensorShape(constant.shape)
     if not tensors or tensors[0].dtype in (tf.resource, tf.variant):
         return tf.TensorShape(None)
-    shape = tensors[0].shape
+    return with_length(tensors[0].shape, placement, lambda cut, part: cut.whole_length(part, replica))
+
+
+def with_length(shape: tf.TensorShape, placement: Placement, other: Callable[[Shard, int], int]) -> tf.TensorShape:
+    """`shape` with the `other` length in place of that along the axis that is cut, if one is and it is known."""
     if not isinstance(placement, Shard) or shape.rank is None:
         return shape
     lengths = shape.as_list()
-    part = lengths[placement.axis]
-    lengths[placement.axis] = None if part is None else placement.whole_length(part, replica)
+    length = lengths[placement.axis]
+    lengths[placement.axis] = None if length is None else other(placement, length)
     return tf.TensorShape(lengths)
 
 
