@@ -232,8 +232,6 @@ def trained(contestant, make):
 def test_a_step_is_that_of_one_device(make, contestant, same_as_stock):
     if contestant[1] > 1 and not contestants.is_partitioned(contestant):
         pytest.skip("divides steps by rules of its own")
-    if make is mixed_in_an_order_of_its_own and contestants.WORLD.world_size > 1:
-        pytest.skip("seeded shuffles of several processes begin anew in a batch of another size")
     same_as_stock(lambda one: trained(one, make))
 
 

@@ -107,6 +107,22 @@ def check_there_are_none():
             raise AssertionError
 
 
+# What one process knows while it makes its graph is sent in each turn of a loop, as the others do.
+for rows in (1, 0):
+    @tf.function(autograph=False)
+    def turns(changing):
+        def turn(number, total):
+            mine_now = changing * tf.cast(number + 1, tf.float32) if rank == 0 else tf.zeros([rows])
+            parts = found.all_gather(mine_now, f"turn.{rows}")
+            return number + 1, total + tf.reduce_sum(parts)
+
+        with found.around_branches():
+            number, total = tf.while_loop(lambda number, total: number < 3, turn, (tf.constant(0), tf.constant(0.0)))
+            found.note_branches(number)
+        return total
+
+    assert float(turns(tf.constant([1.0]))) == 6
+
 check_messages() if found.in_order else check_there_are_none()
 found.barrier()
 print("ALL RIGHT")

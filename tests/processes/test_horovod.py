@@ -18,7 +18,9 @@ from tests.processes.test_contract import (
     ORDER,
     QUICK_CALLBACKS,
     QUICK_STEPS,
+    QUICK_USERS_STEPS,
     STEPS,
+    USERS_STEPS,
     equality_cases,
     run_together,
 )
@@ -136,7 +138,9 @@ class TestContract:
     @RATHER_MPI
     def test_two_processes_keep_the_promises_that_need_most_of_them(self, tmp_path, engine):
         tests = equality_cases("horovod", 2, OF_THE_ENGINE)
-        assert f"{len(tests)} passed" in run_together("horovod", 2, *tests, cwd=tmp_path, options=engine)
+        chosen = f"test_equality or (test_users_steps and ({QUICK_USERS_STEPS}))"
+        last = run_together("horovod", 2, *tests, USERS_STEPS, "-k", chosen, cwd=tmp_path, options=engine)
+        assert f"{len(tests) + 6} passed" in last, last
 
     @THOROUGH  # as those of `multiworker`, which has the same loop
     def test_two_processes_have_the_callbacks_of_one_device(self, tmp_path):

@@ -249,10 +249,25 @@ def opaque(tensor: Any) -> tf.Tensor:
     """`tensor`, hidden from TensorFlow's constant folding.
 
     Folding would run an engine's operation on a constant once, while the graph is optimized, and only in those
-    processes where the tensor is a constant.
+    processes where the tensor is a constant: the others would wait for it for ever.
     """
     tensor = tf.convert_to_tensor(tensor)
-    return tensor if tf.executing_eagerly() else tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+    if tf.executing_eagerly():
+        return tensor
+    if tensor.shape.rank == 0:
+        return tf.reshape(opaque(tf.reshape(tensor, [1])), [])
+    # A slice from row 0, which the graph gets from its caller; a slice of everything is the same memory.
+    rank = tf.rank(tensor) if tensor.shape.rank is None else tensor.shape.rank
+    hidden = tf.slice(tensor, _zeros()[:rank], tf.fill([rank], -1))
+    hidden.set_shape(tensor.shape)
+    return hidden
+
+
+def _zeros() -> tf.Tensor:
+    # TensorFlow 2.21 copies eager tensors of up to 128 numbers into a graph as constants; larger ones are arguments.
+    # It was seen to fold a constant behind `tf.raw_ops.PlaceholderWithDefault`.
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.zeros([256], tf.int32)
 
 
 def gathered_in_pieces(

@@ -309,8 +309,7 @@ class Partitioner:
         operation = node.operation
 
         def create() -> list[tf.Tensor]:
-            # Python that draws while another process waits for it has been seen to wait for ever, with Horovod.
-            if draws.is_seeded(operation) and len(self.mesh.local) == self.mesh.count:
+            if draws.is_seeded(operation):
                 return self.streams.drawn_by_kernel(node, reads)
             return tensorflow_functions.create(operation, reads)
 
