@@ -67,6 +67,9 @@ class ProcessMesh(spmd.Mesh):
             copy = tensorflow_variables.copies(variable)[0]
             copy.assign(tf.zeros_like(copy))
 
+    def terms(self, variable: Any) -> list[tf.Tensor] | None:
+        return [copy.handle for copy in tensorflow_variables.copies(variable)]
+
     def all_reduce(
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
     ) -> list[list[tf.Tensor]]:

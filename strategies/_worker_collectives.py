@@ -81,6 +81,11 @@ class WorkersMesh(distribute.MirroredMesh):
                 for copy in tensorflow_variables.copies(held)[int(self._is_chief) :]:
                     copy.assign(tf.zeros_like(copy))
 
+    def terms(self, variable: Any) -> list[tf.Tensor] | None:
+        held = tf_variable(variable)
+        copies = tensorflow_variables.copies(held) if tensorflow_variables.is_sum_of_copies(held) else []
+        return [copy.handle for copy in copies] or None
+
     def all_reduce(
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
     ) -> list[list[tf.Tensor]]:

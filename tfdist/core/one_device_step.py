@@ -15,7 +15,8 @@ from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.batch_parts import DIFFERENT, UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import CostWarning, UsageError
-from tfdist.internals import keras_data, keras_variables, tensorflow_graphs
+from tfdist.internals import keras_data, keras_variables, tensorflow_graphs, tensorflow_variables
+from tfdist.spmd import accumulators
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Placed, Shard
 
@@ -32,6 +33,12 @@ class OneDeviceStep:
         strategy: whose replicas compute it.
         steps: of a model that is built.
         step: computes a batch.
+
+    Attributes:
+        mesh: the replicas.
+        cost: of the step of a full batch.
+        summed: the variables of metrics that the step needs as sums over the processes; of others, each process adds
+            to its own term.
     """
 
     def __init__(self, strategy: Any, steps: Steps, step: Callable[[Any], Any]):
@@ -41,6 +48,8 @@ class OneDeviceStep:
         self._traced: Any = None
         self._said = False
         self._streams = Streams()
+        self._terms: dict[int, list[tf.Tensor]] = {}
+        self.summed: list[Any] = []
         self.mesh: spmd.Mesh = strategy.mesh
         self.cost = spmd.Cost()
 
@@ -54,13 +63,23 @@ class OneDeviceStep:
             with self._strategy.tracing(self._steps.model), keras_variables.looking_up_rows():
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
+            self._divide_metrics()
         return self._traced
+
+    def _divide_metrics(self) -> None:
+        """Finds of which metrics' variables each replica of a process can add to a term of its own."""
+        variables = self._steps.model.metrics_variables
+        found = {id(tensorflow_variables.copies(one)[0].handle): self.mesh.terms(one) for one in variables}
+        usable = accumulators.usable(self._traced, {key for key, terms in found.items() if terms})
+        self._terms = {key: terms for key, terms in found.items() if terms and key in usable}
+        keys = {id(handle) for handles in self._terms.values() for handle in handles}
+        self.summed = [one for one in variables if id(tensorflow_variables.copies(one)[0].handle) not in keys]
 
     def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""
         placed, cost = self._placed(state, batch, rows), spmd.Cost()
         sharded = rows if self._is_sharded(rows) else None
-        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._streams)
+        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._streams, self._terms)
         if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
             self.cost = cost
         self._say(cost, rows)

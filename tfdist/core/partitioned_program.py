@@ -133,7 +133,7 @@ class _Steps:
     def _run(self, state: Any, first: tf.Tensor, count: tf.Tensor, flat: Sequence[tf.Tensor]) -> Any:
         program = self._program
         program._count_no_finite_steps()
-        mesh, metrics = program._one_device.mesh, program._model.metrics_variables
+        mesh, metrics = program._one_device.mesh, program._one_device.summed
         mesh.begin(metrics)
         if self._one_step:
             finite, logs = self._step(state, first, flat)

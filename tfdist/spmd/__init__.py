@@ -14,7 +14,7 @@ Synopsis:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,7 +24,7 @@ from tfdist.spmd.cost import Cost
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.meshes import Mesh, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
-from tfdist.spmd.placements import REPLICATE, Placed, Shard
+from tfdist.spmd.placements import REPLICATE, Partial, Placed, Shard
 
 __all__ = ["Cost", "Mesh", "Placed", "Shard", "compute", "joined", "partitioned", "reduced", "replicated"]
 
@@ -41,6 +41,7 @@ def compute(
     rows: Sequence[int] | None,
     cost: Cost,
     streams: Streams | None = None,
+    terms: Mapping[int, Sequence[tf.Tensor]] | None = None,
 ) -> Any:
     """Computes the step of one device on the replicas of a mesh, in the present graph.
 
@@ -51,13 +52,19 @@ def compute(
         rows: the number of examples of each replica of the job; `None` if the batch is not sharded.
         cost: counts what is computed and exchanged.
         streams: of random draws, which the graphs of a step share; see `tfdist.spmd.draws`.
+        terms: by the `id` of a handle that the step captures, the handles of the variables, one for each replica of
+            this process, whose values add up to that of one device; see `tfdist.spmd.accumulators`.
 
     Returns:
         What the traced function returns, replicated; this process' first copy.
     """
     mesh.compute()
     captured, _ = tensorflow_functions.captured(traced.graph)
-    outside = [replicated(mesh.captured(tensor)) for tensor in captured]
+    terms = terms or {}
+    outside = [
+        Placed(Partial(), terms[id(tensor)]) if id(tensor) in terms else replicated(mesh.captured(tensor))
+        for tensor in captured
+    ]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
     partitioner = Partitioner(mesh, sharded, cost, streams)
     outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))

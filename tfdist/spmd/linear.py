@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.spmd import accumulators
 from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
 
 # The inputs in which an operation is linear while the others are replicated.
@@ -21,6 +22,7 @@ INPUTS: dict[str, frozenset[int]] = {
         "BatchMatMulV2": (0, 1),
         "BiasAddGrad": (0,),
         "Cast": (0,),
+        "DivNoNan": (0,),
         "Einsum": (0, 1),
         "ExpandDims": (0,),
         "MatMul": (0, 1),
@@ -51,6 +53,8 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     if not terms or any(given[index] != Partial() for index in terms) or len(operation.outputs) != 1:
         return None
     if operation.type in ADDITIVE:
+        if (accumulated := accumulators.sums(operation, values)) is not None:
+            return accumulated
         shape = values[0].shape
         same = shape.is_fully_defined() and all(value.shape == shape for value in values)
         return list(given) if same and len(terms) == len(given) else None

@@ -71,6 +71,11 @@ class Mesh:
         """
         yield lambda result: None
 
+    def terms(self, variable: Any) -> list[tf.Tensor] | None:
+        """The handles of the replicas' own variables, whose sum is the `variable` of a metric; `None` without them."""
+        del variable
+        return None
+
     def captured(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """The copies of a tensor from outside of the step, such as the handle of a variable."""
         return [tensor] * self.copies

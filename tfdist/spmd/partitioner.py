@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd import constants, control_flow, draws, effects, linear, tensor_lists
+from tfdist.spmd import accumulators, constants, control_flow, draws, effects, linear, tensor_lists
 from tfdist.spmd import local_shapes as shapes
 from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
@@ -134,6 +134,9 @@ class Partitioner:
         known = constants.known(node.operation, values)
         if known is not None:
             return Plan(given, lambda _: known)
+        accumulated = accumulators.placements(node.operation, values)
+        if accumulated is not None:
+            return Plan(accumulated, lambda inputs: self._accumulated(node, inputs))
         terms = linear.placements(node.operation, values)
         if terms is not None:
             return Plan(terms, lambda inputs: self._terms(node, inputs))
@@ -186,14 +189,26 @@ class Partitioner:
                 return found, sharded[index]
         return None
 
-    def _terms(self, node: Node, inputs: list[Placed]) -> list[Placed]:
-        """A linear operation on the terms of a sum."""
+    def _accumulated(self, node: Node, inputs: list[Placed]) -> list[Placed]:
+        """An operation on the replicas' terms of a variable."""
+        parts = self._on_terms(node, inputs)
+        output = Placed(Partial(), parts)
+        output.is_accumulated = True
+        return [output] if parts else []
+
+    def _on_terms(self, node: Node, inputs: list[Placed]) -> list[tf.Tensor]:
+        """What each replica's operation on its terms returns."""
         parts = []
         for position in range(len(self.mesh.local)):
             with self.mesh.on_replica(position):
                 reads = [self.conversions.read(value, position) for value in inputs]
                 parts += tensorflow_functions.create(node.operation, reads)
-        outputs = [Placed(Partial(), parts)]
+        return parts
+
+    def _terms(self, node: Node, inputs: list[Placed]) -> list[Placed]:
+        """A linear operation on the terms of a sum."""
+        outputs = [Placed(Partial(), self._on_terms(node, inputs))]
+        outputs[0].is_accumulated = node.operation.type in linear.ADDITIVE and any(one.is_accumulated for one in inputs)
         outputs[0].is_gradient = _OF_A_TAPE in node.operation.name
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs

@@ -113,6 +113,7 @@ class Placed:
         included: of a vector of axes, those that are surely in it, where it is not known.
         excluded: of a vector of axes, those that are surely not in it, where it is not known.
         is_gradient: a tape has computed it.
+        is_accumulated: it is what the replicas' terms of a variable hold, of which the value is their sum.
         element_dtype: of the elements of a list of tensors (TensorList).
     """
 
@@ -131,6 +132,7 @@ class Placed:
         self.constant = constant
         self.repeated = repeated
         self.is_gradient = False
+        self.is_accumulated = False
         self.included: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.element_dtype = element_dtype
