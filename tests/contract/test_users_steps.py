@@ -177,6 +177,12 @@ def by_numpy(self, x, labels):
 
 
 @step
+def after_printing_the_loss_alone(self, x, labels):
+    tf.print(tf.reduce_mean(self.net(x) ** 2), output_stream="file:///dev/null")
+    tf.print(tf.reduce_max(x, 0), output_stream="file:///dev/null")
+
+
+@step
 def after_scatter_of_rows(self, x, labels):
     self.bank.scatter_nd_update(labels[:, None], self.net(x))
 

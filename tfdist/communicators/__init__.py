@@ -83,18 +83,17 @@ class Communicator:
         if tensor.dtype.is_complex:
             return _given_back(self.reduce_scatter(_carried(tensor), name), tensor.dtype)
         if tensor.dtype in self.added:
-            return self._reduce_scatter(opaque(tensor), name)
-        return tf.cast(self._reduce_scatter(opaque(tf.cast(tensor, _wide(tensor.dtype))), name), tensor.dtype)
+            return _hidden(self._reduce_scatter, tensor, name)
+        return tf.cast(_hidden(self._reduce_scatter, tf.cast(tensor, _wide(tensor.dtype)), name), tensor.dtype)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """The tensors `[n_rank, ...]` of all processes, of which `n_rank` may differ, concatenated by rank."""
         dtype = tensor.dtype
-        gathered = self._all_gather(_carried(opaque(tensor)), name)
-        return _given_back(gathered, dtype)
+        return _given_back(_hidden(self._all_gather, _carried(tensor), name), dtype)
 
     def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
         """The `tensor` of process `root`; all have the same shape and dtype."""
-        return _given_back(self._broadcast(_carried(opaque(tensor)), name, root), tensor.dtype)
+        return _given_back(_hidden(self._broadcast, _carried(tensor), name, root), tensor.dtype)
 
     def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
         """The `values`, `[n]` uint8, of process 0; the others call it with as many. Not inside a graph."""
@@ -183,11 +182,11 @@ class Communicator:
         if tensor.dtype.is_complex:
             return _given_back(self._all_reduce_one(_carried(tensor), name), tensor.dtype)
         if tensor.dtype in self.added:
-            return self._sum(opaque(tensor), name)
+            return _hidden(self._sum, tensor, name)
         if tensor.dtype == tf.bfloat16:
             parts = self.all_gather(tensor[tf.newaxis], name)
             return tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
-        return tf.cast(self._sum(opaque(tf.cast(tensor, _wide(tensor.dtype))), name), tensor.dtype)
+        return tf.cast(_hidden(self._sum, tf.cast(tensor, _wide(tensor.dtype)), name), tensor.dtype)
 
     def _all_reduce_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         if _dense_bytes(slices) >= self.dense_below_bytes:
@@ -261,6 +260,14 @@ def opaque(tensor: Any) -> tf.Tensor:
     hidden = tf.slice(tensor, _zeros()[:rank], tf.fill([rank], -1))
     hidden.set_shape(tensor.shape)
     return hidden
+
+
+def _hidden(exchange: Callable[..., tf.Tensor], tensor: Any, *arguments: Any) -> tf.Tensor:
+    """What `exchange` returns for a tensor of which TensorFlow knows neither values nor lengths when it optimizes."""
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank == 0:
+        return tf.reshape(_hidden(exchange, tensor[tf.newaxis], *arguments), [])
+    return exchange(opaque(tensor), *arguments)
 
 
 def _zeros() -> tf.Tensor:

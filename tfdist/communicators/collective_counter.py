@@ -60,6 +60,7 @@ class CollectiveCounter:
             return tf.raw_ops.AssignAddVariableOp(resource=self._counts.handle, value=value)
 
 
-def _size_bytes(tensor: tf.Tensor) -> Any:
-    count = tensor.shape.num_elements()
-    return tf.size(tensor, tf.int64) * tensor.dtype.size if count is None else count * tensor.dtype.size
+def _size_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    # Counted when the graph runs. Nothing else keeps a collective whose result this process does not use, as where
+    # another process prints it: TensorFlow would drop it here, and the other process would wait for it for ever.
+    return tf.raw_ops.Size(input=tensor, out_type=tf.int64) * tensor.dtype.size
