@@ -40,7 +40,7 @@ def run_together(strategy, workers, *arguments, cwd, ps=0, options=()):
     processes = ("--workers", str(workers), "--ps", str(ps), *options)
     done = launched(*processes, "--log-dir", str(cwd / "logs"), *tests, cwd=ROOT, timeout=1800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
-    return done.stdout.splitlines()[-1]
+    return done.stdout.rstrip().splitlines()[-1]  # mpirun may put the line ends of all processes last
 
 
 def equality_cases(strategy, workers, names):
