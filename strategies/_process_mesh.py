@@ -80,19 +80,7 @@ class ProcessMesh(spmd.Mesh):
         return [[total] for total in self._summed(terms, packing)]
 
     def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
-        (part,) = parts
-        if part.shape.rank is None:  # cut along the first axis
-            rows = self._gather(tf.reshape(part, [tf.shape(part)[0], -1]))
-            return [tf.reshape(rows, tf.concat([[-1], tf.shape(part)[1:]], 0))]
-        order = [shard.axis, *(axis for axis in range(part.shape.rank) if axis != shard.axis)]
-        rows = self._gather(tf.transpose(part, order) if shard.axis else part)
-        if shard.blocks > 1:
-            lengths = [size * shard.blocks for size in shard.sizes]
-            unit = tf.shape(rows)[0] // sum(lengths)
-            pieces = tf.split(rows, [unit * length for length in lengths], num=len(lengths))
-            rows = spmd.joined(pieces, spmd.Shard(0, shard.sizes, shard.blocks))
-        back = [order.index(axis) for axis in range(len(order))]
-        return [tf.transpose(rows, back) if shard.axis else rows]
+        return spmd.joined_by_rows(parts, shard, lambda rows: [self._gather(rows[0])])
 
     def gathered(self, structure: Any) -> Any:
         return tf.nest.map_structure(lambda one: None if one is None else self._gather(one), structure)

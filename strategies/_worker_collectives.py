@@ -111,20 +111,7 @@ class WorkersMesh(distribute.MirroredMesh):
         return found
 
     def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
-        if parts[0].shape.rank is None:  # cut along the first axis
-            shape = tf.concat([[-1], tf.shape(parts[0])[1:]], 0)
-            return [
-                tf.reshape(rows, shape) for rows in self._gather([tf.reshape(p, [tf.shape(p)[0], -1]) for p in parts])
-            ]
-        order = [shard.axis, *(axis for axis in range(parts[0].shape.rank) if axis != shard.axis)]
-        back = [order.index(axis) for axis in range(len(order))]
-        lengths = [size * shard.blocks for size in shard.sizes]
-        copies = []
-        for rows in self._gather([tf.transpose(part, order) for part in parts]):
-            unit = tf.shape(rows)[0] // sum(lengths)
-            pieces = tf.split(rows, [unit * length for length in lengths], num=len(lengths))
-            copies.append(tf.transpose(spmd.joined(pieces, spmd.Shard(0, shard.sizes, shard.blocks)), back))
-        return copies
+        return spmd.joined_by_rows(parts, shard, self._gather)
 
     def gathered(self, structure: Any) -> Any:
         def gather(rows: tf.Tensor) -> tf.Tensor:

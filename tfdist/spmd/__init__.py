@@ -22,11 +22,22 @@ import tensorflow as tf
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.draws import Streams
-from tfdist.spmd.meshes import Mesh, joined, reduced
+from tfdist.spmd.meshes import Mesh, joined, joined_by_rows, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Shard
 
-__all__ = ["Cost", "Mesh", "Placed", "Shard", "compute", "joined", "partitioned", "reduced", "replicated"]
+__all__ = [
+    "Cost",
+    "Mesh",
+    "Placed",
+    "Shard",
+    "compute",
+    "joined",
+    "joined_by_rows",
+    "partitioned",
+    "reduced",
+    "replicated",
+]
 
 
 def replicated(tensors: Sequence[tf.Tensor], repeated: bool = False) -> Placed:

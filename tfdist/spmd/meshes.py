@@ -139,6 +139,35 @@ def joined(parts: Sequence[tf.Tensor], shard: Shard) -> tf.Tensor:
     return tf.reshape(whole, [*lengths[: shard.axis], merged, *lengths[shard.axis + 2 :]])
 
 
+def joined_by_rows(
+    parts: Sequence[tf.Tensor], shard: Shard, gather: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+) -> list[tf.Tensor]:
+    """The copies of the whole value of the parts of all replicas.
+
+    Args:
+        parts: of the replicas of this process; of unknown rank if the first axis is cut.
+        shard: their placement.
+        gather: returns, for each copy, the rows of all replicas along the first axis.
+    """
+    if parts[0].shape.rank is None:
+        shape = tf.concat([[-1], tf.shape(parts[0])[1:]], 0)
+        rows = [tf.reshape(part, [tf.shape(part)[0], -1]) for part in parts]
+        return [tf.reshape(copy, shape) for copy in gather(rows)]
+    order = [shard.axis, *(axis for axis in range(parts[0].shape.rank) if axis != shard.axis)]
+    back = [order.index(axis) for axis in range(len(order))]
+    copies = gather([tf.transpose(part, order) if shard.axis else part for part in parts])
+    if shard.blocks > 1:
+        copies = [joined(_split_replicas(rows, shard), shard.moved(0)) for rows in copies]
+    return [tf.transpose(rows, back) if shard.axis else rows for rows in copies]
+
+
+def _split_replicas(rows: tf.Tensor, shard: Shard) -> list[tf.Tensor]:
+    """The replicas' parts of rows that were concatenated along the first axis."""
+    lengths = [size * shard.blocks for size in shard.sizes]
+    unit = tf.shape(rows)[0] // sum(lengths)
+    return tf.split(rows, [unit * length for length in lengths], num=len(lengths))
+
+
 def _split_blocks(part: tf.Tensor, shard: Shard) -> tf.Tensor:
     lengths = tf.unstack(tf.shape(part), num=part.shape.rank)
     axis = shard.axis
