@@ -144,7 +144,11 @@ class FirstStep:
             return self._one_device.trace()(self._one_device.whole_batch(state, batch))
 
         try:
-            with tf.device(self._strategy.replica_devices[0]):
+            # Optimizing the graph takes longer than running it as it is, once.
+            with (
+                tf.device(self._strategy.replica_devices[0]),
+                tensorflow_functions.optimized(disable_meta_optimizer=True),
+            ):
                 step(state, batch)
             return _values(variables)
         except tf.errors.ResourceExhaustedError:
@@ -185,13 +189,22 @@ def _values(variables: Sequence[Variable]) -> list[np.ndarray]:
 
 def _root_mean_square(values: np.ndarray, others: np.ndarray) -> float:
     """That of the differences; what is not finite counts as different where it is another one."""
-    both, other = (np.asarray(one).astype(np.complex128) for one in (values, others))
-    with np.errstate(invalid="ignore"):
-        squares = np.abs(both - other) ** 2
-    same = (both == other) | (np.isnan(both) & np.isnan(other))
-    squares = np.where(same, 0.0, np.where(np.isfinite(squares), squares, np.inf))
-    return float(np.sqrt(np.mean(squares))) if squares.size else 0.0
+    if not values.size:
+        return 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        differences = (_as_floats(values) - _as_floats(others)).ravel()
+        total = float(np.vdot(differences, differences).real)
+        if not np.isfinite(total):  # of large numbers, or of numbers that are not finite themselves
+            both, other = (np.asarray(one).astype(np.complex128) for one in (values, others))
+            squares = np.abs(both - other) ** 2
+            same = (both == other) | (np.isnan(both) & np.isnan(other))
+            total = float(np.sum(np.where(same, 0.0, np.where(np.isfinite(squares), squares, np.inf))))
+    return float(np.sqrt(total / values.size))
+
+
+def _as_floats(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.result_type(values.dtype, np.float32), copy=False)
 
 
 def _largest(values: np.ndarray) -> float:
-    return float(np.max(np.abs(values.astype(np.complex128)), initial=0.0))
+    return float(np.max(np.abs(_as_floats(values)), initial=0.0))

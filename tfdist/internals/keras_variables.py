@@ -18,6 +18,7 @@ from keras.src.initializers.random_initializers import RandomInitializer
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_functions
 from tfdist.internals.keras import containers_of, optimizers
 
 
@@ -100,7 +101,7 @@ def fill_large_variables_in_place() -> None:
         if size_bytes < _LARGE_BYTES or not tf.executing_eagerly():
             original(self, initializer)
             return
-        with _without_constant_folding():
+        with tensorflow_functions.optimized(constant_folding=False):
             original(self, _in_place(initializer))
         _unshare_copies(self._value)
 
@@ -145,16 +146,6 @@ def _unshare_copies(variable: Any) -> None:
     for copy in tf.distribute.get_strategy().experimental_local_results(variable)[1:]:
         if "CPU" in copy.device:
             copy.assign(tf.raw_ops.DeepCopy(x=copy.value()))
-
-
-@contextlib.contextmanager
-def _without_constant_folding() -> Iterator[None]:
-    before = tf.config.optimizer.get_experimental_options().get("constant_folding", True)
-    tf.config.optimizer.set_experimental_options({"constant_folding": False})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"constant_folding": before})
 
 
 def _readable_by_row(x: Any) -> Any:

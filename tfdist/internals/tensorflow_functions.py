@@ -5,11 +5,12 @@ Written for TensorFlow 2.21.0; `tests/spmd/test_functions.py` fails when TensorF
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,21 @@ from tensorflow.python.framework import function_def_to_graph, op_def_registry
 
 # Attributes that belong to the graph in which an operation was traced.
 _OF_THE_GRAPH = frozenset(("_class", "_output_shapes", "_gradient_op_type", "_XlaMustCompile", "_xla_inferred_shapes"))
+
+
+@contextlib.contextmanager
+def optimized(**options: bool) -> Iterator[None]:
+    """The context in which TensorFlow optimizes graphs with these options, those of `tf.config.optimizer`.
+
+    An option that nobody has set is on, and `disable_meta_optimizer` is off.
+    """
+    now = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options(options)
+    try:
+        yield
+    finally:
+        before = {name: now.get(name, name != "disable_meta_optimizer") for name in options}
+        tf.config.optimizer.set_experimental_options(before)
 
 
 def captured(graph: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
