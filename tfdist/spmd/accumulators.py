@@ -15,6 +15,8 @@ from tfdist.internals import tensorflow_functions
 from tfdist.spmd.flattening import Slot, flatten
 from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
 
+# Linear where all inputs are terms of sums, of one shape.
+ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
 _READ = "ReadVariableOp"
 # Their second input is added, or is the new value, of which each replica can have a term.
 _ASSIGN = frozenset(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
@@ -45,6 +47,11 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     if operation.type != _READ and operation.type not in _ASSIGN:
         return None
     return [Partial()] * len(values) if isinstance(values[0].placement, Partial) else None
+
+
+def is_accumulated(operation: tf.Operation, inputs: Sequence[Placed]) -> bool:
+    """Whether an operation on terms returns those of such a variable, or of a sum with it."""
+    return operation.type == _READ or (operation.type in ADDITIVE and any(value.is_accumulated for value in inputs))
 
 
 def sums(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.spmd import accumulators
+from tfdist.spmd.accumulators import ADDITIVE
 from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
 
 # The inputs in which an operation is linear while the others are replicated.
@@ -42,8 +43,6 @@ INPUTS: dict[str, frozenset[int]] = {
 _NO_LARGER = frozenset(
     ("BiasAddGrad", "ExpandDims", "Mean", "Neg", "Reshape", "Slice", "Squeeze", "StridedSlice", "Sum", "Transpose")
 )
-# Linear where all inputs are terms of sums, of one shape.
-ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
 
 
 def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:

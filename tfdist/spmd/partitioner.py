@@ -134,10 +134,7 @@ class Partitioner:
         known = constants.known(node.operation, values)
         if known is not None:
             return Plan(given, lambda _: known)
-        accumulated = accumulators.placements(node.operation, values)
-        if accumulated is not None:
-            return Plan(accumulated, lambda inputs: self._accumulated(node, inputs))
-        terms = linear.placements(node.operation, values)
+        terms = accumulators.placements(node.operation, values) or linear.placements(node.operation, values)
         if terms is not None:
             return Plan(terms, lambda inputs: self._terms(node, inputs))
         return self._plan_of_its_own(node, values) or self._plan_by_rule(node, values)
@@ -189,27 +186,17 @@ class Partitioner:
                 return found, sharded[index]
         return None
 
-    def _accumulated(self, node: Node, inputs: list[Placed]) -> list[Placed]:
-        """An operation on the replicas' terms of a variable."""
-        parts = self._on_terms(node, inputs)
-        output = Placed(Partial(), parts)
-        output.is_accumulated = True
-        return [output] if parts else []
-
-    def _on_terms(self, node: Node, inputs: list[Placed]) -> list[tf.Tensor]:
-        """What each replica's operation on its terms returns."""
+    def _terms(self, node: Node, inputs: list[Placed]) -> list[Placed]:
+        """An operation on the terms of a sum: a linear one, or one that reads or assigns the terms of a variable."""
         parts = []
         for position in range(len(self.mesh.local)):
             with self.mesh.on_replica(position):
                 reads = [self.conversions.read(value, position) for value in inputs]
                 parts += tensorflow_functions.create(node.operation, reads)
-        return parts
-
-    def _terms(self, node: Node, inputs: list[Placed]) -> list[Placed]:
-        """A linear operation on the terms of a sum."""
-        outputs = [Placed(Partial(), self._on_terms(node, inputs))]
-        outputs[0].is_accumulated = node.operation.type in linear.ADDITIVE and any(one.is_accumulated for one in inputs)
-        outputs[0].is_gradient = _OF_A_TAPE in node.operation.name
+        outputs = [Placed(Partial(), parts)] if parts else []
+        for output in outputs:
+            output.is_gradient = _OF_A_TAPE in node.operation.name
+            output.is_accumulated = accumulators.is_accumulated(node.operation, inputs)
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
 
