@@ -30,7 +30,8 @@ QUICK_USERS_STEPS = "queue or dropout or whole_numbers or condition or numpy or 
 QUICK_BY_HAND = "CLIP or keeps or (summed and steps) or (gathered and summed)"
 QUICK_BETWEEN_STEPS = "super or on_epoch_begin or on_train_begin or on_test_end or count"
 QUICK_CALLBACKS = (
-    "EarlyStopping or CSVLogger or all_hooks or backup_and_restore or once_an_epoch or (not_finite and arrays)"
+    "EarlyStopping or CSVLogger or TerminateOnNaN or all_hooks or backup_and_restore or once_an_epoch"
+    " or (not_finite and arrays)"
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,18 +33,20 @@ class OneDeviceStep:
         strategy: whose replicas compute it.
         steps: of a model that is built.
         step: computes a batch.
+        read_in_steps: variables of metrics that each process reads between two steps of a call.
 
     Attributes:
         mesh: the replicas.
         cost: of the step of a full batch.
-        summed: the variables of metrics that the step needs as sums over the processes; of others, each process adds
-            to its own term.
+        summed: the variables of metrics that are needed in a call as sums over the processes; of others, each process
+            adds to its own term.
     """
 
-    def __init__(self, strategy: Any, steps: Steps, step: Callable[[Any], Any]):
+    def __init__(self, strategy: Any, steps: Steps, step: Callable[[Any], Any], read_in_steps: Sequence[Any] = ()):
         self._strategy = strategy
         self._steps = steps
         self._step = step
+        self._read_in_steps = {id(variable) for variable in read_in_steps}
         self._traced: Any = None
         self._said = False
         self._streams = Streams()
@@ -69,7 +71,11 @@ class OneDeviceStep:
     def _divide_metrics(self) -> None:
         """Finds of which metrics' variables each replica of a process can add to a term of its own."""
         variables = self._steps.model.metrics_variables
-        found = {id(tensorflow_variables.copies(one)[0].handle): self.mesh.terms(one) for one in variables}
+        found = {
+            id(tensorflow_variables.copies(one)[0].handle): self.mesh.terms(one)
+            for one in variables
+            if id(one) not in self._read_in_steps
+        }
         usable = accumulators.usable(self._traced, {key for key, terms in found.items() if terms})
         self._terms = {key: terms for key, terms in found.items() if terms and key in usable}
         keys = {id(handle) for handles in self._terms.values() for handle in handles}

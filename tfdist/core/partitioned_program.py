@@ -28,6 +28,7 @@ from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.spmd import Cost
@@ -38,7 +39,9 @@ class PartitionedProgram(StepProgram):
 
     def __init__(self, strategy: Any, steps: Steps):
         super().__init__(strategy, steps)
-        self._one_device = OneDeviceStep(strategy, steps, self._traced_step)
+        # All processes must find in the same step that the loss is not finite.
+        found = [keras_internals.loss_tracker(self._model).total] if self._at_nan is AtNan.STOP else []
+        self._one_device = OneDeviceStep(strategy, steps, self._traced_step, read_in_steps=found)
         self._graphs: dict[tuple[Rows, bool], Any] = {}
         self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1
 
