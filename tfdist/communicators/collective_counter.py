@@ -41,8 +41,11 @@ class CollectiveCounter:
             begun = self._add([1, 0, 0, sum(map(_size_bytes, inputs)), 0])
         with tf.control_dependencies([begun, began]):
             result = make()
+        # Counted when the graph runs. Nothing else keeps a collective whose result this process does not use, as where
+        # another process prints it: TensorFlow would drop it here, and the other process would wait for it for ever.
+        received = tf.raw_ops.Size(input=result, out_type=tf.int64) * result.dtype.size
         with tf.control_dependencies([result]):
-            self._add([0, 1, self._now() - began, 0, _size_bytes(result)])
+            self._add([0, 1, self._now() - began, 0, received])
         return result
 
     def _now(self) -> tf.Tensor:
@@ -60,7 +63,6 @@ class CollectiveCounter:
             return tf.raw_ops.AssignAddVariableOp(resource=self._counts.handle, value=value)
 
 
-def _size_bytes(tensor: tf.Tensor) -> tf.Tensor:
-    # Counted when the graph runs. Nothing else keeps a collective whose result this process does not use, as where
-    # another process prints it: TensorFlow would drop it here, and the other process would wait for it for ever.
-    return tf.raw_ops.Size(input=tensor, out_type=tf.int64) * tensor.dtype.size
+def _size_bytes(tensor: tf.Tensor) -> Any:
+    count = tensor.shape.num_elements()
+    return tf.size(tensor, tf.int64) * tensor.dtype.size if count is None else count * tensor.dtype.size

@@ -70,16 +70,11 @@ class OneDeviceStep:
 
     def _divide_metrics(self) -> None:
         """Finds of which metrics' variables each replica of a process can add to a term of its own."""
-        variables = self._steps.model.metrics_variables
-        found = {
-            id(tensorflow_variables.copies(one)[0].handle): self.mesh.terms(one)
-            for one in variables
-            if id(one) not in self._read_in_steps
-        }
+        variables = {id(tensorflow_variables.copies(one)[0].handle): one for one in self._steps.model.metrics_variables}
+        found = {key: self.mesh.terms(one) for key, one in variables.items() if id(one) not in self._read_in_steps}
         usable = accumulators.usable(self._traced, {key for key, terms in found.items() if terms})
         self._terms = {key: terms for key, terms in found.items() if terms and key in usable}
-        keys = {id(handle) for handles in self._terms.values() for handle in handles}
-        self.summed = [one for one in variables if id(tensorflow_variables.copies(one)[0].handle) not in keys]
+        self.summed = [one for key, one in variables.items() if key not in self._terms]
 
     def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""

@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.flattening import Slot, flatten
-from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
+from tfdist.spmd.linear import ADDITIVE
+from tfdist.spmd.placements import Partial, Placed, Placement
 
-# Linear where all inputs are terms of sums, of one shape.
-ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
 _READ = "ReadVariableOp"
 # Their second input is added, or is the new value, of which each replica can have a term.
 _ASSIGN = frozenset(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
@@ -52,15 +51,3 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
 def is_accumulated(operation: tf.Operation, inputs: Sequence[Placed]) -> bool:
     """Whether an operation on terms returns those of such a variable, or of a sum with it."""
     return operation.type == _READ or (operation.type in ADDITIVE and any(value.is_accumulated for value in inputs))
-
-
-def sums(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
-    """Where the inputs of a sum must be that is made of what such a variable holds and of other values.
-
-    A replicated value is one term on one replica, so that a count of examples is added without an exchange.
-    """
-    shape = values[0].shape
-    if not any(value.is_accumulated for value in values) or not shape.is_fully_defined():
-        return None
-    summed = all(value.placement == Partial() or isinstance(value.placement, Replicate) for value in values)
-    return [Partial()] * len(values) if summed and all(value.shape == shape for value in values) else None

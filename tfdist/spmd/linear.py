@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.spmd import accumulators
-from tfdist.spmd.accumulators import ADDITIVE
 from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
 
 # The inputs in which an operation is linear while the others are replicated.
@@ -43,6 +41,8 @@ INPUTS: dict[str, frozenset[int]] = {
 _NO_LARGER = frozenset(
     ("BiasAddGrad", "ExpandDims", "Mean", "Neg", "Reshape", "Slice", "Squeeze", "StridedSlice", "Sum", "Transpose")
 )
+# Linear where all inputs are terms of sums, of one shape.
+ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
 
 
 def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
@@ -51,14 +51,14 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     terms = [index for index, one in enumerate(given) if isinstance(one, Partial)]
     if not terms or any(given[index] != Partial() for index in terms) or len(operation.outputs) != 1:
         return None
+    replicated = all(isinstance(one, Replicate) for index, one in enumerate(given) if index not in terms)
     if operation.type in ADDITIVE:
-        if (accumulated := accumulators.sums(operation, values)) is not None:
-            return accumulated
         shape = values[0].shape
         same = shape.is_fully_defined() and all(value.shape == shape for value in values)
-        return list(given) if same and len(terms) == len(given) else None
-    others = [one for index, one in enumerate(given) if index not in terms]
-    alone = len(terms) == 1 and all(isinstance(one, Replicate) for one in others)
+        # What is added to a variable of terms, such as a count of examples, is one term on one replica.
+        summed = len(terms) == len(given) or (replicated and any(value.is_accumulated for value in values))
+        return [Partial()] * len(given) if same and summed else None
+    alone = len(terms) == 1 and replicated
     return list(given) if alone and _is_linear(operation, terms[0], values[terms[0]]) else None
 
 
