@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,6 @@ from tfdist.cluster.world import World
 from tfdist.communicators import Communicator, structures
 from tfdist.communicators.exchanged import Exchanged
 from tfdist.core import gradient_reduction
-from tfdist.core.sharded_optimizer import ShardedOptimizer
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
@@ -48,13 +47,10 @@ class CollectiveReplica(base.Replica):
         self,
         communicator: Communicator,
         packing: gradient_reduction.Packing,
-        sharded: Callable[[Any], ShardedOptimizer | None] = lambda optimizer: None,
     ):
         super().__init__(communicator.rank, communicator.size)
         self.packing = packing
         self._communicator = communicator
-        self._sharded = sharded
-        self._local: list[Any] = []  # the gradients that are reduced when they are applied
         self._exchanges = 0  # counted within the step, so that names agree however often each process traces
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
@@ -65,28 +61,6 @@ class CollectiveReplica(base.Replica):
             return self._communicator.all_gather(part, self.next_name())
 
         return structures.gathered(structure, gather, self.index)
-
-    def reduces_later(self, variables: Sequence[Any]) -> bool:
-        # Keras' own step passes the gradients to the optimizer as they are, so that nobody sees those of one process.
-        if self.keras_optimizer is None or tf.executing_eagerly():
-            return False
-        sharded = self._sharded(self.keras_optimizer)
-        return sharded is not None and sharded.updates(variables)
-
-    def know_local(self, gradients: list[Any]) -> None:
-        self._local += gradients
-
-    def apply(
-        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
-    ) -> None:
-        sharded = self._sharded(optimizer)
-        if sharded is None:
-            super().apply(apply, gradients, optimizer, variables)
-            return
-        local = {id(gradient) for gradient in self._local}
-        reduced = iter(self.of_global_batch([one for one in gradients if id(one) not in local]))
-        found = [one if id(one) in local else next(reduced) for one in gradients]
-        sharded.apply(apply, found, variables, self, lambda gradient: id(gradient) in local)
 
     def next_name(self) -> str:
         """A name for an exchange of this step, the same in all processes."""

@@ -106,8 +106,8 @@ class MirroredMesh(spmd.Mesh):
             )
         return [list(self._strategy.experimental_local_results(value)) for value in sums]
 
-    def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
-        return self._on_each_copy(spmd.joined, parts, shard)
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
+        return [self._on_each_copy(spmd.joined, parts, shard) for parts, shard in zip(values, shards, strict=True)]
 
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         del like
@@ -145,8 +145,13 @@ class DistributeStrategy(base.Strategy):
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
         # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
         # other processes take part in its batches.
-        with keras_routes.led_to(model, self):
+        with keras_routes.led_to(model, self), self._outside_of_scope():
             return super()._in_loop(method, model, *arguments, **named)
+
+    def _outside_of_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Code runs here as outside of this strategy's scope, in which people may call `fit`."""
+        inside = tf.distribute.get_strategy() is self.tf_strategy and tf.distribute.in_cross_replica_context()
+        return tensorflow_internals.without_strategy() if inside else contextlib.nullcontext()
 
     def check(self, model: Any) -> None:
         optimizers = keras_internals.optimizers(model)

@@ -12,8 +12,13 @@ from tfdist import spmd
 from tfdist.communicators import Communicator, structures
 from tfdist.core import gradient_reduction
 from tfdist.core.gradient_reduction import Packing
+from tfdist.core.segments import Segments
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_variables
+from tfdist.spmd.placements import Placed
 
+# Of gradients, in memory at the same time: one is sent while the next one is filled.
+BUFFERS = 2
 # Along the first axis; of other types than numbers, as numbers.
 REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "max": lambda values: tf.reduce_max(values, 0),
@@ -31,13 +36,18 @@ class ProcessMesh(spmd.Mesh):
         communicator: connects the processes.
         device: of this process' replica.
         packing: of what is added up; `wire_dtype` holds for gradients alone.
+        divides: each process updates a part of each variable.
+        bounded: gradients are computed only as fast as they are sent, so that at most `BUFFERS` are in memory.
     """
 
-    def __init__(self, communicator: Communicator, device: str, packing: Packing):
+    def __init__(
+        self, communicator: Communicator, device: str, packing: Packing, *, divides: bool = False, bounded: bool = False
+    ):
         super().__init__([device])
         self.count, self.local = communicator.size, [communicator.rank]
         self._communicator = communicator
         self._packing = packing
+        self._divides, self._bounded = divides, bounded
         self._exchanges = 0  # of a graph, so that names agree however often each process traces
 
     def compute(self) -> None:
@@ -79,8 +89,57 @@ class ProcessMesh(spmd.Mesh):
         packing = self._packing if gradients else Packing(self._packing.buffer_bytes)
         return [[total] for total in self._summed(terms, packing)]
 
-    def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
-        return spmd.joined_by_rows(parts, shard, lambda rows: [self._gather(rows[0])])
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
+        parts = [one[0] for one in values]
+        shapes = [Placed(shard, [part], replica=self.local[0]).shape for part, shard in zip(parts, shards, strict=True)]
+        found: list[Any] = [None] * len(parts)
+        packed = [index for index, one in enumerate(shapes) if self._is_packed(one, shards[index], parts[index].dtype)]
+        for members in self._buffers(
+            [tf.TensorSpec(shapes[index], parts[index].dtype) for index in packed], packed, self._packing
+        ):
+            frame = Segments([shapes[index].as_list() for index in members], [shards[index] for index in members])
+            mine = frame.packed_own([parts[index] for index in members], self.local[0])
+            for index, whole in zip(members, frame.wholes(self._gather(mine)), strict=True):
+                found[index] = [whole]
+        return [
+            spmd.joined_by_rows([part], shard, lambda rows: [self._gather(rows[0])]) if whole is None else whole
+            for part, shard, whole in zip(parts, shards, found, strict=True)
+        ]
+
+    def _is_packed(self, shape: tf.TensorShape, shard: spmd.Shard, dtype: tf.DType) -> bool:
+        """Whether parts of values of this shape are sent with others: those of variables that are updated in parts."""
+        return shape.is_fully_defined() and dtype.is_floating and shard == self.parts(shape)
+
+    def parts(self, shape: tf.TensorShape) -> spmd.Shard | None:
+        if not self._divides or not shape.is_fully_defined():
+            return None
+        return spmd.Shard.evenly(shape.as_list(), self.count)
+
+    def reduce_scatter(
+        self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]
+    ) -> list[list[tf.Tensor]]:
+        terms = [parts[0] for parts in values]
+        found: list[Any] = [None] * len(terms)
+        received: list[tf.Tensor] = []
+        for members in self._buffers(terms, range(len(terms)), self._packing):
+            if self._bounded and len(received) >= BUFFERS:
+                for index in members:
+                    tensorflow_internals.compute_after(terms[index], received[-BUFFERS])
+            frame = Segments([terms[index].shape.as_list() for index in members], [shards[index] for index in members])
+            buffer = frame.packed([terms[index] for index in members])
+            sent = gradient_reduction.to_wire(buffer, self._packing.wire_dtype)
+            mine = self._communicator.reduce_scatter(sent, self._name())
+            received.append(mine)
+            own = frame.own(gradient_reduction.from_wire(mine, buffer.dtype), self.local[0])
+            for index, part in zip(members, own, strict=True):
+                found[index] = [part]
+        return found
+
+    @staticmethod
+    def _buffers(tensors: Sequence[Any], numbers: Sequence[int], packing: Packing) -> list[list[int]]:
+        """The `numbers` of tensors that are sent together."""
+        groups = gradient_reduction.buffers(list(tensors), packing.buffer_bytes)
+        return [[numbers[member] for member in members] for members in groups]
 
     def gathered(self, structure: Any) -> Any:
         return tf.nest.map_structure(lambda one: None if one is None else self._gather(one), structure)

@@ -67,7 +67,7 @@ class ReducingStrategy(staging.StagingStrategy):
         return gradient_reduction.Packing(chosen, WIRE_DTYPES[self.compression])
 
     def replica(self) -> collective.CollectiveReplica:
-        return collective.CollectiveReplica(self.communicator, self.packing, self.sharded)
+        return collective.CollectiveReplica(self.communicator, self.packing)
 
     def options(self) -> dict[str, Any]:
         return super().options() | {

@@ -9,14 +9,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfdist import spmd
 from tfdist.cluster import consensus
-from tfdist.core import gradient_reduction
-from tfdist.core.sharded_optimizer import LEAVE_OUT, ShardedOptimizer
+from tfdist.core.sharded_optimizer import ShardedOptimizer
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers
@@ -24,11 +25,12 @@ from tfdist.strategies import _collective as collective
 from tfdist.strategies import base
 
 KINDS = ("optimizer", "gradients")
+LEAVE_OUT = "leave out `shard`; each process then has the whole state of the optimizer"
 _SHARDED = "_tfdist_sharded"
 
 
 def tables(model: Any) -> list[Any]:
-    """The variables of `model` whose gradients are sparse: every process holds their slots as a whole."""
+    """The variables of `model` whose gradients are sparse: rows are sent, and no process updates a part of them."""
     layers = keras_internals.all_layers(model)
     return [v for layer in layers if isinstance(layer, keras.layers.Embedding) for v in layer.trainable_variables]
 
@@ -67,12 +69,6 @@ class ShardingStrategy(base.Strategy):
         found: ShardedOptimizer | None = vars(optimizer).get(_SHARDED)
         return found
 
-    def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
-        if self.shard is None:
-            super().build_optimizer(model, optimizer, variables)
-        else:
-            self._divide(model, optimizer, variables)
-
     def is_divided(self, optimizer: Any) -> bool:
         return self.sharded(optimizer) is not None
 
@@ -80,28 +76,56 @@ class ShardingStrategy(base.Strategy):
         if self.shard is None:
             return
         for optimizer in keras_internals.optimizers(model):
-            if self.sharded(optimizer) is None and optimizer.built:
+            sharded = self.sharded(optimizer)
+            if self.runs_eagerly(model):  # operation by operation, on whole variables
+                if sharded is not None:
+                    sharded.keep_whole()
+            elif sharded is None and optimizer.built:
                 self.broadcast_variables(optimizer.variables)
-                self._divide(model, optimizer, keras_internals.trainable_variables(optimizer))
+                self._divide(model, optimizer)
 
-    def _divide(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
-        if self.sharded(optimizer) is None:
-            bounded = self.shard == "gradients"
+    def _divide(self, model: Any, optimizer: Any) -> None:
+        def meet(doing: str) -> None:
+            consensus.all_gather_object(self, None, doing)
 
-            def meet(doing: str) -> None:
-                consensus.all_gather_object(self, None, doing)
+        of_tables = [tuple(variable.shape) for variable in tables(model)]
+        divided = ShardedOptimizer(optimizer, of_tables, self.communicator, meet)
+        # Past Keras' attribute tracking, so that it is not saved with the model.
+        object.__setattr__(optimizer, _SHARDED, divided)
 
-            divided = ShardedOptimizer(optimizer, variables, tables(model), self.communicator, meet, bounded)
-            # Past Keras' attribute tracking, so that it is not saved with the model.
-            object.__setattr__(optimizer, _SHARDED, divided)
+    def _sharded_of(self, model: Any) -> list[ShardedOptimizer]:
+        found = [self.sharded(optimizer) for optimizer in keras_internals.optimizers(model)]
+        return [one for one in found if one is not None]
+
+    @contextlib.contextmanager
+    def tracing(self, model: Any) -> Iterator[None]:
+        with super().tracing(model), contextlib.ExitStack() as stack:
+            for sharded in self._sharded_of(model):
+                stack.enter_context(sharded.tracing())
+            yield
+
+    def place_of_update(self, optimizer: Any) -> Callable[[tf.Variable], tf.Variable | None]:
+        sharded = None if optimizer is None else self.sharded(optimizer)
+        return super().place_of_update(optimizer) if sharded is None else sharded.place
+
+    def variables_in_parts(self, model: Any) -> Mapping[int, spmd.Placed]:
+        return {key: one for sharded in self._sharded_of(model) for key, one in sharded.variables.items()}
+
+    def keep_whole(self, model: Any, handles: Collection[int]) -> None:
+        for sharded in self._sharded_of(model):
+            sharded.keep_whole(handles)
 
     def finalize_variables(self, model: Any) -> None:
         sharded = self.sharded(model.optimizer)
         if sharded is None:
             super().finalize_variables(model)
         elif keras_optimizers.inner(model.optimizer).use_ema:
-            replica = collective.CollectiveReplica(self.communicator, gradient_reduction.Packing())
-            sharded.run(model.optimizer.finalize_variable_values, replica)
+            with self.tracing(model):
+                update = tf.function(lambda: super(ShardingStrategy, self).finalize_variables(model), autograph=False)
+                traced = update.get_concrete_function()
+            mesh, variables = self.mesh, sharded.variables
+            assert mesh is not None
+            tf.function(lambda: spmd.compute(traced, mesh, [], None, spmd.Cost(), None, variables), autograph=False)()
 
     @contextlib.contextmanager
     def whole_state(self, model: Any) -> Iterator[None]:

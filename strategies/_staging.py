@@ -145,7 +145,8 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
 
     def set_up(self) -> None:
         super().set_up()
-        self._mesh = ProcessMesh(self.communicator, self.devices[0], self.packing)
+        divides, bounded = self.shard is not None, self.shard == "gradients"
+        self._mesh = ProcessMesh(self.communicator, self.devices[0], self.packing, divides=divides, bounded=bounded)
         if self._count > 1:
             self._stages = Stages(self.devices, **self._how)
 
@@ -156,7 +157,7 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
 
     @property
     def mesh(self) -> ProcessMesh | None:
-        return None if self.is_staged or self.shard is not None else self._mesh
+        return None if self.is_staged else self._mesh
 
     @property
     def replica_devices(self) -> list[str]:

@@ -110,8 +110,8 @@ class WorkersMesh(distribute.MirroredMesh):
                     found[index].append(piece)
         return found
 
-    def all_gather(self, parts: Sequence[tf.Tensor], shard: spmd.Shard) -> list[tf.Tensor]:
-        return spmd.joined_by_rows(parts, shard, self._gather)
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
+        return [spmd.joined_by_rows(parts, shard, self._gather) for parts, shard in zip(values, shards, strict=True)]
 
     def gathered(self, structure: Any) -> Any:
         def gather(rows: tf.Tensor) -> tf.Tensor:

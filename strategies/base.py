@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tfdist.communicators.exchanged import Exchanged
     from tfdist.core.inner_loop import Program, Steps
     from tfdist.core.verification_bounds import Bound
-    from tfdist.spmd import Mesh
+    from tfdist.spmd import Mesh, Placed
 
 Step = Callable[[Replica], Any]
 
@@ -214,6 +214,19 @@ class Strategy(KerasMethods):
         """The context in which a step of `model` is traced for one device, to be partitioned for the replicas."""
         del model
         return contextlib.nullcontext()
+
+    def place_of_update(self, optimizer: Any) -> Callable[[tf.Variable], tf.Variable | None]:
+        """Where a kernel of `optimizer` updates a variable; returns `None` for the variable itself."""
+        del optimizer
+        return lambda variable: None
+
+    def variables_in_parts(self, model: Any) -> Mapping[int, Placed]:
+        """What replicas have in place of variables that a step uses, see `tfdist.spmd.compute`."""
+        del model
+        return {}
+
+    def keep_whole(self, model: Any, handles: Collection[int]) -> None:
+        """Gives every process the whole of those `variables_in_parts` of which a step needs the whole."""
 
     def run(self, step: Step) -> list[Any]:
         """Calls `step(replica)` for each replica of this process and returns the results of the calls."""

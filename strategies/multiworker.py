@@ -166,14 +166,15 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
             self.parallel_steps = 1  # sockets pair exchanges by their order
 
     @property
-    def mesh(self) -> spmd.Mesh | None:
-        return None if self.shard is not None else self._mesh
+    def mesh(self) -> spmd.Mesh:
+        return self._mesh
 
     def _make_mesh(self) -> spmd.Mesh:
         wire_dtype = WIRE_DTYPES[self.compression]
         if self.communicator is not None:
             packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
-            return ProcessMesh(self.communicator, self.devices[0], packing)
+            divides, bounded = self.shard is not None, self.shard == "gradients"
+            return ProcessMesh(self.communicator, self.devices[0], packing, divides=divides, bounded=bounded)
         packing = gradient_reduction.Packing(BUFFER_BYTES, wire_dtype)
         return collectives.WorkersMesh(self.tf_strategy, self.devices, self.world, packing)
 
@@ -217,7 +218,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
                     collectives.WorkerReplica(self.num_replicas, gradient_reduction.Packing(BUFFER_BYTES, wire_dtype))
                 )
             packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
-            return step(ConnectedReplica(self.communicator, packing, self.sharded))
+            return step(ConnectedReplica(self.communicator, packing))
 
         return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 

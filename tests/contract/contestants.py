@@ -40,6 +40,7 @@ IN_LOCK_STEP = "local_sgd_in_lock_step"
 PARTITIONED = {
     *("custom", "mirrored", "horovod", "multiworker", "mpi"),
     *UNEVEN,
+    *SHARDED,
     *(name for name in RECOMPUTING if name != "single_recompute"),
 }
 

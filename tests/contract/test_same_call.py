@@ -367,6 +367,18 @@ def test_arguments_may_be_positional(contestant):
     assert model.evaluate(X, Y, BATCH, 0) > 0
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_everything_may_happen_in_the_scope(contestant, eagerly):
+    def train(strategy):
+        with strategy.scope():
+            model = linear(run_eagerly=eagerly)()
+            history = strategy.fit(model, X, Y, batch_size=BATCH, validation_data=UNSEEN, shuffle=False, verbose=0)
+            return [history.history, strategy.predict(model, X, batch_size=BATCH, verbose=0), model.get_weights()]
+
+    expected = train(start(STOCK))
+    assert_same(train(start(contestant)), expected)
+
+
 class Shuffling(Batches):
     """Shuffles in both hooks, and notes when they are called."""
 

@@ -63,13 +63,13 @@ def traced(step, state):
 def test_its_terms_add_up_to_the_value_of_one_device(step):
     one_device, *terms = (tf.Variable([0.5, 1.0]), tf.Variable([0.25, -1.0]), tf.Variable([0.25, 2.0]))
     graph, mesh = traced(step, one_device), Apart()
-    handles = {id(one_device.handle): [term.handle for term in terms]}
+    handles = {id(one_device.handle): spmd.Placed(spmd.Partial(), [term.handle for term in terms])}
     assert accumulators.usable(graph, handles) == set(handles)
 
     @tf.function(autograph=False)
     def on_replicas(first, second):
         batch = spmd.Placed(spmd.Shard.of_rows(ROWS), [first, second])
-        return spmd.compute(graph, mesh, [batch], ROWS, spmd.Cost(), terms=handles)
+        return spmd.compute(graph, mesh, [batch], ROWS, spmd.Cost(), variables=handles)
 
     for batch in BATCHES:
         expected, found = graph(tf.constant(batch)), on_replicas(batch[:2], batch[2:])

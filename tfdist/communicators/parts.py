@@ -1,21 +1,22 @@
 """Variables of which each process of a job has a part.
 
-The part of a process is a range of the elements of the whole, flattened in C order. The ranges of all processes, in the
-order of the ranks, make up the whole.
+The part of a process is a range of positions along one axis of the whole. The ranges of all processes, in the order of
+the ranks, make up the axis.
 
 Synopsis:
 
-    >>> part = Part(whole_shape=(2, 3), ends=(4, 6), rank=1)
+    >>> part = Part(whole_shape=(2, 3), lengths=(2, 1), rank=1, axis=1)
     >>> part.of(np.arange(6).reshape(2, 3))
-    array([4, 5])
-    >>> part.sizes
-    (4, 2)
+    array([[2],
+           [5]])
+    >>> part.shape
+    (2, 1)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,48 +32,47 @@ class Part:
     """The part of a variable that this process has.
 
     Attributes:
-        whole_shape: the shape of the whole variable.
-        ends: the element after the last one of each process, by rank.
+        whole_shape: the shape of the whole variable; one without axes counts as one with an axis of length 1.
+        lengths: of the part of each process along the axis, by rank.
         rank: of this process.
+        axis: along which the whole is cut.
     """
 
     whole_shape: tuple[int, ...]
-    ends: tuple[int, ...]
+    lengths: tuple[int, ...]
     rank: int
-
-    @property
-    def begins(self) -> tuple[int, ...]:
-        """The first element of each process, by rank."""
-        return (0, *self.ends[:-1])
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of elements of each process, by rank."""
-        return tuple(end - begin for begin, end in zip(self.begins, self.ends, strict=True))
-
-    @property
-    def size(self) -> int:
-        """The number of elements of this process."""
-        return self.sizes[self.rank]
-
-    @property
-    def own(self) -> slice:
-        """The elements of this process, in the flattened whole."""
-        return slice(self.begins[self.rank], self.ends[self.rank])
+    axis: int = 0
 
     @property
     def is_whole(self) -> bool:
         """Whether this process has all elements."""
-        return self.size == math.prod(self.whole_shape)
+        return self.lengths[self.rank] == sum(self.lengths)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part: that of the whole where one process has all of it, flat elsewhere."""
-        return self.whole_shape if self.is_whole else (self.size,)
+        """The shape of the part of this process."""
+        return self.whole_shape if self.is_whole else self._shape_of(self.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of this process."""
+        return math.prod(self.shape)
 
     def of(self, whole: np.ndarray) -> np.ndarray:
         """The part of this process, in `shape`, of an array of the whole."""
-        return whole.reshape(-1)[self.own].reshape(self.shape)
+        begin = sum(self.lengths[: self.rank])
+        positions = range(begin, begin + self.lengths[self.rank])
+        return np.atleast_1d(whole).take(positions, self.axis).reshape(self.shape)
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The whole, of the elements of all processes, flat in C order, by rank."""
+        shaped = [part.reshape(self._shape_of(rank)) for rank, part in enumerate(parts)]
+        return np.concatenate(shaped, self.axis).reshape(self.whole_shape)
+
+    def _shape_of(self, rank: int) -> tuple[int, ...]:
+        axes = list(self.whole_shape) or [1]
+        axes[self.axis] = self.lengths[rank]
+        return tuple(axes)
 
 
 def mark(variable: Any, part: Part | None) -> None:
@@ -99,8 +99,7 @@ def gathered(variable: Any, exchange: Callable[[bytes], list[bytes]]) -> np.ndar
     assert part is not None
     (held,) = tensorflow_variables.copies(variable)
     mine = tensorflow_variables.memory(tensorflow_variables.read(held)) if part.size else np.zeros(0, np.uint8)
-    whole = np.frombuffer(b"".join(exchange(mine.tobytes())), held.dtype.as_numpy_dtype)
-    return whole.reshape(part.whole_shape)
+    return part.joined([np.frombuffer(one, held.dtype.as_numpy_dtype) for one in exchange(mine.tobytes())])
 
 
 def fill(variable: Any, whole: np.ndarray) -> None:

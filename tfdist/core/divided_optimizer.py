@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import tensorflow as tf
 
 from tfdist.communicators import Communicator, parts
 from tfdist.communicators.parts import Part
-from tfdist.core import updated_parts
-from tfdist.errors import UsageError
-from tfdist.internals import keras_optimizers
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_optimizers, tensorflow_variables
+from tfdist.internals import tensorflow as tensorflow_internals
 
 
 class DividedOptimizer:
@@ -29,65 +30,65 @@ class DividedOptimizer:
         self.optimizer = optimizer
         self._communicator = communicator
         self._meet = meet
-        self._gathered: list[np.ndarray] | None = None  # the whole values of the variables, see `whole`
-        keras_optimizers.saving_with(optimizer, self._read, self._write)
+        self._gathered: dict[int, np.ndarray] | None = None  # see `whole`; by the `id` of the variable
+        # Keras saves one that scales the loss with its variables and those of the one inside, and that one again.
+        for one in {id(one): one for one in (optimizer, keras_optimizers.inner(optimizer))}.values():
+            read, write = functools.partial(self._read, one), functools.partial(self._write, one)
+            keras_optimizers.saving_with(one, read, write)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """The context in which process 0 can save the optimizer by itself; all processes enter it."""
-        values = self._read()
+        values = dict(zip(map(id, self.optimizer.variables), self._read(self.optimizer), strict=True))
         self._gathered = values if self._communicator.rank == 0 else None
         try:
             yield
         finally:
             self._gathered = None
 
-    def _divide_slots(self, variables: Sequence[Any], parts_of: Sequence[Part | None], hint: str) -> None:
-        """Leaves to this process its parts of the slots of `variables`.
-
-        Raises:
-            UsageError: with this `hint`, for an optimizer with other variables than slots and numbers.
-        """
-        try:
-            slots = keras_optimizers.slots_of(self.optimizer)
-        except LookupError as error:
-            raise UsageError(
-                f"The variable `{error.args[0]}` of the optimizer `{self.optimizer.name}` belongs to none of the "
-                "variables that it updates",
-                hint,
-            ) from error
-        for part, variable, of_variable in zip(parts_of, variables, slots, strict=True):
-            for slot in of_variable:
-                updated_parts.divide_slot(slot, part, tuple(variable.shape))
-
-    @property
-    def _scales_loss(self) -> bool:
-        return keras_optimizers.inner(self.optimizer) is not self.optimizer
-
-    def _all_finite(self, name: str) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Whether the gradients of all processes are finite, given whether those of this one are; `name` tells it."""
-
-        def all_finite(finite: tf.Tensor) -> tf.Tensor:
-            (others,) = self._communicator.all_reduce([tf.cast(tf.logical_not(finite), tf.int32)], name)
-            return tf.equal(others, 0)
-
-        return all_finite
-
-    def _read(self) -> list[np.ndarray]:
-        """The whole values of the optimizer's variables; all processes call it, but within `whole`."""
+    def _read(self, optimizer: Any) -> list[np.ndarray]:
+        """The whole values of an optimizer's variables; all processes call it, but within `whole`."""
         if self._gathered is not None:
-            return self._gathered
+            return [self._gathered[id(variable)] for variable in optimizer.variables]
         self._meet("gathers the state of an optimizer")
         exchange = self._communicator.exchange
         return [
             np.asarray(variable.numpy()) if parts.part_of(variable) is None else parts.gathered(variable, exchange)
-            for variable in self.optimizer.variables
+            for variable in optimizer.variables
         ]
 
-    def _write(self, values: list[Any]) -> None:
-        """Assigns whole values to the optimizer's variables."""
-        for variable, value in zip(self.optimizer.variables, values, strict=True):
+    def _write(self, optimizer: Any, values: list[Any]) -> None:
+        """Assigns whole values to an optimizer's variables."""
+        for variable, value in zip(optimizer.variables, values, strict=True):
             if parts.part_of(variable) is None:
                 variable.assign(value)
             else:
                 parts.fill(variable, np.asarray(value))
+
+
+def local(variable: Any) -> tf.Variable:
+    """The copy of this process of a Keras variable."""
+    return tensorflow_variables.copies(variable)[0]
+
+
+def divide(slot: Any, part: Part) -> None:
+    """Leaves to this process its part of a slot, which it may have already."""
+    if parts.part_of(slot) is None:
+        if tuple(slot.shape) != part.shape:
+            _replace(slot, part.of(tensorflow_variables.read(local(slot))))
+        parts.mark(slot, part)
+
+
+def undivide(slot: Any, exchange: Callable[[bytes], list[bytes]]) -> None:
+    """Gives every process the whole of a slot again; all of them call it."""
+    whole = parts.gathered(slot, exchange)
+    parts.mark(slot, None)
+    _replace(slot, whole)
+
+
+def _replace(slot: Any, value: np.ndarray) -> None:
+    """Gives a slot a value of another shape, in a plain variable."""
+    held = local(slot)
+    with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(held.device):
+        made = tf.Variable(value, trainable=False, dtype=held.dtype, name=slot.name)
+    keras_internals.set_tf_variable(slot, made)

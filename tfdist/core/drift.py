@@ -12,6 +12,7 @@ from typing import Any
 
 from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
+from tfdist.communicators import parts
 from tfdist.communicators import variables as shared_variables
 from tfdist.errors import DifferenceWarning
 
@@ -24,7 +25,7 @@ def mend(strategy: Any, model: Any, epoch: int) -> None:
     if strategy.mesh is None or strategy.world.world_size == 1:
         return
     groups = training_state.variables(model)
-    held = [*groups["model"], *groups["optimizer"]]
+    held = [one for one in (*groups["model"], *groups["optimizer"]) if parts.part_of(one) is None]
     mine = shared_variables.checksum(held)
     if len(set(consensus.all_gather_object(strategy, mine, "compares the weights of an epoch"))) == 1:
         return

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.communicators import opaque
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 
@@ -18,7 +19,13 @@ DTYPES = (tf.float16, tf.float32, tf.float64)
 
 
 @contextlib.contextmanager
-def fused(optimizer: Any, enabled: bool = True, locking: bool = False, xla: bool = False) -> Iterator[None]:
+def fused(
+    optimizer: Any,
+    enabled: bool = True,
+    locking: bool = False,
+    xla: bool = False,
+    place: Callable[[tf.Variable], tf.Variable | None] = lambda variable: None,
+) -> Iterator[None]:
     """In steps that are traced in this context, `optimizer` updates each variable with one TensorFlow kernel.
 
     This holds for the Keras optimizers whose formula a kernel computes (`KERNELS`, and `OF_ROWS` for sparse gradients),
@@ -29,6 +36,7 @@ def fused(optimizer: Any, enabled: bool = True, locking: bool = False, xla: bool
         enabled: if not, all keep Keras' own update.
         locking: a kernel locks its variables, which several processes update.
         xla: XLA compiles the steps.
+        place: where a kernel updates a variable, if not where it is: it has the variable's value meanwhile.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kernel = KERNELS.get(type(inner))
@@ -41,7 +49,7 @@ def fused(optimizer: Any, enabled: bool = True, locking: bool = False, xla: bool
         yield
         return
     scalars: dict[Any, _Scalars] = {}  # of one update; the next one has another step number, perhaps another rate
-    update_step = _update_step(inner, kernel, of_rows, locking, scalars)
+    update_step = _update_step(inner, kernel, of_rows, locking, scalars, place)
     with keras_patches.updating_with(inner, update_step, before_each=scalars.clear):
         yield
 
@@ -109,6 +117,7 @@ def _update_step(
     of_rows: Callable[..., None] | None,
     locking: bool,
     memo: dict[Any, _Scalars],
+    place: Callable[[tf.Variable], tf.Variable | None],
 ) -> Callable[..., None]:
     original = optimizer.update_step
 
@@ -122,9 +131,27 @@ def _update_step(
         if key not in memo or tf.executing_eagerly():
             memo[key] = _Scalars(optimizer, learning_rate, dtype, locking)
         index = keras_internals.variable_index(optimizer, variable)
-        chosen(optimizer, memo[key], variable.handle, index, tf.cast(gradient, dtype))
+        other = None if chosen is of_rows else place(variable)
+        if other is not None:
+            _assign(other, variable.read_value())
+        chosen(optimizer, memo[key], (variable if other is None else other).handle, index, tf.cast(gradient, dtype))
+        if other is not None:
+            variable.assign(other.read_value())
+            _release(other)
 
     return update_step
+
+
+def _release(variable: tf.Variable) -> None:
+    """Frees the memory of the value, once what has read it is done."""
+    # The number of rows is hidden from TensorFlow, which would compare the shape with that of the variable.
+    rows = opaque(tf.constant(0))
+    _assign(variable, tf.zeros([rows, *variable.shape[1:]], variable.dtype))
+
+
+def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assigns a value of another shape than the present one; the variable's own method would refuse it."""
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
 def _handle(optimizer: Any, slots: str, index: int) -> tf.Tensor:

@@ -18,7 +18,7 @@ from tfdist.errors import CostWarning, UsageError
 from tfdist.internals import keras_data, keras_variables, tensorflow_graphs, tensorflow_variables
 from tfdist.spmd import accumulators
 from tfdist.spmd.draws import Streams
-from tfdist.spmd.placements import Placed, Shard
+from tfdist.spmd.placements import Partial, Placed, Shard
 
 # The share of a step's operations that may be repeated on every replica without a word.
 _MUCH = 0.05
@@ -50,7 +50,7 @@ class OneDeviceStep:
         self._traced: Any = None
         self._said = False
         self._streams = Streams()
-        self._terms: dict[int, list[tf.Tensor]] = {}
+        self._terms: dict[int, Placed] = {}
         self.summed: list[Any] = []
         self.mesh: spmd.Mesh = strategy.mesh
         self.cost = spmd.Cost()
@@ -66,21 +66,32 @@ class OneDeviceStep:
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
             self._divide_metrics()
+            self._keep_whole()
         return self._traced
+
+    def _keep_whole(self) -> None:
+        """Gives each process the whole of what it has parts of, where the step needs the whole."""
+        model = self._steps.model
+        placed = self._strategy.variables_in_parts(model)
+        shards = {key: one.placement for key, one in placed.items() if isinstance(one.placement, Shard)}
+        needed = spmd.whole_ones(self._traced, shards) if shards else set()
+        if needed:
+            self._strategy.keep_whole(model, needed)
 
     def _divide_metrics(self) -> None:
         """Finds of which metrics' variables each replica of a process can add to a term of its own."""
         variables = {id(tensorflow_variables.copies(one)[0].handle): one for one in self._steps.model.metrics_variables}
         found = {key: self.mesh.terms(one) for key, one in variables.items() if id(one) not in self._read_in_steps}
         usable = accumulators.usable(self._traced, {key for key, terms in found.items() if terms})
-        self._terms = {key: terms for key, terms in found.items() if terms and key in usable}
+        self._terms = {key: Placed(Partial(), terms) for key, terms in found.items() if terms and key in usable}
         self.summed = [one for key, one in variables.items() if key not in self._terms]
 
     def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""
         placed, cost = self._placed(state, batch, rows), spmd.Cost()
         sharded = rows if self._is_sharded(rows) else None
-        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._streams, self._terms)
+        variables = self._terms | dict(self._strategy.variables_in_parts(self._steps.model))
+        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._streams, variables)
         if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
             self.cost = cost
         self._say(cost, rows)

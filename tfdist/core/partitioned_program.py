@@ -43,7 +43,8 @@ class PartitionedProgram(StepProgram):
         found = [keras_internals.loss_tracker(self._model).total] if self._at_nan is AtNan.STOP else []
         self._one_device = OneDeviceStep(strategy, steps, self._traced_step, read_in_steps=found)
         self._graphs: dict[tuple[Rows, bool], Any] = {}
-        self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1
+        has_all = not strategy.variables_in_parts(self._model)
+        self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1 and has_all
 
     @property
     def cost(self) -> Cost:
@@ -92,7 +93,8 @@ class PartitionedProgram(StepProgram):
         optimizer = self._model.optimizer
         if optimizer is not None:
             keras_patches.require_reduced_once(optimizer)
-        with fused_optimizers.fused(optimizer, self._strategy.fused), self._recomputation.traced():
+        place = self._strategy.place_of_update(optimizer)
+        with fused_optimizers.fused(optimizer, self._strategy.fused, place=place), self._recomputation.traced():
             return own_logs(self._model, self._step_name, step(data))
 
     def _fetched(self, state: Any, step: int) -> Any:

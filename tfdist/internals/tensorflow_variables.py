@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values
+from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.saved_model import save_context
 
 _NUMBERS = {"__float__": float, "__int__": int, "__complex__": complex}
@@ -55,6 +56,12 @@ def converting_to_numbers() -> Iterator[None]:
 
     with tf.variable_creator_scope(make):
         yield
+
+
+def without_value(shape: Sequence[int], dtype: tf.DType, device: str) -> tf.Variable:
+    """A variable that belongs to no strategy and takes no memory before something is assigned to it."""
+    with tf.init_scope(), tf.device(device):
+        return resource_variable_ops.UninitializedVariable(trainable=False, shape=list(shape), dtype=dtype)
 
 
 # Longer ones are slower: the C library asks the system for the memory of each, and every page of it is zeroed first.

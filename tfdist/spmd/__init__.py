@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
+from tfdist.spmd.divided import whole_ones
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.meshes import Mesh, joined, joined_by_rows, reduced
 from tfdist.spmd.partitioner import Partitioner
@@ -29,6 +30,7 @@ from tfdist.spmd.placements import REPLICATE, Partial, Placed, Shard
 __all__ = [
     "Cost",
     "Mesh",
+    "Partial",
     "Placed",
     "Shard",
     "compute",
@@ -37,6 +39,7 @@ __all__ = [
     "partitioned",
     "reduced",
     "replicated",
+    "whole_ones",
 ]
 
 
@@ -52,7 +55,7 @@ def compute(
     rows: Sequence[int] | None,
     cost: Cost,
     streams: Streams | None = None,
-    terms: Mapping[int, Sequence[tf.Tensor]] | None = None,
+    variables: Mapping[int, Placed] | None = None,
 ) -> Any:
     """Computes the step of one device on the replicas of a mesh, in the present graph.
 
@@ -63,19 +66,17 @@ def compute(
         rows: the number of examples of each replica of the job; `None` if the batch is not sharded.
         cost: counts what is computed and exchanged.
         streams: of random draws, which the graphs of a step share; see `tfdist.spmd.draws`.
-        terms: by the `id` of a handle that the step captures, the handles of the variables, one for each replica of
-            this process, whose values add up to that of one device; see `tfdist.spmd.accumulators`.
+        variables: by the `id` of a handle that the step captures, the handles of variables in its place, one for each
+            replica of this process, which hold terms of the variable's value (`tfdist.spmd.accumulators`), or parts of
+            it (`tfdist.spmd.divided`).
 
     Returns:
         What the traced function returns, replicated; this process' first copy.
     """
     mesh.compute()
     captured, _ = tensorflow_functions.captured(traced.graph)
-    terms = terms or {}
-    outside = [
-        Placed(Partial(), terms[id(tensor)]) if id(tensor) in terms else replicated(mesh.captured(tensor))
-        for tensor in captured
-    ]
+    variables = variables or {}
+    outside = [variables.get(id(tensor)) or replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
     partitioner = Partitioner(mesh, sharded, cost, streams)
     outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))

@@ -40,6 +40,13 @@ def plan(
     return made.placements, made.compute
 
 
+def arguments(operation: tf.Operation, inputs: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """Which of the `inputs` of a loop or a condition each of its functions is given, by the attribute that names it."""
+    if operation.type in LOOPS:
+        return {"cond": inputs, "body": inputs}
+    return {"then_branch": inputs[1:], "else_branch": inputs[1:]}
+
+
 @contextlib.contextmanager
 def _trial(partitioner: Partitioner) -> Iterator[Any]:
     """A scratch graph, in which nothing is counted."""
@@ -244,12 +251,13 @@ class Condition:
         self._partitioner = partitioner
         self._branches = [tensorflow_functions.body(operation, f"{name}_branch") for name in ("then", "else")]
         self.placements: list[Placement] = [
-            REPLICATE if number == 0 or isinstance(value.placement, Partial) else value.placement
-            for number, value in enumerate(values)
+            REPLICATE if number == 0 else partitioner.conversions.summed(value) for number, value in enumerate(values)
         ]
         self._results: list[Placement] = []
         self._element_dtypes: list[Any] = []
-        given = [self._stand_in(value) for value in values[1:]]
+        given = [
+            self._stand_in(value, placement) for value, placement in zip(values[1:], self.placements[1:], strict=True)
+        ]
         outputs = []
         for branch in self._branches:
             with _trial(partitioner):
@@ -283,12 +291,15 @@ class Condition:
             results.append(Placed(placement, own, element_dtype=dtype, replica=mesh.local[0]))
         return results
 
-    def _stand_in(self, value: Placed) -> Placed:
-        """For a trial, a value that will have been reduced."""
+    def _stand_in(self, value: Placed, placement: Placement) -> Placed:
+        """For a trial, a value that will have been added up."""
         if not isinstance(value.placement, Partial):
             return value
-        kept = value.converted(REPLICATE)
-        return kept or Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
+        kept = value.converted(placement)
+        if kept is not None or isinstance(placement, Replicate):
+            return kept or Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
+        whole = Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
+        return self._partitioner.conversions.cut(whole, placement)
 
 
 def _joint(pair: Sequence[Placed]) -> Placement:

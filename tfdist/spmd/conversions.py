@@ -44,19 +44,48 @@ class Conversions:
             return False
         return value.converted(REPLICATE) is None
 
+    def summed(self, value: Placed) -> Placement:
+        """Where a value is that is not read as the terms of a sum: its own placement, or where its sum is made.
+
+        Of a gradient that is the place of a part of it, where the replicas of the mesh update the variable in parts.
+        """
+        if not isinstance(value.placement, Partial):
+            return value.placement
+        parts = None
+        if value.converted(REPLICATE) is None and value.is_gradient and value.placement.reduction == "sum":
+            parts = self.mesh.parts(value.shape)
+        return parts or REPLICATE
+
     def convert(self, wanted: Iterable[tuple[Placed, Placement]]) -> None:
         """Converts values, with the exchanges that this takes made together."""
         todo = [(value, placement) for value, placement in wanted if value.converted(placement) is None]
         exchanged = {value.number: value for value, placement in todo if self.needs_exchange(value, placement)}
-        self._reduce([value for value in exchanged.values() if isinstance(value.placement, Partial)])
-        for value in exchanged.values():
-            if isinstance(value.placement, Shard):
-                self._gather(value, value.placement)
+        needed_whole = {value.number for value, placement in todo if placement == REPLICATE}
+        scattered: dict[int, tuple[Placed, Shard]] = {
+            value.number: (value, placement)
+            for value, placement in todo
+            if isinstance(placement, Shard)
+            and value.number in exchanged
+            and value.number not in needed_whole
+            and (value.placement, placement) == (Partial(), self.mesh.parts(value.shape))
+        }
+        self._scatter(list(scattered.values()))
+        left = [value for number, value in exchanged.items() if number not in scattered]
+        self._reduce([one for one in left if isinstance(one.placement, Partial) and one.in_parts() is None])
+        self._gather([one for one in left if one.converted(REPLICATE) is None])
         for value, placement in todo:
             if value.converted(placement) is None:
                 whole = value.converted(REPLICATE)
                 assert whole is not None
                 value.keep(self.cut(whole, placement))
+
+    def _scatter(self, values: Sequence[tuple[Placed, Shard]]) -> None:
+        """Makes of each sum the parts of the replicas."""
+        terms, shards = [value.tensors for value, _ in values], [shard for _, shard in values]
+        parts = self.mesh.reduce_scatter(terms, shards) if values else []
+        for (value, shard), own in zip(values, parts, strict=True):
+            self.cost.reduce(value.tensors[0])
+            value.keep(Placed(shard, own, replica=self.mesh.local[0]))
 
     def _reduce(self, values: Sequence[Placed]) -> None:
         """Makes the whole of the terms of sums, and of other reductions."""
@@ -72,15 +101,22 @@ class Conversions:
                 dtype = value.placement.dtype or copies[0].dtype
                 value.keep(Placed(REPLICATE, [tf.cast(copy, dtype) for copy in copies]))
 
-    def _gather(self, value: Placed, shard: Shard) -> None:
-        if value.element_dtype is not None:
-            value.keep(tensor_lists.gathered(self, value, shard))
-            return
-        copies = self.mesh.all_gather(value.tensors, shard)
-        for copy in copies:
-            copy.set_shape(value.shape)
-        self.cost.gather(copies[0])
-        value.keep(Placed(REPLICATE, copies, repeated=True))
+    def _gather(self, values: Sequence[Placed]) -> None:
+        """Makes the whole of parts, of which those of a sum may have been made before."""
+        plain: list[tuple[Placed, Placed, Shard]] = []
+        for value in values:
+            parts = value if isinstance(value.placement, Shard) else value.in_parts()
+            assert parts is not None and isinstance(parts.placement, Shard)
+            if value.element_dtype is not None:
+                value.keep(tensor_lists.gathered(self, value, parts.placement))
+            else:
+                plain.append((value, parts, parts.placement))
+        found = self.mesh.all_gather([p.tensors for _, p, _ in plain], [s for *_, s in plain]) if plain else []
+        for (value, _, _), copies in zip(plain, found, strict=True):
+            for copy in copies:
+                copy.set_shape(value.shape)
+            self.cost.gather(copies[0])
+            value.keep(Placed(REPLICATE, copies, repeated=isinstance(value.placement, Shard)))
 
     def cut(self, whole: Placed, placement: Placement) -> Placed:
         """The parts, or the terms, of a replicated value."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.spmd.placements import Partial, Placed, Placement, Replicate
+from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate
 
 # The inputs in which an operation is linear while the others are replicated.
 INPUTS: dict[str, frozenset[int]] = {
@@ -49,6 +49,8 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     """Where the inputs must be so that an operation can be computed on the terms of sums; `None` if it cannot."""
     given = [value.placement for value in values]
     terms = [index for index, one in enumerate(given) if isinstance(one, Partial)]
+    if len(terms) == 1 and not values[terms[0]].is_accumulated and _is_summed(values[terms[0]]):
+        return None
     if not terms or any(given[index] != Partial() for index in terms) or len(operation.outputs) != 1:
         return None
     replicated = all(isinstance(one, Replicate) for index, one in enumerate(given) if index not in terms)
@@ -60,6 +62,11 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
         return [Partial()] * len(given) if same and summed else None
     alone = len(terms) == 1 and replicated
     return list(given) if alone and _is_linear(operation, terms[0], values[terms[0]]) else None
+
+
+def _is_summed(term: Placed) -> bool:
+    """Whether the sum of the terms was made before, so that nothing is gained from terms."""
+    return term.converted(REPLICATE) is not None or term.in_parts() is not None
 
 
 def _is_linear(operation: tf.Operation, index: int, term: Placed) -> bool:

@@ -97,10 +97,24 @@ class Mesh:
         with self.on_copy(0):
             return [[reduced(terms, reduction)] for terms in values]
 
-    def all_gather(self, parts: Sequence[tf.Tensor], shard: Shard) -> list[tf.Tensor]:
-        """The copies of a value of which each replica of this process has a part."""
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[Shard]) -> list[list[tf.Tensor]]:
+        """The copies of each value of which each replica of this process has a part."""
         with self.on_copy(0):
-            return [joined(parts, shard)]
+            return [[joined(parts, shard)] for parts, shard in zip(values, shards, strict=True)]
+
+    def parts(self, shape: tf.TensorShape) -> Shard | None:
+        """How variables of this shape are cut, of which each replica updates a part; `None` if each updates all."""
+        del shape
+        return None
+
+    def reduce_scatter(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[Shard]) -> list[list[tf.Tensor]]:
+        """The parts of the sums of gradients; called if `parts` says that each replica updates a part.
+
+        Args:
+            values: the terms of each sum.
+            shards: how each sum is cut.
+        """
+        raise NotImplementedError
 
     def trial(self) -> contextlib.AbstractContextManager[Any]:
         """The context of exchanges in a graph that is thrown away."""

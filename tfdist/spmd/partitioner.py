@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd import accumulators, constants, control_flow, draws, effects, linear, tensor_lists
+from tfdist.spmd import accumulators, constants, control_flow, divided, draws, effects, linear, tensor_lists
 from tfdist.spmd import local_shapes as shapes
 from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
@@ -134,9 +134,10 @@ class Partitioner:
         known = constants.known(node.operation, values)
         if known is not None:
             return Plan(given, lambda _: known)
-        terms = accumulators.placements(node.operation, values) or linear.placements(node.operation, values)
-        if terms is not None:
-            return Plan(terms, lambda inputs: self._terms(node, inputs))
+        for kind in (accumulators, divided, linear):
+            placements = kind.placements(node.operation, values)
+            if placements is not None:
+                return Plan(placements, lambda inputs: self._as_it_is(node, inputs))
         return self._plan_of_its_own(node, values) or self._plan_by_rule(node, values)
 
     def _plan_of_its_own(self, node: Node, values: Sequence[Placed]) -> Plan | None:
@@ -160,8 +161,7 @@ class Partitioner:
         return found and Plan(*found)
 
     def _plan_by_rule(self, node: Node, values: Sequence[Placed]) -> Plan:
-        # What is not linear needs the whole value of a sum.
-        given = [REPLICATE if isinstance(value.placement, Partial) else value.placement for value in values]
+        given = [self.conversions.summed(value) for value in values]  # what is not linear needs the sum
         operation = Operation(node.operation, values, given)
         local = self._local(operation)
         if local is None:
@@ -186,14 +186,15 @@ class Partitioner:
                 return found, sharded[index]
         return None
 
-    def _terms(self, node: Node, inputs: list[Placed]) -> list[Placed]:
-        """An operation on the terms of a sum: a linear one, or one that reads or assigns the terms of a variable."""
+    def _as_it_is(self, node: Node, inputs: list[Placed]) -> list[Placed]:
+        """An operation on terms of sums, or on parts, by each replica, as one device computes it on the whole."""
         parts = []
         for position in range(len(self.mesh.local)):
             with self.mesh.on_replica(position):
                 reads = [self.conversions.read(value, position) for value in inputs]
                 parts += tensorflow_functions.create(node.operation, reads)
-        outputs = [Placed(Partial(), parts)] if parts else []
+        placement = next(value.placement for value in inputs if not isinstance(value.placement, Replicate))
+        outputs = [Placed(placement, parts, replica=self.mesh.local[0])] if parts else []
         for output in outputs:
             output.is_gradient = _OF_A_TAPE in node.operation.name
             output.is_accumulated = accumulators.is_accumulated(node.operation, inputs)

@@ -24,6 +24,9 @@ import tensorflow as tf
 
 from tfdist.spmd.lengths import Lengths, Monomial
 
+# With so many rows of each replica, one row more or less makes no difference.
+_ROWS_OF_EACH = 16
+
 
 @dataclass(frozen=True)
 class Replicate:
@@ -51,6 +54,19 @@ class Shard:
     def of_rows(cls, rows: Sequence[int], axis: int = 0) -> Shard:
         """The placement of an axis of which replica i has `rows[i]`."""
         return cls(axis, tuple(number // math.gcd(*rows) for number in rows))
+
+    @classmethod
+    def evenly(cls, shape: Sequence[int], replicas: int) -> Shard | None:
+        """The placement that gives each replica about the same of a value; `None` if it has too few elements.
+
+        That is along the first axis, which divides memory into pieces, unless another one divides more evenly.
+        """
+        lengths = list(shape)
+        if not lengths:
+            return None
+        axis = 0 if lengths[0] >= _ROWS_OF_EACH * replicas else lengths.index(max(lengths))
+        each, more = divmod(lengths[axis], replicas)
+        return cls.of_rows([each + (replica < more) for replica in range(replicas)], axis) if each else None
 
     def whole_length(self, part: Any, replica: int) -> Any:
         """The length of an axis of which one replica's part has the length `part`."""
@@ -149,6 +165,20 @@ class Placed:
             return self
         graphs = _enclosing(tf.compat.v1.get_default_graph())
         return next((value for graph, value in self._converted.get(placement, ()) if graph in graphs), None)
+
+    def in_parts(self) -> Placed | None:
+        """The parts of the sum of these terms, if they were made in a graph that the present one can read."""
+        graphs = _enclosing(tf.compat.v1.get_default_graph())
+        return next(
+            (
+                value
+                for placement, made in self._converted.items()
+                if isinstance(placement, Shard)
+                for graph, value in made
+                if graph in graphs
+            ),
+            None,
+        )
 
     def converted_in(self, graph: tf.Graph, placement: Placement) -> bool:
         """Whether this value was converted in this graph."""

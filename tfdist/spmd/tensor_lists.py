@@ -65,7 +65,7 @@ def gathered(conversions: Conversions, value: Placed, shard: Shard) -> Placed:
     for position, tensor in enumerate(value.tensors):
         with conversions.mesh.on_replica(position):
             parts.append(_elements(tensor, value.element_dtype))
-    copies = conversions.mesh.all_gather(parts, shard.moved(shard.axis + 1))
+    (copies,) = conversions.mesh.all_gather([parts], [shard.moved(shard.axis + 1)])
     conversions.cost.gather(copies[0])
     return Placed(REPLICATE, [_list(copy) for copy in copies], repeated=True, element_dtype=value.element_dtype)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ from tfdist.stages.plan import Plan
 
 def whole_part(shape: Sequence[int], owner: int, rank: int, ranks: int) -> Part:
     """The part of process `rank` in a variable of which process `owner` has all elements."""
-    size = math.prod(shape)
-    return Part(tuple(shape), (0,) * owner + (size,) * (ranks - owner), rank)
+    length = shape[0] if len(shape) else 1
+    return Part(tuple(shape), tuple(length if one == owner else 0 for one in range(ranks)), rank)
 
 
 def free_others(plan: Plan, world: World, shared: Sequence[Any]) -> None:

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from tfdist.communicators import Communicator, parts
 from tfdist.communicators.parts import Part
-from tfdist.core import updated_parts
-from tfdist.core.divided_optimizer import DividedOptimizer
+from tfdist.core.divided_optimizer import DividedOptimizer, divide, local
 from tfdist.errors import UsageError
 from tfdist.internals import keras_optimizers, keras_stages
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.stages.own_variables import whole_part
 
 OTHER_OPTIMIZER = "use an optimizer of Keras, or train in one process"
 
@@ -47,14 +47,37 @@ class StageOptimizer(DividedOptimizer):
             # An optimizer that computes by elements has slots of the shapes of what it is built for.
             by_element = type(keras_optimizers.inner(self.optimizer)) in keras_optimizers.BY_ELEMENT
             plain = [
-                updated_parts.local(variable)
+                local(variable)
                 if self._parts[id(variable)].size or not by_element
-                else tf.Variable(tf.zeros([0], updated_parts.local(variable).dtype), trainable=False)
+                else tf.Variable(tf.zeros(self._parts[id(variable)].shape, local(variable).dtype), trainable=False)
                 for variable in variables
             ]
             with keras_stages.known(variables):
                 keras_optimizers.build(self.optimizer, variables, plain)
-        self._divide_slots(variables, [self._parts[id(variable)] for variable in variables], OTHER_OPTIMIZER)
+        for variable, slots in zip(variables, self._slots(), strict=True):
+            part = self._parts[id(variable)]
+            for slot in slots:
+                divide(slot, part if tuple(slot.shape) in (part.shape, part.whole_shape) else _alike(part, slot))
+
+    def _slots(self) -> list[list[Any]]:
+        """The slots of each variable."""
+        try:
+            return keras_optimizers.slots_of(self.optimizer)
+        except LookupError as error:
+            raise UsageError(
+                f"The variable `{error.args[0]}` of the optimizer `{self.optimizer.name}` belongs to none of the "
+                "variables that it updates",
+                OTHER_OPTIMIZER,
+            ) from error
+
+    @property
+    def _scales_loss(self) -> bool:
+        return keras_optimizers.inner(self.optimizer) is not self.optimizer
+
+    def _all_finite(self, finite: tf.Tensor) -> tf.Tensor:
+        """Whether the gradients of all processes are finite, given whether those of this one are."""
+        (others,) = self._communicator.all_reduce([tf.cast(tf.logical_not(finite), tf.int32)], "finite")
+        return tf.equal(others, 0)
 
     @property
     def exchanges(self) -> bool:
@@ -64,7 +87,7 @@ class StageOptimizer(DividedOptimizer):
     def apply(self, apply: Callable[[list[Any], list[Any]], None], gradients: list[Any], variables: list[Any]) -> None:
         """Updates `variables` of this process by `apply(gradients, variables)`; all processes call it."""
         clip = self._clipped if keras_optimizers.inner(self.optimizer).global_clipnorm else None
-        all_finite = self._all_finite("finite") if self._scales_loss else None
+        all_finite = self._all_finite if self._scales_loss else None
         with self._communicator.around_branches(), self._updating(clip, all_finite):
             apply(gradients, variables)
 
@@ -75,7 +98,7 @@ class StageOptimizer(DividedOptimizer):
 
     @contextlib.contextmanager
     def _updating(self, clip: Any = None, all_finite: Any = None) -> Iterator[None]:
-        values = [updated_parts.local(variable) for variable in self.own]
+        values = [local(variable) for variable in self.own]
         updating = keras_optimizers.updating(self.optimizer, self.own, values, clip, all_finite)
         with tensorflow_internals.without_strategy(), updating:
             yield
@@ -97,6 +120,12 @@ def _part(variable: Any) -> Part:
             "leave out layers that the model does not call, or train in one process",
         )
     return part
+
+
+def _alike(part: Part, slot: Any) -> Part:
+    """The part in a slot of another shape than the variable that `part` is of."""
+    owner = max(range(len(part.lengths)), key=part.lengths.__getitem__)
+    return whole_part(slot.shape, owner, part.rank, len(part.lengths))
 
 
 def _values(gradient: Any) -> tf.Tensor:
