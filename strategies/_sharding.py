@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -82,14 +82,20 @@ class ShardingStrategy(base.Strategy):
                     sharded.keep_whole()
             elif sharded is None and optimizer.built:
                 self.broadcast_variables(optimizer.variables)
-                self._divide(model, optimizer)
+                self._divide(model, optimizer, [])
 
-    def _divide(self, model: Any, optimizer: Any) -> None:
+    def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
+        if self.shard is None or self.runs_eagerly(model):
+            super().build_optimizer(model, optimizer, variables)
+        else:
+            self._divide(model, optimizer, variables)
+
+    def _divide(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
         def meet(doing: str) -> None:
             consensus.all_gather_object(self, None, doing)
 
         of_tables = [tuple(variable.shape) for variable in tables(model)]
-        divided = ShardedOptimizer(optimizer, of_tables, self.communicator, meet)
+        divided = ShardedOptimizer(optimizer, variables, of_tables, self.communicator, meet)
         # Past Keras' attribute tracking, so that it is not saved with the model.
         object.__setattr__(optimizer, _SHARDED, divided)
 

@@ -59,10 +59,10 @@ class Part:
         return math.prod(self.shape)
 
     def of(self, whole: np.ndarray) -> np.ndarray:
-        """The part of this process, in `shape`, of an array of the whole."""
+        """The part of this process, in `shape`, of an array of the whole, perhaps in the memory of that."""
         begin = sum(self.lengths[: self.rank])
-        positions = range(begin, begin + self.lengths[self.rank])
-        return np.atleast_1d(whole).take(positions, self.axis).reshape(self.shape)
+        own = slice(begin, begin + self.lengths[self.rank])
+        return np.atleast_1d(whole)[(slice(None),) * self.axis + (own,)].reshape(self.shape)
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The whole, of the elements of all processes, flat in C order, by rank."""

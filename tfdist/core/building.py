@@ -157,7 +157,7 @@ def _rehearse_on_one_device(strategy: Strategy, model: Any, kind: str, batch: An
 
     def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         with outside():
-            optimizer.build(list(variables))
+            strategy.build_optimizer(model, optimizer, variables)
 
     with strategy.tracing(model):
         return _rehearsed(model, kind, batch, build_optimizer)

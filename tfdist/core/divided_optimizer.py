@@ -89,6 +89,9 @@ def undivide(slot: Any, exchange: Callable[[bytes], list[bytes]]) -> None:
 def _replace(slot: Any, value: np.ndarray) -> None:
     """Gives a slot a value of another shape, in a plain variable."""
     held = local(slot)
-    with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(held.device):
-        made = tf.Variable(value, trainable=False, dtype=held.dtype, name=slot.name)
+    with tensorflow_internals.without_strategy():
+        made = tensorflow_variables.without_value(value.shape, held.dtype, held.device, slot.name)
+    tensorflow_variables.fill(made, np.ascontiguousarray(value))
     keras_internals.set_tf_variable(slot, made)
+    for copy in tensorflow_variables.copies(held):  # whoever still holds the variable
+        tensorflow_variables.free(copy)

@@ -12,7 +12,8 @@ change of a variable of the same kind is allowed, too. Weights are compared wher
 by the slots: rules such as Adam's make a whole update of a gradient that rounding made.
 
 Not compared are steps that cannot be computed twice, since they have effects outside, draw from a state that is not in
-a variable, or change tables; steps on batches that the devices fetch themselves; and variables of more than a gibibyte.
+a variable, or change tables; steps on batches that the devices fetch themselves; and variables of more than 256 MiB,
+of which three copies are in memory meanwhile.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.communicators.parts import Part
 from tfdist.core.one_device_step import OneDeviceStep
 from tfdist.errors import DifferenceWarning
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_functions, tensorflow_variables
+from tfdist.spmd.placements import Placed, Shard
 
-_MOST_BYTES = 1 << 30
+_MOST_BYTES = 1 << 28
 _ALLOWED = 0.25
 _OF_ITS_KIND = 1e-3
 _NOISE = 1e-8  # where one device changes nothing
@@ -46,11 +49,13 @@ class Variable:
         handle: of the copy that one device uses.
         name: for people.
         kind: "weight", "slot", "metric" or "state".
+        part: of it that this process has in another variable; `None` if it has the whole.
     """
 
     handle: tf.Tensor
     name: str
     kind: str
+    part: Placed | None
 
 
 @dataclass(frozen=True)
@@ -103,12 +108,12 @@ class FirstStep:
     def compared(self, model: Any, state: Any, batch: Any) -> Iterator[None]:
         """The context in which the replicas compute the step of a batch that was fetched."""
         variables = self._variables(model)
-        before = _values(variables)
+        before = self._values(variables)
         expected = self._on_one_device(variables, before, state, batch) if variables else None
         yield
         if expected is None:
             return
-        changes = [Change(*one) for one in zip(variables, before, expected, _values(variables), strict=True)]
+        changes = [Change(*one) for one in zip(variables, before, expected, self._values(variables), strict=True)]
         different = self._different(changes)
         if different:
             self._say(different)
@@ -128,10 +133,31 @@ class FirstStep:
             "state": [*model.variables, *(one for optimizer in optimizers for one in optimizer.variables)],
         }
         known: dict[int, tuple[str, str]] = {}
-        for kind, members in kinds.items():
-            for one in members:
-                known.setdefault(id(tensorflow_variables.copies(one)[0].handle), (one.path, kind))
-        return [Variable(one, *known.get(id(one), ("a variable of your own", "state"))) for one in handles]
+        with self._strategy.tracing(model):  # which knows variables as the traced step does
+            for kind, members in kinds.items():
+                for one in members:
+                    known.setdefault(id(tensorflow_variables.copies(one)[0].handle), (one.path, kind))
+        parts = self._strategy.variables_in_parts(model)
+        return [
+            Variable(one, *known.get(id(one), ("a variable of your own", "state")), parts.get(id(one)))
+            for one in handles
+            if id(one) in known or id(one) not in parts  # others in parts are set in each step before they are read
+        ]
+
+    def _values(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        return [tensorflow_functions.value(one.handle) if one.part is None else self._whole(one) for one in variables]
+
+    def _whole(self, variable: Variable) -> np.ndarray:
+        """The value of a variable of which each process has a part."""
+        assert variable.part is not None
+        own, shard = tensorflow_functions.value(variable.part.tensors[0]), variable.part.placement
+        if not isinstance(shard, Shard):
+            return own
+        whole_shape = tensorflow_functions.shape(variable.handle)
+        lengths, rank = tuple(shard.lengths(whole_shape[shard.axis])), self._strategy.world.rank
+        of_all = self._strategy.exchange(own.tobytes())
+        parts = [np.frombuffer(one, own.dtype) for one in of_all]
+        return Part(whole_shape, lengths, rank, shard.axis).joined(parts)
 
     def _on_one_device(
         self, variables: Sequence[Variable], before: Sequence[np.ndarray], state: Any, batch: Any
@@ -144,18 +170,22 @@ class FirstStep:
             return self._one_device.trace()(self._one_device.whole_batch(state, batch))
 
         try:
+            for variable, value in zip(variables, before, strict=True):
+                if variable.part is not None:
+                    tensorflow_functions.set_value(variable.handle, value)
             # Optimizing the graph takes longer than running it as it is, once.
             with (
                 tf.device(self._strategy.replica_devices[0]),
                 tensorflow_functions.optimized(disable_meta_optimizer=True),
             ):
                 step(state, batch)
-            return _values(variables)
+            return [tensorflow_functions.value(variable.handle) for variable in variables]
         except tf.errors.ResourceExhaustedError:
             return None
         finally:
             for variable, value in zip(variables, before, strict=True):
-                tensorflow_functions.set_value(variable.handle, value)
+                in_use = variable.part is None
+                tensorflow_functions.set_value(variable.handle, value if in_use else np.zeros(0))
 
     def _different(self, changes: Sequence[Change]) -> list[Change]:
         largest: dict[str, float] = {}
@@ -181,10 +211,6 @@ class FirstStep:
             DifferenceWarning,
             stacklevel=2,
         )
-
-
-def _values(variables: Sequence[Variable]) -> list[np.ndarray]:
-    return [tensorflow_functions.value(variable.handle) for variable in variables]
 
 
 def _root_mean_square(values: np.ndarray, others: np.ndarray) -> float:

@@ -136,8 +136,9 @@ def _update_step(
             _assign(other, variable.read_value())
         chosen(optimizer, memo[key], (variable if other is None else other).handle, index, tf.cast(gradient, dtype))
         if other is not None:
-            variable.assign(other.read_value())
+            updated = other.read_value()
             _release(other)
+            variable.assign(updated)
 
     return update_step
 

@@ -43,8 +43,7 @@ class PartitionedProgram(StepProgram):
         found = [keras_internals.loss_tracker(self._model).total] if self._at_nan is AtNan.STOP else []
         self._one_device = OneDeviceStep(strategy, steps, self._traced_step, read_in_steps=found)
         self._graphs: dict[tuple[Rows, bool], Any] = {}
-        has_all = not strategy.variables_in_parts(self._model)
-        self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1 and has_all
+        self._compares = steps.kind == "train" and steps.compares_first and strategy.num_replicas > 1
 
     @property
     def cost(self) -> Cost:

@@ -19,7 +19,7 @@ arXiv:1910.02054, 2020; stages 1 and 2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from tfdist.communicators import Communicator
 from tfdist.communicators.parts import Part
 from tfdist.core.divided_optimizer import DividedOptimizer, divide, local, undivide
 from tfdist.internals import keras_optimizers, tensorflow_variables
+from tfdist.internals import tensorflow as tensorflow_internals
 
 
 @dataclass
@@ -59,7 +60,8 @@ class ShardedOptimizer(DividedOptimizer):
     """The parts of one optimizer that this process has.
 
     Args:
-        optimizer: of Keras, built.
+        optimizer: of Keras; built or not.
+        variables: that it is to be built for.
         whole_shapes: of variables that every process updates as a whole, as it does their slots.
         communicator: of the processes.
         meet: is called with what this process is about to do, and raises an error if another one does something else.
@@ -68,6 +70,7 @@ class ShardedOptimizer(DividedOptimizer):
     def __init__(
         self,
         optimizer: Any,
+        variables: Sequence[Any],
         whole_shapes: Collection[tuple[int, ...]],
         communicator: Communicator,
         meet: Callable[[str], None],
@@ -76,10 +79,26 @@ class ShardedOptimizer(DividedOptimizer):
         self._whole_shapes = set(whole_shapes)
         self._slots: list[_StandIn] = []
         self._places: dict[int, _StandIn | None] = {}  # by the `id` of a variable's handle
+        shapes = {} if optimizer.built else self._build(variables)
         for slot in optimizer.variables:
-            shard = self._shard(tuple(slot.shape), local(slot).dtype)
+            shape = shapes.get(id(slot), tuple(slot.shape))
+            shard = self._shard(shape, local(slot).dtype)
             if shard is not None:
-                self._divide(slot, shard)
+                self._divide(slot, shape, shard)
+
+    def _build(self, variables: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+        """Builds the optimizer, with slots for parts if it computes by elements; returns their whole shapes by `id`."""
+        if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.BY_ELEMENT:
+            self.optimizer.build(list(variables))
+            return {}
+        parts = []
+        for variable in variables:
+            own = self._own_shape(tuple(variable.shape), self._shard(tuple(variable.shape), local(variable).dtype))
+            parts.append(tensorflow_variables.without_value(own, local(variable).dtype, local(variable).device))
+        with tf.init_scope(), tensorflow_internals.without_strategy():
+            keras_optimizers.build(self.optimizer, variables, parts)
+        slots = keras_optimizers.slots_of(self.optimizer)
+        return {id(s): tuple(variable.shape) for variable, own in zip(variables, slots, strict=True) for s in own}
 
     def _shard(self, shape: tuple[int, ...], dtype: tf.DType) -> spmd.Shard | None:
         """How a variable is cut; `None` if every process has the whole."""
@@ -87,8 +106,14 @@ class ShardedOptimizer(DividedOptimizer):
             return None
         return spmd.Shard.evenly(shape, self._communicator.size)
 
-    def _divide(self, slot: Any, shard: spmd.Shard) -> None:
-        shape = tuple(slot.shape)
+    def _own_shape(self, shape: tuple[int, ...], shard: spmd.Shard | None) -> list[int]:
+        """The shape of this process' part of a variable."""
+        own = list(shape)
+        if shard is not None:
+            own[shard.axis] = shard.lengths(shape[shard.axis])[self._communicator.rank]
+        return own
+
+    def _divide(self, slot: Any, shape: tuple[int, ...], shard: spmd.Shard) -> None:
         whole = tensorflow_variables.without_value(shape, local(slot).dtype, local(slot).device)
         divide(slot, Part(shape, tuple(shard.lengths(shape[shard.axis])), self._communicator.rank, shard.axis))
         self._slots.append(_StandIn(whole, shard, slot))
@@ -119,9 +144,7 @@ class ShardedOptimizer(DividedOptimizer):
         return None if found is None else found.whole
 
     def _made(self, shape: tuple[int, ...], dtype: tf.DType, device: str, shard: spmd.Shard) -> _StandIn:
-        own = list(shape)
-        own[shard.axis] = shard.lengths(shape[shard.axis])[self._communicator.rank]
-        held = tensorflow_variables.without_value(own, dtype, device)
+        held = tensorflow_variables.without_value(self._own_shape(shape, shard), dtype, device)
         return _StandIn(tensorflow_variables.without_value(shape, dtype, device), shard, held)
 
     def keep_whole(self, handles: Collection[int] | None = None) -> None:

@@ -61,6 +61,11 @@ def size_bytes(handle: tf.Tensor) -> int:
     return math.prod(max(1, axis.size) for axis in content.shape.dim) * tf.as_dtype(content.dtype).size
 
 
+def shape(handle: tf.Tensor) -> tuple[int, ...]:
+    """The shape of a variable, by its handle."""
+    return tuple(axis.size for axis in _content(handle).shape.dim)
+
+
 def value(handle: tf.Tensor) -> np.ndarray:
     """A copy of what a variable holds, by its handle."""
     return np.array(tf.raw_ops.ReadVariableOp(resource=handle, dtype=_content(handle).dtype))

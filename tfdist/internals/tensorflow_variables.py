@@ -58,10 +58,10 @@ def converting_to_numbers() -> Iterator[None]:
         yield
 
 
-def without_value(shape: Sequence[int], dtype: tf.DType, device: str) -> tf.Variable:
+def without_value(shape: Sequence[int], dtype: tf.DType, device: str, name: str | None = None) -> tf.Variable:
     """A variable that belongs to no strategy and takes no memory before something is assigned to it."""
     with tf.init_scope(), tf.device(device):
-        return resource_variable_ops.UninitializedVariable(trainable=False, shape=list(shape), dtype=dtype)
+        return resource_variable_ops.UninitializedVariable(trainable=False, shape=list(shape), dtype=dtype, name=name)
 
 
 # Longer ones are slower: the C library asks the system for the memory of each, and every page of it is zeroed first.
@@ -140,12 +140,17 @@ def filled(variable: tf.Variable) -> Iterator[np.ndarray]:
     The old value is freed before, so that the two are not in memory together. An assignment of a part of a variable
     would not do: TensorFlow then copies all of it at each later read.
     """
-    _assign_any_shape(variable, tf.zeros([0], variable.dtype))
+    free(variable)
     with tf.device("CPU:0"):
         value = tf.raw_ops.Empty(shape=variable.shape.as_list(), dtype=variable.dtype)
     # The tensor is new and nobody else has it, so that its memory may be written to, which NumPy does not allow.
     yield np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes(variable)).from_address(_address(value)))
     _assign_any_shape(variable, value)
+
+
+def free(variable: tf.Variable) -> None:
+    """Frees the memory of a value that nobody reads any more."""
+    _assign_any_shape(variable, tf.zeros([0], variable.dtype))
 
 
 def _assign_any_shape(variable: tf.Variable, value: tf.Tensor) -> None:
