@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist.core.inner_loop import StepProgram, Steps
 from tfdist.core.metrics import Logs
+from tfdist.core.one_replica_program import OneReplicaProgram
+from tfdist.core.partitioned_program import PartitionedProgram
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.stages import previous_weights
-from tfdist.strategies._towers import Tower
+from tfdist.stages.schedule import DELAYED
 
-NAME = "2bw"
-
-
-class PipelineTower(Tower):
-    """A micro-batch; `previous`, if set, are the weights of before the last update, with which it computes."""
-
-    previous: previous_weights.PreviousWeights | None = None
-
-    def late(self, update: Callable[..., None]) -> Callable[..., None]:
-        """The optimizer's `update` of the newest weights."""
-        return update if self.previous is None else self.previous.late(update)
-
-    def write(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
-        if self.previous is not None:
-            self.previous.require_others([variable for variable, _ in updates])
-        super().write(updates)
+NAME = DELAYED
 
 
-class DelayedProgram(StepProgram):
+class _Delayed(StepProgram):
     """Trains with gradients at the weights of before the last update; an epoch begins with one version of them."""
 
-    def __init__(self, strategy: Any, steps: Steps, *rest: Any, weights: list[Any] | None = None):
-        weights = steps.model.trainable_variables if weights is None else weights
-        self._previous = previous_weights.of(steps.model, weights)
-        super().__init__(strategy, steps, *rest)
+    def __init__(self, strategy: Any, steps: Steps):
+        self._previous = previous_weights.of(steps.model, steps.model.trainable_variables)
+        super().__init__(strategy, steps)
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
         self._previous.begin()
 
-    def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
-        with self._previous.computing():
-            return super()._step(state, batch)
+    @contextlib.contextmanager
+    def _late(self) -> Iterator[None]:
+        """The context of a step of the model."""
+        with self._previous.computing(), self._previous.updating_late(self._model.optimizer):
+            yield
+
+
+class DelayedProgram(_Delayed, PartitionedProgram):
+    """Trains the micro-batches of a pipeline so."""
+
+    def _traced_step(self, data: Any) -> Logs:
+        with self._late():
+            return super()._traced_step(data)
+
+
+class DelayedEagerProgram(_Delayed, OneReplicaProgram):
+    """Trains a model with `run_eagerly=True` so."""
+
+    def _computed(self, data: Any) -> Logs:
+        with self._late():
+            return super()._computed(data)
+
+
+def program(strategy: Any, steps: Steps) -> StepProgram:
+    """The inner loop that trains so."""
+    kind = DelayedEagerProgram if strategy.runs_eagerly(steps.model) else DelayedProgram
+    return kind(strategy, steps)
 
 
 def is_delayed(schedule: str, kind: str) -> bool:

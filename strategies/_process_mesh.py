@@ -29,6 +29,10 @@ REDUCTIONS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 }
 
 
+def _together(rows: Sequence[tf.Tensor]) -> tf.Tensor:
+    return rows[0] if len(rows) == 1 else tf.concat(rows, 0)
+
+
 class ProcessMesh(spmd.Mesh):
     """One replica in each process of a job, which has its own copy of the variables.
 
@@ -102,8 +106,8 @@ class ProcessMesh(spmd.Mesh):
             for index, whole in zip(members, frame.wholes(self._gather(mine)), strict=True):
                 found[index] = [whole]
         return [
-            spmd.joined_by_rows([part], shard, lambda rows: [self._gather(rows[0])]) if whole is None else whole
-            for part, shard, whole in zip(parts, shards, found, strict=True)
+            spmd.joined_by_rows(own, shard, lambda rows: [self._gather(_together(rows))]) if whole is None else whole
+            for own, shard, whole in zip(values, shards, found, strict=True)
         ]
 
     def _is_packed(self, shape: tf.TensorShape, shard: spmd.Shard, dtype: tf.DType) -> bool:

@@ -25,8 +25,9 @@ from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import Division
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
+from tfdist.stages import previous_weights
 from tfdist.stages.one_stage import Pass, Stage, passing
-from tfdist.strategies._delayed import DelayedProgram, PipelineTower
+from tfdist.strategies._towers import Tower
 
 if TYPE_CHECKING:
     from tfdist.strategies._stages_of_processes import StagesOfProcesses
@@ -36,8 +37,14 @@ if TYPE_CHECKING:
 STEPS_TOGETHER = 4
 
 
-class StageTower(PipelineTower):
-    """A micro-batch in the stage of this process; `number` counts on through steps that are ordered together."""
+class StageTower(Tower):
+    """A micro-batch in the stage of this process; `number` counts on through steps that are ordered together.
+
+    Attributes:
+        previous: the weights of before the last update, with which it computes; `None` for the newest ones.
+    """
+
+    previous: previous_weights.PreviousWeights | None = None
 
     def __init__(self, index: int, count: int, home: str, strategy: StagesOfProcesses, step: int):
         super().__init__(index, count, home)
@@ -61,7 +68,8 @@ class StageTower(PipelineTower):
                 self._strategy.exchange_of_stages.put_in_order()
             of_stage.apply(apply, values, updated)
 
-        self.update_each_copy(self.late(update), self.of_global_batch([gradients[index] for index in kept]))
+        late = update if self.previous is None else self.previous.late(update)
+        self.update_each_copy(late, self.of_global_batch([gradients[index] for index in kept]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +168,7 @@ class StageProgram(StepProgram):
         return functools.partial(self._checked_logs, step, replica)
 
 
-class DelayedStageProgram(DelayedProgram, StageProgram):
+class DelayedStageProgram(StageProgram):
     """Trains one stage with the schedule `2bw`: a stage begins a step while later stages still compute the one before.
 
     What crosses steps must be in one graph, so that `STEPS_TOGETHER` of them are traced after one another.
@@ -172,7 +180,16 @@ class DelayedStageProgram(DelayedProgram, StageProgram):
         is_sure = steps.batches.length_known and steps.at_nan is not AtNan.STOP
         meets = optimizer is None or optimizer.exchanges
         self._overlaps = is_sure and not meets and strategy.micro_batches >= of_stage.stage.most_ahead
-        super().__init__(strategy, steps, of_stage, weights=strategy.own_weights(steps.model))
+        self._previous = previous_weights.of(steps.model, strategy.own_weights(steps.model))
+        super().__init__(strategy, steps, of_stage)
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self._previous.begin()
+
+    def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
+        with self._previous.computing():
+            return super()._step(state, batch)
 
     def _loop(self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: LoopState) -> LoopState:
         def proceed(done: tf.Tensor, *_: Any) -> tf.Tensor:

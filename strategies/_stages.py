@@ -1,78 +1,31 @@
 """The stages of one process, and the micro-batches that go through them: what `pipeline` is, and an option of others.
 
 A micro-batch is a replica in time: the part of the global batch that this process has is cut into `micro_batches`
-parts, which share one copy of the variables, as the towers of `custom` do. The gradients of a variable are added on
-the device of its stage.
+parts, which share one copy of the variables, as the replicas of `custom` do (`tfdist.strategies._pipeline_mesh`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_stages
-from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.profiling import stages as stage_names
-from tfdist.stages import ordering, placement, plan, previous_weights
+from tfdist.stages import placement, plan
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
 from tfdist.strategies import _delayed as delayed
-from tfdist.strategies import base
-from tfdist.strategies._delayed import PipelineTower
-from tfdist.strategies._towers import meet
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Steps
 
 # The examples of a micro-batch that times are measured with where the size of a batch is not known.
 UNKNOWN_BATCH = 32
-
-
-class MicroBatch(PipelineTower):
-    """A tower whose gradients stay on the devices where they are."""
-
-    def apply(
-        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
-    ) -> None:
-        super().apply(self.late(apply), gradients, optimizer, variables)
-
-    def add(self, parts: Sequence[Any]) -> Any:
-        with _device_of(parts[0]):
-            return super().add(parts)
-
-    def only_real(self, tensor: Any) -> Any:
-        with _device_of(tensor):
-            return super().only_real(tensor)
-
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return self._summed(tensors, None)
-
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        # One buffer for several gradients would bring them to one device before they are added.
-        return gradient_reduction.without_none(lambda tensors: self._summed(tensors, self.packing))(list(gradients))
-
-    def _summed(self, tensors: list[Any], packing: gradient_reduction.Packing | None) -> list[Any]:
-        def add(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
-            sums = [self.add(strategy.experimental_local_results(part)) for part in parts]
-            return self.of_all_processes(sums, packing)
-
-        return meet(add, tensors) if tensors else []
-
-    def of_all_processes(self, sums: list[Any], packing: gradient_reduction.Packing | None) -> list[Any]:
-        """The sums over all processes, given those over the micro-batches of this one."""
-        del packing
-        return sums
-
-
-def _device_of(tensor: Any) -> Any:
-    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-    return tf.device(getattr(values, "device", None) or None)
 
 
 def examples_of_part(examples: int | None, replicas: int) -> int:
@@ -123,11 +76,8 @@ class Stages:
                 "use GPUs alone, or the logical devices of the CPU",
             )
         self.devices, self.micro_batches = devices, micro_batches
-        # The towers begin and end where the loss is computed.
-        self.home = devices[-1]
         self._schedule, self._balance, self._named = schedule, balance, named
         self._plans: dict[int, Plan] = {}  # by the `id` of the graph that a plan holds
-        self._towers = tensorflow_internals.replicas_in_time(self.home, micro_batches)
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` for a model that cannot be cut into that many stages, or trained by the schedule."""
@@ -141,6 +91,9 @@ class Stages:
         self.check(steps.model)
         if len(self.devices) > 1:
             require_examples(steps, replicas, self.micro_batches)
+            for optimizer in keras_internals.optimizers(steps.model):
+                if steps.kind == "train" and not optimizer.built:  # an eager step would make its slots in the scope
+                    optimizer.build(steps.model.trainable_variables)
             placement.place(self._plan(steps, replicas), self.devices, steps.model)
 
     def plan_of(self, model: Any) -> Plan | None:
@@ -155,31 +108,14 @@ class Stages:
             self._plans[id(found.functional)] = found
         return found
 
-    def run(self, step: base.Step, tower: Callable[[int], MicroBatch]) -> list[Any]:
-        """Runs `step(tower(index))` for each micro-batch; see `tfdist.strategies.base.Strategy.run`."""
-        previous = previous_weights.current()
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which a step is traced, whose operations are named by their stages."""
+        return placement.on_stages(self._plans, self.devices)
 
-        def on_tower() -> Any:
-            index = base.current_index()
-            micro_batch = tower(index)
-            micro_batch.previous = previous
-            with placement.on_stages(self._plans, self.devices, index):
-                return step(micro_batch)
-
-        results = base.local_results(self._towers, self._towers.run(on_tower))
-        if len(self.devices) > 1 and not tf.executing_eagerly():
-            self._order(tf.compat.v1.get_default_graph())
-        return results
-
-    def _order(self, graph: Any) -> None:
-        possible = ordering.order(graph, self._schedule, self.devices, self.micro_batches)
-        if not possible and self._schedule != "gpipe":
-            late = ", with its delayed gradients" if self._schedule == delayed.NAME else ""
-            warnings.warn(
-                "Micro-batches meet in the middle of a step, so that none can finish before all have begun: the "
-                f"schedule `gpipe` is used in place of `{self._schedule}`{late}",
-                stacklevel=2,
-            )
+    @property
+    def schedule(self) -> Schedule:
+        """The order in which a stage computes its micro-batches."""
+        return self._schedule
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

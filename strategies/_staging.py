@@ -10,80 +10,28 @@ Every process has the whole model, on its own devices.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist import spmd
 from tfdist.cluster.world import World
-from tfdist.communicators import Communicator, opaque, structures
-from tfdist.core import gradient_reduction
 from tfdist.errors import UsageError
-from tfdist.internals.keras import tf_variable
 from tfdist.options import Count
 from tfdist.stages.plan import Balance
 from tfdist.stages.schedule import Synchronous
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _devices as device_choice
-from tfdist.strategies import _gpus, base
+from tfdist.strategies import _gpus
 from tfdist.strategies import _sharding as sharding
+from tfdist.strategies._pipeline_mesh import PipelineMesh, PipelinesMesh
 from tfdist.strategies._process_mesh import ProcessMesh
-from tfdist.strategies._stages import MicroBatch, Stages
-from tfdist.strategies._towers import meet
+from tfdist.strategies._stages import Stages
 
 if TYPE_CHECKING:
     from tfdist.core.inner_loop import Program, Steps
-
-
-class MicroBatchOfJob(MicroBatch):
-    """A micro-batch of one of several processes; `names` gives a name to each exchange of the step."""
-
-    def __init__(
-        self,
-        index: int,
-        stages: Stages,
-        communicator: Communicator,
-        packing: gradient_reduction.Packing,
-        names: Iterator[str],
-    ):
-        first, count = communicator.rank * stages.micro_batches, communicator.size * stages.micro_batches
-        super().__init__(first + index, count, stages.home)
-        self.packing = packing
-        self._communicator, self._names = communicator, names
-
-    def of_all_processes(self, sums: list[Any], packing: gradient_reduction.Packing | None) -> list[Any]:
-        def send(tensors: list[Any]) -> list[Any]:
-            return self._communicator.all_reduce(tensors, next(self._names)) if tensors else []
-
-        return send(sums) if packing is None else gradient_reduction.packed(send, packing)(sums)
-
-    def all_gather(self, structure: Any) -> Any:
-        def gather(part: tf.Tensor) -> tf.Tensor:
-            return self._communicator.all_gather(part, next(self._names))
-
-        def join(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
-            with tf.device(self._home):
-                joined = base.joined_parts(strategy, *parts)
-                return [structures.gathered(one, gather, self._communicator.rank) for one in joined]
-
-        flat = tf.nest.flatten(structure)
-        return tf.nest.pack_sequence_as(structure, meet(join, flat) if flat else [])
-
-    def read_metric(self, variables: Sequence[Any]) -> list[tf.Tensor]:
-        # The micro-batches of a process share its part of the state.
-        def add(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
-            first = [strategy.experimental_local_results(part)[0] for part in parts]
-            return self.of_all_processes(first, gradient_reduction.Packing(None))
-
-        values = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
-        return meet(add, values) if values else []
-
-    def write_metric(self, updates: list[tuple[Any, tf.Tensor]]) -> None:
-        # With a constant rank TensorFlow would drop the value's computation, exchanges included, on a process.
-        first = opaque(tf.constant(self._communicator.rank == 0))
-        self.write([(variable, tf.where(first, value, tf.zeros_like(value))) for variable, value in updates])
 
 
 def require_nothing_of_stages(given: Mapping[str, Any]) -> None:
@@ -146,9 +94,16 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
     def set_up(self) -> None:
         super().set_up()
         divides, bounded = self.shard is not None, self.shard == "gradients"
-        self._mesh = ProcessMesh(self.communicator, self.devices[0], self.packing, divides=divides, bounded=bounded)
+        self._mesh: spmd.Mesh = ProcessMesh(
+            self.communicator, self.devices[0], self.packing, divides=divides, bounded=bounded
+        )
         if self._count > 1:
             self._stages = Stages(self.devices, **self._how)
+            pipeline = self.devices, self._stages.micro_batches, self._stages.schedule
+            several = self.world.world_size > 1
+            self._mesh = (
+                PipelinesMesh(*pipeline, self.communicator, self.packing) if several else PipelineMesh(*pipeline)
+            )
 
     @property
     def is_staged(self) -> bool:
@@ -156,13 +111,17 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
         return self._stages is not None
 
     @property
-    def mesh(self) -> ProcessMesh | None:
-        return None if self.is_staged else self._mesh
+    def mesh(self) -> spmd.Mesh:
+        return self._mesh
+
+    @contextlib.contextmanager
+    def tracing(self, model: Any) -> Iterator[None]:
+        with super().tracing(model), contextlib.nullcontext() if self._stages is None else self._stages.tracing():
+            yield
 
     @property
     def replica_devices(self) -> list[str]:
-        staged = self._stages
-        return super().replica_devices if staged is None else [staged.home] * staged.micro_batches
+        return super().replica_devices if self._stages is None else self._mesh.devices
 
     @property
     def alone(self) -> bool:
@@ -180,15 +139,6 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
         if self._stages is not None:
             self._stages.place(steps, self.num_replicas)
         return super().program(steps)
-
-    def run(self, step: base.Step) -> list[Any]:
-        return super().run(step) if self._stages is None else self._stages.run(step, self._tower(self._stages))
-
-    def _tower(self, stages: Stages) -> Callable[[int], MicroBatch]:
-        names = (f"step.{number}" for number in itertools.count(1))
-        if self.world.world_size == 1:
-            return lambda index: MicroBatch(index, stages.micro_batches, stages.home)
-        return lambda index: MicroBatchOfJob(index, stages, self.communicator, self.packing, names)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """`pipeline`: stages of one model on several devices of this machine.
 
 The operations of the model are cut into contiguous stages; each stage, its gradients, its variables and their slots are
-on its own device, and while one stage computes a micro-batch, the stage before it computes the next one. What makes
-uneven parts, masks, metrics and clipping exact for replicas on several devices makes micro-batches exact.
+on its own device, and while one stage computes a micro-batch, the stage before it computes the next one. The step of
+one device is partitioned for the micro-batches as for replicas (`tfdist.spmd`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
 from tfdist.strategies import _delayed as delayed
 from tfdist.strategies import base
-from tfdist.strategies._stages import MicroBatch, Stages
+from tfdist.strategies._pipeline_mesh import PipelineMesh
+from tfdist.strategies._stages import Stages
 from tfdist.strategies._stages_of_processes import StagesOfProcesses
 from tfdist.strategies._traits import Traits
 
@@ -71,10 +72,18 @@ class PipelineStrategy(base.Strategy):
 
     def set_up(self) -> None:
         self._stages = Stages(self.devices, **self._own, named=self._named)
+        self._mesh = PipelineMesh(self.devices, self._stages.micro_batches, self._own["schedule"])
+
+    @property
+    def mesh(self) -> PipelineMesh:
+        return self._mesh
+
+    def tracing(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return self._stages.tracing()
 
     @property
     def replica_devices(self) -> list[str]:
-        return [self._stages.home] * self._stages.micro_batches
+        return self._mesh.devices
 
     @property
     def single_threaded(self) -> bool:
@@ -90,7 +99,7 @@ class PipelineStrategy(base.Strategy):
     def program(self, steps: Steps) -> Program:
         self._stages.place(steps, self.num_replicas)
         late = delayed.is_delayed(self._own["schedule"], steps.kind)
-        return delayed.DelayedProgram(self, steps) if late else super().program(steps)
+        return delayed.program(self, steps) if late else super().program(steps)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         super().check_callbacks(callbacks)
@@ -103,10 +112,6 @@ class PipelineStrategy(base.Strategy):
     def plan_of(self, model: Any) -> Plan | None:
         """The stages of `model`, once it has been trained or used; `None` before, and for one stage."""
         return self._stages.plan_of(model)
-
-    def run(self, step: base.Step) -> list[Any]:
-        stages = self._stages
-        return stages.run(step, lambda index: MicroBatch(index, stages.micro_batches, stages.home))
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return self._stages.guard()

@@ -41,6 +41,8 @@ PARTITIONED = {
     *("custom", "mirrored", "horovod", "multiworker", "mpi"),
     *UNEVEN,
     *SHARDED,
+    *(PIPELINES if WORLD.world_size == 1 else ()),
+    *STAGED,
     *(name for name in RECOMPUTING if name != "single_recompute"),
 }
 

@@ -175,7 +175,7 @@ class FirstStep:
                     tensorflow_functions.set_value(variable.handle, value)
             # Optimizing the graph takes longer than running it as it is, once.
             with (
-                tf.device(self._strategy.replica_devices[0]),
+                tf.device(self._one_device.mesh.home),
                 tensorflow_functions.optimized(disable_meta_optimizer=True),
             ):
                 step(state, batch)

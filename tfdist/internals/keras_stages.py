@@ -106,8 +106,9 @@ def _nodes(functional: Any) -> Iterator[Any]:
 Around = Callable[[Any, Any, Callable[[], Any]], Any]
 
 
-def around_operations(begin: Callable[[Any], None], around: Around) -> None:
-    """From now on each run of a functional model calls `begin(functional)`, and `around` for each of its operations."""
+@contextlib.contextmanager
+def around_operations(begin: Callable[[Any], None], around: Around) -> Iterator[None]:
+    """In this context each run of a functional model calls `begin(functional)`, and `around` for its operations."""
     original = Function._run_through_graph
 
     @functools.wraps(original)
@@ -125,6 +126,10 @@ def around_operations(begin: Callable[[Any], None], around: Around) -> None:
         return original(functional, inputs, surrounded)
 
     Function._run_through_graph = run
+    try:
+        yield
+    finally:
+        Function._run_through_graph = original
 
 
 def move(variable: Any, device: str) -> bool:

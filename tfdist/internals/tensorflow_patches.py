@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute import values
-from tensorflow.python.eager import backprop, imperative_grad, record
 from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
@@ -259,49 +257,3 @@ def around_variables(
         )
 
     extended._create_variable, extended._update = make_around, update_around
-
-
-def around_operation_gradients(device_of: Callable[[str], str | None]) -> None:
-    """From now on a tape computes the gradient of an operation on the device `device_of(name_scope)`.
-
-    `name_scope` is that in which the operation was recorded; for `None`, the device stays that of the present scope.
-    The sum of several gradients of a tensor is computed where the last of them is.
-    """
-    of_operation, add = backprop._gradient_function, backprop._aggregate_grads
-    record_operation = record.record_operation
-
-    @functools.wraps(of_operation)
-    def gradient(*arguments: Any) -> Any:
-        device = device_of(arguments[-1])
-        if device is None:
-            return of_operation(*arguments)
-        with tf.device(device):
-            return of_operation(*arguments)
-
-    @functools.wraps(add)
-    def added(gradients: Any) -> Any:
-        last = getattr(gradients[-1], "values", gradients[-1])
-        if len(gradients) == 1 or not tf.is_symbolic_tensor(last) or not last.device:
-            return add(gradients)
-        with tf.device(last.device):
-            return add(gradients)
-
-    @functools.wraps(record_operation)
-    def record_with_device(
-        op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, forward_function: Any = None
-    ) -> Any:
-        """Records a function with a gradient of its own."""
-        device = device_of(tf.get_current_name_scope())
-
-        def on_device(*arguments: Any) -> Any:
-            with tf.device(device):
-                return backward_function(*arguments)
-
-        backward = backward_function if device is None else on_device
-        return record_operation(op_type, output_tensors, input_tensors, backward, forward_function)
-
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(gradient)
-    pywrap_tfe.TFE_Py_RegisterVSpace(
-        imperative_grad.VSpace(**backprop._default_vspace._asdict() | {"aggregate_fn": added})
-    )
-    record.record_operation = record_with_device

@@ -59,8 +59,8 @@ def scope(stage: int, micro_batch: int) -> str:
 
 def found_in(name: str) -> tuple[int, int] | None:
     """The stage and the micro-batch to which an operation belongs by its name; `None` for an operation of no stage."""
-    found = _IN_SCOPE.findall(name)
-    return (int(found[-1][0]), int(found[-1][1])) if found else None
+    found = _IN_SCOPE.search(name)  # the outermost scope is that of the micro-batch
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def busy(events: Sequence[tuple[str, float, float]], steps: Sequence[Span]) -> Busy | None:

@@ -80,6 +80,7 @@ def compute(
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
     partitioner = Partitioner(mesh, sharded, cost, streams)
     outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))
+    mesh.computed()
     flat = iter([partitioner.conversions.tensors(output)[0] for output in outputs])
     return tf.nest.map_structure(
         lambda one: None if one is None else next(flat), traced.structured_outputs, expand_composites=True

@@ -34,6 +34,7 @@ class Mesh:
         local: the numbers of the replicas that this process computes.
         devices: of these replicas.
         copies: how many copies of a replicated value this process has, 1 or as many as devices.
+        home: the device on which one of them could compute the whole step; `None` for several devices.
     """
 
     def __init__(self, devices: Sequence[str]):
@@ -41,6 +42,7 @@ class Mesh:
         self.local: Sequence[int] = range(len(devices))
         self.devices = list(devices)
         self.copies = 1
+        self.home: str | None = self.devices[0]
 
     def on_replica(self, position: int) -> contextlib.AbstractContextManager[Any]:
         """The context of what the replica at this position of `local` computes."""
@@ -62,6 +64,14 @@ class Mesh:
 
     def compute(self) -> None:
         """Called before a graph is computed, which all processes of the job compute alike."""
+
+    def computed(self) -> None:
+        """Called when a graph is computed."""
+
+    def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """The context in which an operation of the one-device step is computed, from values of which these are one."""
+        del operation, inputs
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def branches(self) -> Iterator[Callable[[tf.Tensor], None]]:

@@ -119,10 +119,9 @@ class Partitioner:
 
     def _finish(self, node: Node, plan: Plan) -> None:
         values = [_value(slot) for slot in node.inputs]
-        inputs = [
-            self.conversions.placed(value, placement) for value, placement in zip(values, plan.placements, strict=True)
-        ]
-        outputs = plan.compute(inputs)
+        with self.mesh.computing(node.operation, [tensor for value in values for tensor in value.tensors[:1]]):
+            pairs = zip(values, plan.placements, strict=True)
+            outputs = plan.compute([self.conversions.placed(*pair) for pair in pairs])
         constants.note(node.operation, values, outputs)
         for slot, value in zip(node.outputs, outputs, strict=True):
             slot.value = value

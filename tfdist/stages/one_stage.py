@@ -192,6 +192,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+# Never left: the towers' threads would leave it in another order than they entered it.
+_entered = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -208,7 +210,7 @@ def passing(functional: Any, one: Pass) -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    keras_stages.around_operations(_begin, _around)
+    _entered.enter_context(keras_stages.around_operations(_begin, _around))
 
 
 def _begin(functional: Any) -> None:

@@ -1,22 +1,21 @@
-"""Runs each operation of a model, and its gradient, on the device of its stage; puts the variables there.
+"""Names the operations of each stage of a model, and puts its variables on the device of the stage.
 
-The forward pass of an operation is traced in the scope of its stage's device, and in a name scope that carries the
-numbers of the stage and the micro-batch. When a tape differentiates an operation, TensorFlow passes the name scope of
-its forward pass to the gradient function, which is then called in the scope of the same device. So the model and the
-tape are the ordinary ones: losses, masks, states, sparse gradients and gradients of gradients are untouched.
+The forward pass of an operation is traced in a name scope that carries the numbers of the stage and the micro-batch.
+When a tape differentiates an operation, TensorFlow passes the name scope of its forward pass to the gradient function.
+So the names in the graph say to which stage an operation belongs, forward or backward, and the model and the tape are
+the ordinary ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.internals import keras_stages, tensorflow_patches
+from tfdist.internals import keras_stages
 from tfdist.profiling import stages as stage_names
 from tfdist.stages.plan import Plan
 from tfdist.stages.schedule import Task
@@ -28,7 +27,6 @@ class _Thread(threading.local):
     plans: Mapping[int, Plan] = {}
     plan: Plan | None = None  # of the model that runs
     devices: Sequence[str] = ()
-    micro_batch = 0
     call = 0
 
 
@@ -36,22 +34,16 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def on_stages(plans: Mapping[int, Plan], devices: Sequence[str], micro_batch: int) -> Iterator[None]:
+def on_stages(plans: Mapping[int, Plan], devices: Sequence[str]) -> Iterator[None]:
     """In this context the models of `plans`, by the `id` of their graphs, run on `devices`, one for each stage."""
-    _install()
     before = dict(vars(_thread))
-    _thread.plans, _thread.devices, _thread.micro_batch = plans, devices, micro_batch
+    _thread.plans, _thread.devices = plans, devices
     try:
-        yield
+        with keras_stages.around_operations(_begin, _around):
+            yield
     finally:
         vars(_thread).clear()
         vars(_thread).update(before)
-
-
-@functools.cache
-def _install() -> None:
-    keras_stages.around_operations(_begin, _around)
-    tensorflow_patches.around_operation_gradients(_device_of)
 
 
 def _begin(functional: Any) -> None:
@@ -67,15 +59,9 @@ def _around(functional: Any, operation: Any, run: Callable[[], Any]) -> Any:
         return run()  # of another model
     stage = plan.stage_of(_thread.call)
     _thread.call += 1
-    scope = tf.name_scope(stage_names.scope(stage, _thread.micro_batch))
+    scope = tf.name_scope(stage_names.scope(stage, 0))
     with tf.device(_thread.devices[stage]), scope:
         return run()
-
-
-def _device_of(name_scope: str) -> str | None:
-    """The device for the gradient of an operation in this name scope; `None` if it is in no stage."""
-    found = stage_names.found_in(name_scope or "")
-    return _thread.devices[found[0]] if found and _thread.devices else None
 
 
 def scope_of(stage: int, task: Task) -> str:

@@ -24,6 +24,7 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 
 _KEPT = "_tfdist_previous_weights"
+_ASSIGNING = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub", "scatter_nd_update")
 
 
 class _Thread(threading.local):
@@ -43,7 +44,7 @@ class PreviousWeights:
     def __init__(self, variables: Sequence[Any]):
         self._variables = list(variables)
         self._newest = [tf_variable(one) for one in variables]
-        self._previous = [_like(one) for one in self._newest]
+        self._previous = [_like(one, variable.path) for one, variable in zip(self._newest, variables, strict=True)]
 
     def are_of(self, variables: Sequence[Any]) -> bool:
         """Whether they were made for these variables, where these are now."""
@@ -74,16 +75,15 @@ class PreviousWeights:
 
         return updated
 
-    def require_others(self, variables: Sequence[Any]) -> None:
-        """Raises `UsageError` if one of `variables`, which a step assigns to by itself, has two versions."""
-        mine = {id(one) for one in self._variables}
-        for variable in variables:
-            if id(variable) in mine:
-                raise UsageError(
-                    f"A step of the model assigns to `{variable.path}`, which is trained, and the schedule `2bw` keeps "
-                    "two versions of that",
-                    "leave the layer out that assigns to it, or use the schedule `gpipe` or `1f1b`",
-                )
+    @contextlib.contextmanager
+    def updating_late(self, optimizer: Any) -> Iterator[None]:
+        """In this context `optimizer` updates the newest weights."""
+        # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
+        object.__setattr__(optimizer, "apply", self.late(optimizer.apply))
+        try:
+            yield
+        finally:
+            object.__delattr__(optimizer, "apply")
 
 
 def current() -> PreviousWeights | None:
@@ -106,9 +106,20 @@ def kept(model: Any) -> PreviousWeights | None:
     return vars(model).get(_KEPT)
 
 
-def _like(newest: tf.Variable) -> tf.Variable:
+def _like(newest: tf.Variable, path: str) -> tf.Variable:
     with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(newest.device):
-        return tf.Variable(newest.read_value(), trainable=True, name=newest.name.partition(":")[0])
+        made = tf.Variable(newest.read_value(), trainable=True, name=newest.name.partition(":")[0])
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise UsageError(
+            f"A step of the model assigns to `{path}`, which is trained, and the schedule `2bw` keeps two versions of "
+            "that",
+            "leave the layer out that assigns to it, or use the schedule `gpipe` or `1f1b`",
+        )
+
+    for method in _ASSIGNING:
+        setattr(made, method, refuse)
+    return made
 
 
 def _assign(to: tf.Variable, from_: tf.Variable) -> None:

@@ -23,6 +23,7 @@ from typing import Literal
 
 Synchronous = Literal["gpipe", "1f1b"]
 Schedule = Literal["gpipe", "1f1b", "2bw"]
+DELAYED: Schedule = "2bw"
 
 
 @dataclass(frozen=True)
