@@ -27,6 +27,7 @@ from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow import global_seed, runtime_started
 from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
+from tfdist.strategies import _results as replica_results
 from tfdist.strategies import base
 
 # What must be the same in all processes of a job.
@@ -47,7 +48,11 @@ class MirroredReplica(base.Replica):
 
     def all_gather(self, structure: Any) -> Any:
         flat = tf.nest.flatten(structure)
-        joined = tf.distribute.get_replica_context().merge_call(base.joined_parts, args=tuple(flat)) if flat else []
+        joined = (
+            tf.distribute.get_replica_context().merge_call(replica_results.joined_parts, args=tuple(flat))
+            if flat
+            else []
+        )
         return tf.nest.pack_sequence_as(structure, joined)
 
     def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
@@ -138,9 +143,9 @@ class DistributeStrategy(base.Strategy):
 
     def run(self, step: base.Step) -> list[Any]:
         def on_replica() -> Any:
-            return step(MirroredReplica(base.current_index(), self.num_replicas))
+            return step(MirroredReplica(replica_results.current_index(), self.num_replicas))
 
-        return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
+        return replica_results.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
         # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
@@ -254,12 +259,12 @@ def _sum_of_first(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
     def sum_of_first(values: tf.Tensor) -> Any:
         def on_replica() -> Any:
-            index = base.current_index()
+            index = replica_results.current_index()
             is_first = index % len(strategy.extended.worker_devices) == 0
             # A tensor from outside the function has no device to reduce on.
             mine = tf.identity(values) if is_first else tf.zeros_like(values)
             return MirroredReplica(index, strategy.num_replicas_in_sync).all_reduce([mine])[0]
 
-        return base.local_results(strategy, strategy.run(on_replica))[0]
+        return replica_results.local_results(strategy, strategy.run(on_replica))[0]
 
     return sum_of_first

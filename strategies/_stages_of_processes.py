@@ -27,6 +27,7 @@ from tfdist.stages.schedule import Schedule
 from tfdist.stages.stage_optimizer import StageOptimizer
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _delayed as delayed
+from tfdist.strategies import _results as replica_results
 from tfdist.strategies import _socket_job as socket_job
 from tfdist.strategies import _stage_programs as stage_programs
 from tfdist.strategies import base
@@ -100,14 +101,14 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         previous, number = previous_weights.current(), self._steps or 0
 
         def on_tower() -> Any:
-            index = base.current_index()
+            index = replica_results.current_index()
             micro_batch = stage_programs.StageTower(index, self.micro_batches, self.devices[0], self, number)
             micro_batch.previous = previous
             return step(micro_batch)
 
         if number == 0:
             self.exchange_of_stages.begin_steps()
-        results = base.local_results(self._towers, self._towers.run(on_tower))
+        results = replica_results.local_results(self._towers, self._towers.run(on_tower))
         if self._steps is not None:
             self._steps += 1
         elif not tf.executing_eagerly():

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.core import gradient_reduction
 from tfdist.internals.tensorflow import without_strategy
+from tfdist.strategies import _results as replica_results
 from tfdist.strategies import base
 
 
@@ -39,7 +40,7 @@ class Tower(base.Replica):
     def all_gather(self, structure: Any) -> Any:
         def join(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
             with tf.device(self._home):
-                return base.joined_parts(strategy, *parts)
+                return replica_results.joined_parts(strategy, *parts)
 
         flat = tf.nest.flatten(structure)
         return tf.nest.pack_sequence_as(structure, meet(join, flat) if flat else [])

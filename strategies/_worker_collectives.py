@@ -18,7 +18,7 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _distribute as distribute
-from tfdist.strategies import base
+from tfdist.strategies import _results as replica_results
 from tfdist.strategies._process_mesh import REDUCTIONS
 
 
@@ -26,7 +26,7 @@ class WorkerReplica(distribute.MirroredReplica):
     """A replica that meets those of other processes by TensorFlow's collective operations."""
 
     def __init__(self, count: int, packing: gradient_reduction.Packing):
-        super().__init__(base.current_index(), count)
+        super().__init__(replica_results.current_index(), count)
         self.packing = packing
 
     def all_gather(self, structure: Any) -> Any:
@@ -170,7 +170,7 @@ def all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
             replica = WorkerReplica(strategy.num_replicas_in_sync, gradient_reduction.Packing())
             return replica.all_gather(values)
 
-        return base.local_results(strategy, strategy.run(on_replica))[0]
+        return replica_results.local_results(strategy, strategy.run(on_replica))[0]
 
     return gather
 

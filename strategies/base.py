@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -43,7 +43,6 @@ from tfdist.data.pipeline import device_feed, together
 from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _devices as device_choice
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from tfdist.spmd import Mesh, Placed
 
 Step = Callable[[Replica], Any]
+BatchNorm = Literal["global", "per_replica"]
 
 
 class Strategy(KerasMethods):
@@ -79,6 +79,9 @@ class Strategy(KerasMethods):
             computed again in the backward pass, which takes less memory and more time. See docs/memory.md.
         speeds: how large the part of each replica of a global batch is, in proportion to the others, as "3,1"; "auto"
             measures it; `None` makes them equal. See `tfdist.strategies._speeds`.
+        batch_norm: "global" normalizes over the global batch, as one device does; "per_replica" over the examples of
+            each replica, as `tf.distribute` and DistributedDataParallel do, without an exchange per layer. Layers with
+            `synchronized=True`, masks or `renorm` stay global.
         compare_first_step: compute the first step of a training on one device too, and warn of a difference, which is
             a fault of tfdist. See `tfdist.core.first_step`, and docs/contract.md.
         job_settings: settings that must be the same in all processes of the job, if there are several.
@@ -106,6 +109,7 @@ class Strategy(KerasMethods):
         device_data_bytes: int | None = None,
         recompute: str | Sequence[str] | None = None,
         speeds: str | Sequence[int] | None = None,
+        batch_norm: BatchNorm = "global",
         compare_first_step: bool = True,
         job_settings: Mapping[str, str] | None = None,
     ):
@@ -120,7 +124,8 @@ class Strategy(KerasMethods):
         self.seed_is_given = self.seed_is_settled = seed is not None
         self.fused = fused
         self.steps_per_call = steps_per_call
-        self.compare_first_step = compare_first_step
+        self.batch_norm = batch_norm
+        self.compare_first_step = compare_first_step and batch_norm == "global"  # it differs by choice
         self.device_data_bytes = device_data_bytes
         self.threads = threads
         if threads is not None:
@@ -129,6 +134,12 @@ class Strategy(KerasMethods):
         self.devices = self.choose_devices(devices)
         keras_variables.fill_large_variables_in_place()
         self.set_up()
+        if batch_norm != "global" and self.mesh is None:
+            raise UsageError(
+                f"`batch_norm` is `{batch_norm}`, and `{self.name}` does not divide a batch among replicas that "
+                "compute one step",
+                "leave it out: each replica normalizes over the whole batch that it is given",
+            )
         if self.world.world_size > 1 and job_settings:
             consensus.require_equal(self, job_settings)
         self.speeds = of_replicas.of(self, wanted_speeds)
@@ -354,12 +365,15 @@ class Strategy(KerasMethods):
     def options(self) -> dict[str, Any]:
         """The options in effect, for the run's record."""
         recompute = list(self.recompute) if isinstance(self.recompute, tuple) else self.recompute
-        own = {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
-        return own | {"recompute": recompute, "speeds": self.speeds and list(self.speeds)}
+        own: dict[str, Any] = {"devices": self.devices, "threads": self.threads, "fused": self.fused, "seed": self.seed}
+        own |= {"batch_norm": self.batch_norm, "recompute": recompute}
+        return own | {"speeds": self.speeds and list(self.speeds)}
 
 
 class OnThisProcess(Strategy):
     """One replica, on the first device of another strategy, with that strategy's options."""
+
+    batch_norm = "global"
 
     def __init__(self, strategy: Strategy):
         self.name = strategy.name  # type: ignore[misc]
@@ -378,21 +392,3 @@ class OnThisProcess(Strategy):
     def run(self, step: Step) -> list[Any]:
         with tf.device(self.devices[0]):
             return [step(Replica())]
-
-
-def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
-    """The results of `strategy.run`, as one structure per replica of this process."""
-    count = len(strategy.extended.worker_devices)
-    flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
-    flat = [values if len(values) == count else values * count for values in flat]  # one tensor is that of all replicas
-    return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
-
-
-def joined_parts(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
-    """The examples of all replicas of this process in one tensor, for each of `parts`; for a merge call."""
-    return [keras_internals.join(list(strategy.experimental_local_results(part))) for part in parts]
-
-
-def current_index() -> int:
-    """The number of the replica that is being traced, inside `tf.distribute.Strategy.run`."""
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))

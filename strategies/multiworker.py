@@ -35,6 +35,7 @@ from tfdist.stages.schedule import Synchronous
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus, base
+from tfdist.strategies import _results as replica_results
 from tfdist.strategies import _sharding as sharding
 from tfdist.strategies import _worker_collectives as collectives
 from tfdist.strategies._process_mesh import ProcessMesh
@@ -220,7 +221,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
             packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
             return step(ConnectedReplica(self.communicator, packing))
 
-        return base.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
+        return replica_results.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()

@@ -34,6 +34,7 @@ from tfdist.strategies import _parameter_server_data as parameter_server_data
 from tfdist.strategies import _parameter_server_job as parameter_server_job
 from tfdist.strategies import _parameter_server_modes as modes
 from tfdist.strategies import _parameter_server_waiting as waiting
+from tfdist.strategies import _results as replica_results
 from tfdist.strategies import _sharded_variable as sharded_variable
 from tfdist.strategies import base
 from tfdist.strategies._traits import Traits
@@ -190,7 +191,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return self.mode.program(self, steps)
 
     def run(self, step: base.Step) -> list[Any]:
-        return base.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(self.mode.replica())))
+        return replica_results.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(self.mode.replica())))
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""

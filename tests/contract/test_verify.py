@@ -12,6 +12,7 @@ import tfdist
 from tests.contract import cases, contestants, test_steps
 from tfdist.errors import DifferenceWarning, UsageError, VerificationError
 from tfdist.spmd.rules import Local, registry
+from tfdist.strategies import _results as replica_results
 from tfdist.strategies import base
 from tfdist.strategies._towers import Tower
 
@@ -226,9 +227,9 @@ class Wrong(base.Strategy):
 
     def run(self, step):
         def on_replica():
-            return step(AddsWrongly(self.way, base.current_index(), len(self.devices), self.devices[0]))
+            return step(AddsWrongly(self.way, replica_results.current_index(), len(self.devices), self.devices[0]))
 
-        return base.local_results(self._towers, self._towers.run(on_replica))
+        return replica_results.local_results(self._towers, self._towers.run(on_replica))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ from tfdist.core.metrics import Logs
 from tfdist.data.pipeline.batch_parts import DIFFERENT, UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import CostWarning, UsageError
-from tfdist.internals import keras_data, keras_variables, tensorflow_graphs, tensorflow_variables
-from tfdist.spmd import accumulators
+from tfdist.internals import keras_batch_norm, keras_data, keras_variables, tensorflow_graphs, tensorflow_variables
+from tfdist.spmd import accumulators, per_replica
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Partial, Placed, Shard
 
@@ -62,7 +63,9 @@ class OneDeviceStep:
         """
         if self._traced is None:
             assert tf.executing_eagerly()
-            with self._strategy.tracing(self._steps.model), keras_variables.looking_up_rows():
+            own_batch_norm = self._strategy.batch_norm == "per_replica"
+            norms = keras_batch_norm.of_each_replica(per_replica.PREFIX) if own_batch_norm else contextlib.nullcontext()
+            with self._strategy.tracing(self._steps.model), keras_variables.looking_up_rows(), norms:
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
             self._divide_metrics()

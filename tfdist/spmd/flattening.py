@@ -1,6 +1,7 @@
 """A function's graph as one list of operations: functions that it calls are replaced by their bodies.
 
-Loops and conditions stay operations; their bodies are flattened by whoever computes them.
+Loops and conditions stay operations; their bodies are flattened by whoever computes them. So do calls that each replica
+makes on its part.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
+from tfdist.spmd import per_replica
 from tfdist.spmd.placements import Placed
 
 # Their result is their input.
@@ -83,7 +85,7 @@ def _flatten(
             continue
         reads = [slots[tensor.op.name, tensor.value_index] for tensor in operation.inputs]
         waits = [node for earlier in operation.control_inputs for node in done[earlier.name]]
-        body = tensorflow_functions.called(operation)
+        body = None if per_replica.local(operation) else tensorflow_functions.called(operation)
         if body is not None:
             results, done[operation.name] = _flatten(body, reads, [*before, *waits], nodes, (*calls, operation.name))
         elif operation.type == "NoOp":

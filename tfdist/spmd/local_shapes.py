@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.internals import tensorflow_functions
 from tfdist.spmd.lengths import Lengths
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard, with_length
 from tfdist.spmd.rules import Cut, Local
+
+# Computed from the shape of their input alone.
+OF_SHAPE = frozenset(("Shape", "Size"))
 
 
 def whole_shape(shape: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
@@ -18,6 +22,14 @@ def whole_shape(shape: tf.Tensor, placement: Placement, replica: int) -> tf.Tens
         return shape
     length = placement.whole_length(shape[placement.axis], replica)
     return tf.tensor_scatter_nd_update(shape, [[placement.axis]], [length])
+
+
+def of_shape(operation: tf.Operation, part: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
+    """What an operation computes from the shape alone of a value, of which one replica's part is given."""
+    if operation.type not in OF_SHAPE:
+        return tensorflow_functions.create(operation, [part])[0]
+    shape = whole_shape(tf.shape(part, operation.outputs[0].dtype), placement, replica)
+    return shape if operation.type == "Shape" else tf.reduce_prod(shape)
 
 
 def part_shape(shape: tf.TensorShape, placement: Placement, replica: int) -> tf.TensorShape:

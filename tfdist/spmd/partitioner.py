@@ -21,7 +21,17 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd import accumulators, constants, control_flow, divided, draws, effects, linear, tensor_lists
+from tfdist.spmd import (
+    accumulators,
+    constants,
+    control_flow,
+    divided,
+    draws,
+    effects,
+    linear,
+    per_replica,
+    tensor_lists,
+)
 from tfdist.spmd import local_shapes as shapes
 from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
@@ -148,7 +158,7 @@ class Partitioner:
             return Plan(given, lambda inputs: inputs)  # it waits for an effect, as those that read it do now
         if kind == "EnsureShape" and not isinstance(given[0], Replicate):
             return Plan(given, lambda inputs: inputs)  # the shape of the whole value was inferred from it
-        of_shape = _OF_SHAPE | tensor_lists.OF_SHAPE
+        of_shape = shapes.OF_SHAPE | tensor_lists.OF_SHAPE
         if (kind in of_shape and not isinstance(given[0], Replicate)) or (
             kind in _OF_SHAPE_OF_TERMS and isinstance(given[0], Partial)
         ):
@@ -162,7 +172,8 @@ class Partitioner:
     def _plan_by_rule(self, node: Node, values: Sequence[Placed]) -> Plan:
         given = [self.conversions.summed(value) for value in values]  # what is not linear needs the sum
         operation = Operation(node.operation, values, given)
-        local = self._local(operation)
+        of_part = per_replica.local(node.operation) if self.rows is not None else None
+        local = self._local(operation) if of_part is None or self.rows is None else (of_part, self.rows[0])
         if local is None:
             return Plan([REPLICATE] * len(values), lambda inputs: self._whole(node, inputs, values))
         found, shard = local
@@ -348,24 +359,18 @@ class Partitioner:
         copies = []
         for copy in range(self.mesh.copies):
             position = copy if self.mesh.copies > 1 else 0
-            part, replica = value.tensors[position], self.mesh.local[position]
             with self.mesh.on_copy(copy):
+                of_part = value.tensors[position], value.placement, self.mesh.local[position]
                 if node.operation.type in tensor_lists.OF_SHAPE:
-                    tensor = tensor_lists.of_shape(node.operation, part, value.placement, replica)
-                elif node.operation.type in _OF_SHAPE:
-                    shape = shapes.whole_shape(
-                        tf.shape(part, node.operation.outputs[0].dtype), value.placement, replica
-                    )
-                    tensor = shape if node.operation.type == "Shape" else tf.reduce_prod(shape)
+                    tensor = tensor_lists.of_shape(node.operation, *of_part)
                 else:
-                    (tensor,) = tensorflow_functions.create(node.operation, [part])
+                    tensor = shapes.of_shape(node.operation, *of_part)
             tensor.set_shape(node.operation.outputs[0].shape)
             copies.append(tensor)
         return [Placed(REPLICATE, copies)]
 
 
-# Computed from the shape of their input alone. `ZerosLike` of a part has a rule.
-_OF_SHAPE = frozenset(("Shape", "Size"))
+# `ZerosLike` of a part has a rule.
 _OF_SHAPE_OF_TERMS = frozenset(("ZerosLike", "OnesLike"))
 
 
