@@ -25,39 +25,12 @@ from tfdist.internals import keras_routes, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow import global_seed, runtime_started
-from tfdist.internals.tensorflow_patches import replica_local_updates
 from tfdist.options import checked_seconds
 from tfdist.strategies import _results as replica_results
 from tfdist.strategies import base
 
 # What must be the same in all processes of a job.
 PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
-
-
-class MirroredReplica(base.Replica):
-    """A replica inside `tf.distribute.Strategy.run`, with its own copy of the variables."""
-
-    alone = False
-
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        # One by one: one call for several tensors makes one operation, whose every result seems to depend on every
-        # tensor. TensorFlow's graph optimizer then drops control dependencies that follow from that (a variable is
-        # read before it is assigned), and later the operation itself. Seen in TensorFlow 2.21.0.
-        context = tf.distribute.get_replica_context()
-        return [context.all_reduce(tf.distribute.ReduceOp.SUM, tensor) for tensor in tensors]
-
-    def all_gather(self, structure: Any) -> Any:
-        flat = tf.nest.flatten(structure)
-        joined = (
-            tf.distribute.get_replica_context().merge_call(replica_results.joined_parts, args=tuple(flat))
-            if flat
-            else []
-        )
-        return tf.nest.pack_sequence_as(structure, joined)
-
-    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
-        with replica_local_updates(tf.distribute.get_strategy()):
-            function(values)
 
 
 class MirroredMesh(spmd.Mesh):
@@ -140,12 +113,6 @@ class DistributeStrategy(base.Strategy):
     def tracing(self, model: Any) -> Iterator[None]:
         with tensorflow_variables.first_copies(), keras_internals.updating_on_one_device(model):
             yield
-
-    def run(self, step: base.Step) -> list[Any]:
-        def on_replica() -> Any:
-            return step(MirroredReplica(replica_results.current_index(), self.num_replicas))
-
-        return replica_results.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
         # A callback may call `model.predict`. Keras' own fails in this scope: a replica may have no examples, and the
@@ -259,11 +226,10 @@ def _sum_of_first(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
     def sum_of_first(values: tf.Tensor) -> Any:
         def on_replica() -> Any:
-            index = replica_results.current_index()
-            is_first = index % len(strategy.extended.worker_devices) == 0
+            is_first = replica_results.current_index() % len(strategy.extended.worker_devices) == 0
             # A tensor from outside the function has no device to reduce on.
             mine = tf.identity(values) if is_first else tf.zeros_like(values)
-            return MirroredReplica(index, strategy.num_replicas_in_sync).all_reduce([mine])[0]
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
 
         return replica_results.local_results(strategy, strategy.run(on_replica))[0]
 

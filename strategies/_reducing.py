@@ -10,7 +10,6 @@ import tensorflow as tf
 from tfdist.communicators import Communicator
 from tfdist.core import gradient_reduction
 from tfdist.errors import UnknownNameError
-from tfdist.strategies import _collective as collective
 from tfdist.strategies import _staging as staging
 from tfdist.transport import costs
 
@@ -65,9 +64,6 @@ class ReducingStrategy(staging.StagingStrategy):
     def packing(self) -> gradient_reduction.Packing:
         chosen = costs.buffer_bytes(self.world.world_size) if self._buffer_bytes is None else self._buffer_bytes
         return gradient_reduction.Packing(chosen, WIRE_DTYPES[self.compression])
-
-    def replica(self) -> collective.CollectiveReplica:
-        return collective.CollectiveReplica(self.communicator, self.packing)
 
     def options(self) -> dict[str, Any]:
         return super().options() | {

@@ -22,26 +22,6 @@ from tfdist.strategies import _results as replica_results
 from tfdist.strategies._process_mesh import REDUCTIONS
 
 
-class WorkerReplica(distribute.MirroredReplica):
-    """A replica that meets those of other processes by TensorFlow's collective operations."""
-
-    def __init__(self, count: int, packing: gradient_reduction.Packing):
-        super().__init__(replica_results.current_index(), count)
-        self.packing = packing
-
-    def all_gather(self, structure: Any) -> Any:
-        """The examples of all replicas, in their order, on every replica."""
-        context = tf.distribute.get_replica_context()
-
-        def gather(tensor: tf.Tensor) -> tf.Tensor:
-            numbers = _as_gathered(tensor)
-            # A tensor from outside the step, such as an input of the graph, has no device to gather on.
-            gathered = context.all_gather(tf.identity(numbers), axis=0)
-            return tf.bitcast(gathered, tensor.dtype) if _is_bitcast(tensor) else tf.cast(gathered, tensor.dtype)
-
-        return structures.gathered(structure, gather, self.index)
-
-
 class WorkersMesh(distribute.MirroredMesh):
     """The replicas of several processes, which exchange values by TensorFlow's collective operations.
 
@@ -167,8 +147,8 @@ def all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
     def gather(values: tf.Tensor) -> Any:
         def on_replica() -> Any:
-            replica = WorkerReplica(strategy.num_replicas_in_sync, gradient_reduction.Packing())
-            return replica.all_gather(values)
+            # A tensor from outside the function has no device to gather on.
+            return tf.distribute.get_replica_context().all_gather(tf.identity(values), axis=0)
 
         return replica_results.local_results(strategy, strategy.run(on_replica))[0]
 

@@ -1,7 +1,6 @@
 """`mirrored`: `tf.distribute.MirroredStrategy`, a copy of every variable on each device of this machine.
 
-TensorFlow keeps the copies and computes the all-reduce; the step is Keras' own `train_step`, made exact (see
-docs/contract.md), in the shared loop.
+TensorFlow keeps the copies and computes the all-reduce; the step of one device is partitioned (see `tfdist.spmd`).
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ from tfdist.stages.plan import Balance
 from tfdist.stages.schedule import Synchronous
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _distribute as distribute
-from tfdist.strategies import _gpus, base
-from tfdist.strategies import _results as replica_results
+from tfdist.strategies import _gpus
 from tfdist.strategies import _sharding as sharding
 from tfdist.strategies import _worker_collectives as collectives
 from tfdist.strategies._process_mesh import ProcessMesh
@@ -56,10 +55,6 @@ COMMUNICATIONS = {
 BUFFER_BYTES = 32 << 20
 # A firewall may drop the packets of a connection; then TensorFlow's ring is used.
 SECONDS_TO_CONNECT = 10.0
-
-
-class ConnectedReplica(collective.CollectiveReplica, distribute.MirroredReplica):
-    """A replica that meets those of other processes by sockets."""
 
 
 class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrategy):
@@ -209,19 +204,6 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
             "timeout_seconds": self._timeout_seconds,
             "callback_timeout_seconds": self._callback_timeout_seconds,
         }
-
-    def run(self, step: base.Step) -> list[Any]:
-        wire_dtype = WIRE_DTYPES[self.compression]
-
-        def on_replica() -> Any:
-            if self.communicator is None:
-                return step(
-                    collectives.WorkerReplica(self.num_replicas, gradient_reduction.Packing(BUFFER_BYTES, wire_dtype))
-                )
-            packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
-            return step(ConnectedReplica(self.communicator, packing))
-
-        return replica_results.local_results(self.tf_strategy, self.tf_strategy.run(on_replica))
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()

@@ -58,23 +58,6 @@ def test_sigterm_does_what_it_did_before():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_updates_in_a_condition_write_each_copy_without_a_meeting():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
-
-    @tf.function
-    def step(wanted):
-        def on_replica():
-            with tensorflow_patches.replica_local_updates(strategy):
-                tf.cond(wanted, lambda: variable.assign_add(2.0), lambda: variable.assign_add(0.0))
-
-        strategy.run(on_replica)
-
-    step(tf.constant(True))
-    assert [float(copy) for copy in strategy.experimental_local_results(variable)] == [3.0, 3.0]
-
-
 def test_there_is_no_strategy_inside_without_strategy():
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         assert tf.distribute.has_strategy()

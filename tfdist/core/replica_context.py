@@ -158,7 +158,7 @@ def differentiable_sums(replica: Replica, tensors: list[Any]) -> list[Any]:
 
         return replica.all_reduce([local])[0], backward
 
-    # One function of several tensors would make each sum depend on all of them, see `MirroredReplica.all_reduce`.
+    # One function of several tensors would make each sum depend on all of them, and TensorFlow drops what follows.
     found = gradient_reduction.packed(
         lambda buffers: [sum_of(one) for one in buffers], gradient_reduction.Packing(None)
     )(tensors)

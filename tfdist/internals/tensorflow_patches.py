@@ -24,45 +24,10 @@ COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_re
 
 
 class _Thread(threading.local):
-    updates_locally = False
     differentiates = False
 
 
 _thread = _Thread()
-
-
-@contextlib.contextmanager
-def replica_local_updates(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Within a replica context, an update writes this replica's copy of a variable, without a merge call.
-
-    Keras' optimizers, and TensorFlow's aggregating variables, make a merge call at every update. It cannot be inside
-    `tf.cond`, where gradient accumulation and loss scaling put the update. Once the gradients are reduced, every
-    replica computes the same values, and no merge call is needed.
-    """
-    _patch_variables()
-    _patch_strategy(strategy.extended)
-    _thread.updates_locally = True
-    try:
-        yield
-    finally:
-        _thread.updates_locally = False
-
-
-def _patch_strategy(extended: Any) -> None:
-    if "_use_merge_call" not in vars(extended):
-        original = extended._use_merge_call
-        extended._use_merge_call = lambda: not _thread.updates_locally and original()
-
-
-@functools.cache
-def _patch_variables() -> None:
-    original = values.apply_aggregation_replica_context
-
-    @functools.wraps(original)
-    def aggregate(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value if _thread.updates_locally else original(value, *args, **kwargs)
-
-    values.apply_aggregation_replica_context = aggregate
 
 
 def around_gradients(around: Callable[[Callable[[Any, Any], Any], Any, Any, Any], Any]) -> None:
