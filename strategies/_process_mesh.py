@@ -150,16 +150,10 @@ class ProcessMesh(spmd.Mesh):
 
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         results = compute() if self._communicator.rank == 0 else [None] * len(like)
-        return [[self._of_first(result, one)] for result, one in zip(results, like, strict=True)]
-
-    def _of_first(self, result: tf.Tensor | None, like: tf.Tensor) -> tf.Tensor:
-        """The `result` of the first process, whose shape the others may not know."""
-        nothing = tf.zeros([0], like.dtype) if like.dtype != tf.string else tf.constant([], tf.string)
-        values = self._gather(nothing if result is None else tf.reshape(result, [-1]))
-        if like.shape.is_fully_defined():
-            return tf.reshape(values, like.shape)
-        shape = self._gather(tf.zeros([0], tf.int32) if result is None else tf.shape(result))
-        return tf.ensure_shape(tf.reshape(values, shape), like.shape)
+        return [
+            spmd.of_one_process(result, one, lambda rows: [self._gather(rows)])
+            for result, one in zip(results, like, strict=True)
+        ]
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
         """The rows of all processes."""

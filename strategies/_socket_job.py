@@ -6,6 +6,7 @@ import functools
 
 from tfdist.cluster import rendezvous
 from tfdist.cluster.world import World
+from tfdist.communicators import Alone, Communicator
 from tfdist.communicators.sockets import SocketCommunicator
 from tfdist.errors import UsageError
 from tfdist.strategies import _collective as collective
@@ -20,7 +21,9 @@ class SocketStrategy(collective.MultiProcessStrategy):
 
     communicator: SocketCommunicator
 
-    def connect(self) -> SocketCommunicator:
+    def connect(self) -> Communicator:
+        if self.world.world_size == 1:
+            return Alone()
         return join(self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)
 
 

@@ -94,25 +94,19 @@ class WorkersMesh(distribute.MirroredMesh):
         return [spmd.joined_by_rows(parts, shard, self._gather) for parts, shard in zip(values, shards, strict=True)]
 
     def gathered(self, structure: Any) -> Any:
-        def gather(rows: tf.Tensor) -> tf.Tensor:
-            return self._gather([rows, *[rows[:0]] * (self.copies - 1)])[0]
-
-        return structures.gathered(structure, gather, self.local[0] // self.copies)
+        rank = self.local[0] // self.copies
+        return structures.gathered(structure, lambda rows: self._gather_of_first(rows)[0], rank)
 
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         with self.on_copy(0):
             results = compute() if self._is_chief else [None] * len(like)
-        return [self._of_first(result, one) for result, one in zip(results, like, strict=True)]
-
-    def _of_first(self, result: tf.Tensor | None, like: tf.Tensor) -> list[tf.Tensor]:
-        nothing = tf.zeros([0], like.dtype)
-        mine = [nothing if result is None else tf.reshape(result, [-1]), *[nothing] * (self.copies - 1)]
-        shape = tf.zeros([0], tf.int32) if result is None else tf.shape(result)
-        shapes = self._gather([shape, *[tf.zeros([0], tf.int32)] * (self.copies - 1)])
         return [
-            tf.ensure_shape(tf.reshape(values, own), like.shape)
-            for values, own in zip(self._gather(mine), shapes, strict=True)
+            spmd.of_one_process(result, one, self._gather_of_first) for result, one in zip(results, like, strict=True)
         ]
+
+    def _gather_of_first(self, rows: tf.Tensor) -> list[tf.Tensor]:
+        """The rows that the first replicas of all processes give, once for each copy."""
+        return self._gather([rows, *[rows[:0]] * (self.copies - 1)])
 
     def _gather(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The rows of all replicas of the job, once for each copy."""

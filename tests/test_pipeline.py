@@ -459,6 +459,14 @@ def test_bad_input_is_one_sentence_with_a_hint(options, build, sentence, hint):
     assert hint in str(raised.value)
 
 
+def test_stages_of_a_strategy_of_several_processes_train_in_one_too():
+    for options in ({}, {"shard": "optimizer"}):  # which has nothing to divide
+        model = trained(tfdist.strategy("multiworker", stages=2, micro_batches=3, seed=7, **options), residual())
+        expected = trained(tfdist.strategy("single", seed=7), residual())
+        for found, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
 def test_devices_of_two_kinds_are_refused():
     with pytest.raises(UsageError, match="`devices` is CPU:0, GPU:0, which are of two kinds"):
         Stages(["CPU:0", "GPU:0"], 2, "gpipe", "time")

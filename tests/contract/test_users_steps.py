@@ -241,6 +241,23 @@ def test_a_step_is_that_of_one_device(make, contestant, same_as_stock):
     same_as_stock(lambda one: trained(one, make))
 
 
+@contestants.among(REPLICAS)
+@pytest.mark.parametrize("last", [3, 5])
+def test_a_replica_may_have_a_single_example_where_others_have_more(last, same_as_stock):
+    x = np.random.default_rng(1).normal(size=(8 + last, 6, 4)).astype("float32")
+
+    def run(contestant):
+        strategy = start(contestant)
+        with strategy.scope():
+            stack = [layers.Conv1D(3, 2), layers.Bidirectional(layers.GRU(2, return_sequences=True)), layers.LSTM(2)]
+            model = keras.Sequential([keras.Input((6, 4)), *stack])
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        history = strategy.fit(model, x, x[:, 0, :2], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return {"history": history, "weights": model.get_weights()}
+
+    same_as_stock(run)
+
+
 def functions():
     """The functions of TensorFlow and Keras, by their places."""
     found = {}

@@ -26,7 +26,7 @@ QUICK = [
     "own train_step",
 ]
 QUICK_STEPS = "sharpness or pairs or summed or LargestError or convolutions or circle or drawn"
-QUICK_USERS_STEPS = "queue or dropout or whole_numbers or condition or numpy or order or printing"
+QUICK_USERS_STEPS = "queue or dropout or whole_numbers or condition or numpy or order or printing or single_example"
 QUICK_BY_HAND = "CLIP or keeps or (summed and steps) or (gathered and summed)"
 QUICK_BETWEEN_STEPS = "super or on_epoch_begin or on_train_begin or on_test_end or count"
 QUICK_CALLBACKS = (

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist import spmd
+from tfdist.errors import UsageError
 from tfdist.spmd import meshes
 
 ROWS = (2, 1)
@@ -153,6 +154,23 @@ def test_its_parts_make_up_the_value_of_one_device(step):
 
 def by_rows(weights, slot, x):
     slot.scatter_update(tf.IndexedSlices(x[:1, :1] * tf.ones([1, 3]), tf.constant([0])))
+
+
+def test_an_operation_that_needs_the_whole_and_was_missed_is_named():
+    weights, slot, _ = made()
+    graph, shard = traced(by_rows, weights, slot), spmd.Shard(1, (2, 1))
+    held = {id(slot.handle): spmd.Placed(shard, [one.handle for one in cut(slot, shard)])}
+
+    @tf.function(autograph=False)
+    def on_replicas(first, second):
+        batch = spmd.Placed(spmd.Shard.of_rows(ROWS), [first, second])
+        return spmd.compute(graph, InParts(), [batch], ROWS, spmd.Cost(), variables=held)
+
+    x = tf.constant(BATCHES[0])
+    with pytest.raises(
+        UsageError, match=r"`ResourceScatterUpdate` in test_divided.py, line \d+ needs the whole of a slot"
+    ):
+        on_replicas(x[:2], x[2:])
 
 
 def by_rows_in_a_condition(weights, slot, x):

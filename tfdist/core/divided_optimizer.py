@@ -38,9 +38,8 @@ class DividedOptimizer:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """The context in which process 0 can save the optimizer by itself; all processes enter it."""
-        values = dict(zip(map(id, self.optimizer.variables), self._read(self.optimizer), strict=True))
-        self._gathered = values if self._communicator.rank == 0 else None
+        """The context in which each process can save the optimizer by itself; all of them enter it."""
+        self._gathered = dict(zip(map(id, self.optimizer.variables), self._read(self.optimizer), strict=True))
         try:
             yield
         finally:

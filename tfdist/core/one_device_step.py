@@ -102,9 +102,9 @@ class OneDeviceStep:
 
     def _say(self, cost: spmd.Cost, rows: Rows) -> None:
         """Says what the step of a training costs beyond that of one device, if it is much."""
-        if self._said or self._steps.kind != "train" or not self._strategy.world.is_chief or 0 in rows:
+        if self._said or self._steps.kind != "train" or not self._strategy.world.is_chief:
             return
-        if self.mesh.count == 1 or cost.repeated_share <= _MUCH:
+        if not self._is_sharded(rows) or cost.repeated_share <= _MUCH:
             return
         self._said = True
         most = max(cost.repeated, key=lambda one: one[1])[0]
@@ -117,10 +117,15 @@ class OneDeviceStep:
             stacklevel=2,
         )
 
-    @staticmethod
-    def _is_sharded(rows: Rows) -> bool:
-        """Whether each of several replicas has a part of such a batch; else each has the whole."""
-        return 0 not in rows and len(rows) > 1
+    def _is_sharded(self, rows: Rows) -> bool:
+        """Whether each of several replicas has a part of such a batch; else each has the whole.
+
+        A length of 1 may be broadcast, so that TensorFlow infers less of the shapes behind it than of others. Processes
+        of which one has a single example, and another one more, would find different ways to compute the same loop.
+        """
+        in_processes = self.mesh.count > len(self.mesh.local)
+        differ = in_processes and 1 in rows and max(rows) > 1
+        return 0 not in rows and len(rows) > 1 and not differ
 
     def rows(self, state: Any, batch: Any) -> Rows:
         """The number of examples of each replica in a batch that was fetched; none for a batch without rows.

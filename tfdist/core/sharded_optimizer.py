@@ -78,7 +78,7 @@ class ShardedOptimizer(DividedOptimizer):
         super().__init__(optimizer, communicator, meet)
         self._whole_shapes = set(whole_shapes)
         self._slots: list[_StandIn] = []
-        self._places: dict[int, _StandIn | None] = {}  # by the `id` of a variable's handle
+        self._places: dict[int, tuple[tf.Tensor, _StandIn | None]] = {}  # by the `id` of the handle, which is held
         shapes = {} if optimizer.built else self._build(variables)
         for slot in optimizer.variables:
             shape = shapes.get(id(slot), tuple(slot.shape))
@@ -125,7 +125,7 @@ class ShardedOptimizer(DividedOptimizer):
 
     @property
     def _places_made(self) -> list[_StandIn]:
-        return [one for one in self._places.values() if one is not None]
+        return [one for _, one in self._places.values() if one is not None]
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -139,8 +139,9 @@ class ShardedOptimizer(DividedOptimizer):
         if key not in self._places:
             shape, dtype = tuple(variable.shape), variable.dtype
             shard = self._shard(shape, dtype)
-            self._places[key] = None if shard is None else self._made(shape, dtype, variable.device, shard)
-        found = self._places[key]
+            made = None if shard is None else self._made(shape, dtype, variable.device, shard)
+            self._places[key] = variable.handle, made
+        _, found = self._places[key]
         return None if found is None else found.whole
 
     def _made(self, shape: tuple[int, ...], dtype: tf.DType, device: str, shard: spmd.Shard) -> _StandIn:

@@ -102,7 +102,8 @@ def _set_method(model: Any, name: str, call: Callable[..., Any]) -> None:
 
 def _routed(name: str, model: Any, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     if _strategy_of(model) is None:
-        if name in ("fit", "train_on_batch"):
+        # Keras' own methods under a strategy of TensorFlow fail, or return the rows of a batch once for each replica.
+        if name in ("fit", "train_on_batch") or model.distribute_strategy.num_replicas_in_sync > 1:
             _warn_of_unprepared(model, name)
         return method(*arguments, **named)
     with _leading():
@@ -273,7 +274,7 @@ def _noting_scope(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(model)
         if _thread.strategy is not None:
             object.__setattr__(model, _MADE_IN, _thread.strategy)
-            for name in ("fit", "train_on_batch"):
+            for name in ROUTED:
                 _set_method(model, name, _routed)
 
     return noting_scope
@@ -283,7 +284,7 @@ def _warn_of_unprepared(model: Any, method: str) -> None:
     made_in = vars(model).get(_MADE_IN)
     if made_in is not None:
         warnings.warn(
-            f"The model `{model.name}` was made in the scope of the strategy `{made_in}`, and `{method}` trains it "
+            f"The model `{model.name}` was made in the scope of the strategy `{made_in}`, and `{method}` runs "
             f"without the strategy; call `strategy.prepare(model)` first, or `strategy.{method}(model, ...)`",
             stacklevel=4,
         )

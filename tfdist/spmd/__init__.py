@@ -23,7 +23,7 @@ from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.divided import whole_ones
 from tfdist.spmd.draws import Streams
-from tfdist.spmd.meshes import Mesh, joined, joined_by_rows, reduced
+from tfdist.spmd.meshes import Mesh, joined, joined_by_rows, of_one_process, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Shard
 
@@ -36,6 +36,7 @@ __all__ = [
     "compute",
     "joined",
     "joined_by_rows",
+    "of_one_process",
     "partitioned",
     "reduced",
     "replicated",

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
+from tfdist.errors import UsageError
+from tfdist.internals import tensorflow_functions, tensorflow_graphs
 from tfdist.spmd import control_flow
 from tfdist.spmd.flattening import Slot, flatten
 from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard
@@ -38,6 +39,16 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     return [
         shard if tensor.dtype == tf.resource or tensor.shape.rank != 0 else REPLICATE for tensor in operation.inputs
     ]
+
+
+def require_none(operation: tf.Operation, values: Sequence[Placed]) -> None:
+    """Raises `UsageError` for an operation that needs the whole of a divided variable, which `whole_ones` missed."""
+    if any(isinstance(one.placement, Shard) and one.tensors and one.tensors[0].dtype == tf.resource for one in values):
+        raise UsageError(
+            f"{tensorflow_graphs.place(operation)} needs the whole of a slot of the optimizer, of which each process "
+            "has a part",
+            "leave out `shard`; each process then has the whole state of the optimizer",
+        )
 
 
 def whole_ones(traced: tf.types.experimental.ConcreteFunction, shards: Mapping[int, Shard]) -> set[int]:

@@ -185,6 +185,23 @@ def joined_by_rows(
     return [tf.transpose(rows, back) if shard.axis else rows for rows in copies]
 
 
+def of_one_process(
+    result: tf.Tensor | None, like: tf.Tensor, gather: Callable[[tf.Tensor], list[tf.Tensor]]
+) -> list[tf.Tensor]:
+    """The copies of what one process of a job has computed, whose shape the others may not know.
+
+    Args:
+        result: of that process; `None` in the others.
+        like: a tensor of its dtype, rank and known lengths.
+        gather: returns, for each copy, the rows of all processes.
+    """
+    values = gather(tf.zeros([0], like.dtype) if result is None else tf.reshape(result, [-1]))
+    if like.shape.is_fully_defined():
+        return [tf.reshape(one, like.shape) for one in values]
+    shapes = gather(tf.zeros([0], tf.int32) if result is None else tf.shape(result))
+    return [tf.ensure_shape(tf.reshape(one, shape), like.shape) for one, shape in zip(values, shapes, strict=True)]
+
+
 def _split_replicas(rows: tf.Tensor, shard: Shard) -> list[tf.Tensor]:
     """The replicas' parts of rows that were concatenated along the first axis."""
     lengths = [size * shard.blocks for size in shard.sizes]

@@ -171,6 +171,7 @@ class Partitioner:
 
     def _plan_by_rule(self, node: Node, values: Sequence[Placed]) -> Plan:
         given = [self.conversions.summed(value) for value in values]  # what is not linear needs the sum
+        divided.require_none(node.operation, values)
         operation = Operation(node.operation, values, given)
         of_part = per_replica.local(node.operation) if self.rows is not None else None
         local = self._local(operation) if of_part is None or self.rows is None else (of_part, self.rows[0])
