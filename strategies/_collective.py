@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.cluster import consensus
 from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
-from tfdist.communicators import Communicator
+from tfdist.communicators import Communicator, structures
 from tfdist.communicators.exchanged import Exchanged
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UsageError
@@ -36,6 +36,36 @@ def needs_whole_state(callback: Any) -> str | None:
         return f"`{name}` within epochs"
     whole = isinstance(callback, keras.callbacks.BackupAndRestore | keras.callbacks.SwapEMAWeights)
     return f"`{name}`" if whole else None
+
+
+class CollectiveReplica(base.Replica):
+    """The replica of this process, while its step is traced."""
+
+    alone = False
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        packing: gradient_reduction.Packing,
+    ):
+        super().__init__(communicator.rank, communicator.size)
+        self.packing = packing
+        self._communicator = communicator
+        self._exchanges = 0  # counted within the step, so that names agree however often each process traces
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        return self._communicator.all_reduce(tensors, self.next_name()) if tensors else []
+
+    def all_gather(self, structure: Any) -> Any:
+        def gather(part: tf.Tensor) -> tf.Tensor:
+            return self._communicator.all_gather(part, self.next_name())
+
+        return structures.gathered(structure, gather, self.index)
+
+    def next_name(self) -> str:
+        """A name for an exchange of this step, the same in all processes."""
+        self._exchanges += 1
+        return f"step.{self._exchanges}"
 
 
 class MultiProcessStrategy(base.Strategy):
@@ -123,9 +153,12 @@ class MultiProcessStrategy(base.Strategy):
         }
 
     def run(self, step: base.Step) -> list[Any]:
-        """Runs the step of a process alone; several compute the partitioned step of one device."""
+        """Runs the step of a process alone, or on its part of a batch where the strategy does not partition steps."""
         with tf.device(self.devices[0]):
-            return [step(base.Replica())]
+            return [step(base.Replica() if self.world.world_size == 1 else self._replica())]
+
+    def _replica(self) -> CollectiveReplica:
+        return CollectiveReplica(self.communicator, self.packing)
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         values = super().sum_metrics(variables, name)

@@ -5,6 +5,7 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from tests.planted_rules import mean_of_means, plant
 from tfdist import verify
 
 PLANTED = """
@@ -157,29 +158,23 @@ OF_SEVERAL_EXAMPLES = (
 )
 
 
+@pytest.mark.parametrize("strategy", ["custom", "pipeline"])
 @pytest.mark.parametrize("model", OF_SEVERAL_EXAMPLES)
-def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step_is_partitioned(verified, model):
-    code, output = verified("--model", f"planted:{model}")
+def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step_is_partitioned(
+    verified, model, strategy
+):
+    code, output = verified("--model", f"planted:{model}", "--strategy", strategy)
     assert code == 0, output
     assert "are those of one device" in output
 
 
-@pytest.mark.parametrize(
-    ("model", "what", "row", "hint"),
-    [
-        ("centred", LAYER, "output", "tfdist.gather"),
-        ("penalty", "A loss that the layer `planted` adds", "added loss", "average it"),
-        ("keeps", "of the layer `planted`", "state", "tfdist.all_reduce"),
-        ("compared", "The loss `hardest_first`", "loss", "is not a mean of what each example gives"),
-        ("mean_of_means", "The value `planted` in the logs", "log", "leave `additive` out"),
-    ],
-)
-def test_on_micro_batches_it_ends_with_its_place_its_cause_and_exit_code_1(verified, model, what, row, hint):
-    code, output = verified("--model", f"planted:{model}", "--strategy", "pipeline")
+def test_a_difference_ends_with_its_place_its_cause_and_exit_code_1(verified, monkeypatch):
+    plant("Mean", mean_of_means, monkeypatch)
+    code, output = verified("--model", "planted:centred")
     assert code == 1, output
-    assert what in output and "differs from one device" in output
-    assert hint in output
-    assert re.search(rf"^{row} .* differs$", output, re.MULTILINE), output
+    assert re.search(LAYER, output) and "differs from one device" in output
+    assert "a fault of tfdist" in output
+    assert re.search(r"^output .* differs$", output, re.MULTILINE), output
     assert "Traceback" not in output
 
 

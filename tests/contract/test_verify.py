@@ -1,7 +1,5 @@
 """`strategy.verify` passes what is equal, names what is not, and leaves a model as it was."""
 
-import dataclasses
-
 import keras
 import numpy as np
 import pytest
@@ -10,8 +8,9 @@ from keras import layers, ops
 
 import tfdist
 from tests.contract import cases, contestants, test_steps
+from tests.planted_rules import mean_of_means, plant
 from tfdist.errors import DifferenceWarning, UsageError, VerificationError
-from tfdist.spmd.rules import Local, registry
+from tfdist.spmd.rules import Local
 from tfdist.strategies import _results as replica_results
 from tfdist.strategies import base
 from tfdist.strategies._towers import Tower
@@ -154,17 +153,6 @@ def test_what_several_examples_make_together_is_that_of_one_device(name, contest
     assert verified(start(contestant), OF_SEVERAL_EXAMPLES[name]).first is None
 
 
-def planted_rule(kind, wrong, monkeypatch):
-    """Has the partitioner follow a wrong rule for operations of this type."""
-    right = registry._rules[kind]
-    monkeypatch.setitem(registry._rules, kind, (lambda *given: wrong(right[0], *given), right[1]))
-
-
-def mean_of_means(rule, *given):
-    found = rule(*given)
-    return found and dataclasses.replace(found, mean=False)
-
-
 def running_sum_of_each_part(rule, operation, index, shard):
     return Local([shard.axis, None], [shard.axis])
 
@@ -190,7 +178,7 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_rule_of_the_partitioner_is_found_and_the_layer_named(name, contestant, monkeypatch):
     kind, wrong, make, layer = PLANTED[name]
-    planted_rule(kind, wrong, monkeypatch)
+    plant(kind, wrong, monkeypatch)
     with pytest.raises(VerificationError) as raised:
         verified(start(contestant), make)
     error = raised.value
@@ -254,7 +242,7 @@ def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
 @contestants.among({"custom": (2,)})
 def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebook(contestant, monkeypatch):
     equal = verified(start(contestant), lambda: network(layers.Flatten()))
-    planted_rule("Mean", mean_of_means, monkeypatch)
+    plant("Mean", mean_of_means, monkeypatch)
     with pytest.raises(VerificationError) as raised:
         verified(start(contestant), lambda: network(Centred(name="planted")))
     different = raised.value.report
@@ -410,7 +398,7 @@ def test_a_training_is_the_same_with_and_without_a_verification_before_it(kind, 
 
 @contestants.among({"mirrored": (2,)})
 def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contestant, monkeypatch):
-    planted_rule("Cumsum", running_sum_of_each_part, monkeypatch)
+    plant("Cumsum", running_sum_of_each_part, monkeypatch)
     strategy = start(contestant)
     with strategy.scope():
         model = network(RunningSum(name="planted"))
