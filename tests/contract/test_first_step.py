@@ -9,7 +9,8 @@ import tensorflow as tf
 from keras import layers
 
 from tests.contract import contestants
-from tests.contract.test_verify import PLANTED, planted_rule
+from tests.contract.test_verify import PLANTED
+from tests.planted_rules import plant
 from tfdist.errors import DifferenceWarning
 
 _rng = np.random.default_rng(0)
@@ -62,7 +63,7 @@ def test_it_is_equal_where_a_step_draws_and_normalizes(contestant):
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_rule_of_the_partitioner_is_warned_of(name, contestant, monkeypatch):
     kind, wrong, make, _ = PLANTED[name]
-    planted_rule(kind, wrong, monkeypatch)
+    plant(kind, wrong, monkeypatch)
     _, (said,) = trained(contestant, make)
     assert "differs from that of one device" in said
     assert "a fault of tfdist" in said
