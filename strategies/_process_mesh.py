@@ -40,18 +40,16 @@ class ProcessMesh(spmd.Mesh):
         communicator: connects the processes.
         device: of this process' replica.
         packing: of what is added up; `wire_dtype` holds for gradients alone.
-        divides: each process updates a part of each variable.
-        bounded: gradients are computed only as fast as they are sent, so that at most `BUFFERS` are in memory.
+        shard: see `tfdist.strategies._sharding`; with "optimizer" and "gradients" each process updates a part of each
+            variable, and with "gradients" these are computed only as fast as they are sent, `BUFFERS` at a time.
     """
 
-    def __init__(
-        self, communicator: Communicator, device: str, packing: Packing, *, divides: bool = False, bounded: bool = False
-    ):
+    def __init__(self, communicator: Communicator, device: str, packing: Packing, shard: str | None = None):
         super().__init__([device])
         self.count, self.local = communicator.size, [communicator.rank]
         self._communicator = communicator
         self._packing = packing
-        self._divides, self._bounded = divides, bounded
+        self._divides, self._bounded = shard is not None, shard == "gradients"
         self._exchanges = 0  # of a graph, so that names agree however often each process traces
 
     def compute(self) -> None:

@@ -93,10 +93,7 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
 
     def set_up(self) -> None:
         super().set_up()
-        divides, bounded = self.shard is not None, self.shard == "gradients"
-        self._mesh: spmd.Mesh = ProcessMesh(
-            self.communicator, self.devices[0], self.packing, divides=divides, bounded=bounded
-        )
+        self._mesh: spmd.Mesh = ProcessMesh(self.communicator, self.devices[0], self.packing, self.shard)
         if self._count > 1:
             self._stages = Stages(self.devices, **self._how)
             pipeline = self.devices, self._stages.micro_batches, self._stages.schedule

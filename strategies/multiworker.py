@@ -169,8 +169,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
         wire_dtype = WIRE_DTYPES[self.compression]
         if self.communicator is not None:
             packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
-            divides, bounded = self.shard is not None, self.shard == "gradients"
-            return ProcessMesh(self.communicator, self.devices[0], packing, divides=divides, bounded=bounded)
+            return ProcessMesh(self.communicator, self.devices[0], packing, self.shard)
         packing = gradient_reduction.Packing(BUFFER_BYTES, wire_dtype)
         return collectives.WorkersMesh(self.tf_strategy, self.devices, self.world, packing)
 

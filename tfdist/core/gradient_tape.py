@@ -89,7 +89,6 @@ def _sums(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
 def _reduced_later(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
     """Dense gradients of this replica alone, which are reduced when they are applied, and sums of sparse ones."""
     local = [replica.only_real(one) if isinstance(one, tf.Tensor) else None for one in gradients]
-    replica.know_local([one for one in local if one is not None])
     sparse = [one if isinstance(one, tf.IndexedSlices) else None for one in gradients]
     sums = _sums(replica, sparse)
     return [one if summed is None else summed for one, summed in zip(local, sums, strict=True)]

@@ -125,9 +125,6 @@ class Replica:
         del variables
         return False
 
-    def know_local(self, gradients: list[Any]) -> None:
-        """Notes that these gradients are those of this replica, and are reduced when they are applied."""
-
     def know(self, reduced: list[Any]) -> list[Any]:
         """Notes that these gradients are reduced over the replicas already; returns them."""
         self._reduced += reduced

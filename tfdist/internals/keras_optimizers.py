@@ -32,13 +32,6 @@ BY_ELEMENT: tuple[type, ...] = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-# Those that take them over one variable at a time.
-BY_VARIABLE: tuple[type, ...] = (
-    keras.optimizers.Adafactor,
-    keras.optimizers.Lamb,
-    keras.optimizers.Muon,
-    keras.optimizers.ScheduleFreeAdamW,
-)
 _AVERAGES = "_model_variables_moving_average"
 _NO_SLOTS = ("_variables", "_trainable_variables")
 
@@ -48,11 +41,6 @@ Gradients = list[Any]
 def inner(optimizer: Any) -> Any:
     """The optimizer that updates variables: the one inside of a `LossScaleOptimizer`."""
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def clips_norms(optimizer: Any) -> bool:
-    """Whether the update depends on norms of gradients."""
-    return bool(inner(optimizer).clipnorm or inner(optimizer).global_clipnorm)
 
 
 def slots_of(optimizer: Any) -> list[list[Any]]:

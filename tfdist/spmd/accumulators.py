@@ -16,9 +16,9 @@ from tfdist.spmd.flattening import Slot, flatten
 from tfdist.spmd.linear import ADDITIVE
 from tfdist.spmd.placements import Partial, Placed, Placement
 
-_READ = "ReadVariableOp"
+READ = "ReadVariableOp"
 # Their second input is added, or is the new value, of which each replica can have a term.
-_ASSIGN = frozenset(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
+ASSIGN = frozenset(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
 
 
 def usable(traced: tf.types.experimental.ConcreteFunction, handles: Collection[int]) -> set[int]:
@@ -35,7 +35,7 @@ def usable(traced: tf.types.experimental.ConcreteFunction, handles: Collection[i
     found = {slot: ids[key] for key, slot in slots.items() if ids.get(key) in handles}
     flat = flatten(graph, [slots[id(placeholder)] for placeholder in graph.inputs])
     for node in flat.nodes:
-        if node.operation.type != _READ and (node.operation.type not in _ASSIGN or node.inputs[1] in found):
+        if node.operation.type != READ and (node.operation.type not in ASSIGN or node.inputs[1] in found):
             for slot in node.inputs:
                 found.pop(slot, None)
     return set(found.values())
@@ -43,11 +43,11 @@ def usable(traced: tf.types.experimental.ConcreteFunction, handles: Collection[i
 
 def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
     """Where the inputs of an operation must be that reads or assigns such a variable; `None` for other operations."""
-    if operation.type != _READ and operation.type not in _ASSIGN:
+    if operation.type != READ and operation.type not in ASSIGN:
         return None
     return [Partial()] * len(values) if isinstance(values[0].placement, Partial) else None
 
 
 def is_accumulated(operation: tf.Operation, inputs: Sequence[Placed]) -> bool:
     """Whether an operation on terms returns those of such a variable, or of a sum with it."""
-    return operation.type == _READ or (operation.type in ADDITIVE and any(value.is_accumulated for value in inputs))
+    return operation.type == READ or (operation.type in ADDITIVE and any(value.is_accumulated for value in inputs))

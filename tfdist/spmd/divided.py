@@ -16,11 +16,10 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.internals import tensorflow_functions, tensorflow_graphs
 from tfdist.spmd import control_flow
+from tfdist.spmd.accumulators import ASSIGN, READ
 from tfdist.spmd.flattening import Slot, flatten
 from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard
 
-_READ = "ReadVariableOp"
-_ASSIGN = frozenset(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"))
 # They compute each element from the same element of the gradient and of the variables.
 _OF_KERNELS = """
     AdaMax Adadelta Adagrad AdagradV2 Adam AdamWithAmsgrad CenteredRMSProp Ftrl FtrlV2 GradientDescent KerasMomentum
@@ -31,7 +30,7 @@ _KERNELS = frozenset(f"ResourceApply{name}" for name in _OF_KERNELS.split())
 
 def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
     """Where the inputs must be of an operation on divided variables; `None` for other operations."""
-    if operation.type != _READ and operation.type not in _ASSIGN | _KERNELS:
+    if operation.type != READ and operation.type not in ASSIGN | _KERNELS:
         return None
     shard = values[0].placement
     if not isinstance(shard, Shard):
@@ -87,6 +86,6 @@ def _whole_ones(graph: tf.Graph, given: Sequence[int | None], divided: Mapping[i
                 if tensor.dtype == tf.resource
             ]
             found |= own if len(set(resources)) > 1 else set()
-        elif kind != _READ and kind not in _ASSIGN:
+        elif kind != READ and kind not in ASSIGN:
             found |= own
     return found
