@@ -17,16 +17,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import spmd
 from tfdist.cluster import consensus
 from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
 from tfdist.cluster.world import World
-from tfdist.communicators import Communicator, structures
+from tfdist.communicators import Communicator
 from tfdist.communicators.exchanged import Exchanged
 from tfdist.core import gradient_reduction
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.options import checked_seconds
 from tfdist.strategies import _distribute as distribute
 from tfdist.strategies import _gpus, base
+from tfdist.strategies._process_mesh import ProcessMesh
 
 
 def needs_whole_state(callback: Any) -> str | None:
@@ -36,36 +38,6 @@ def needs_whole_state(callback: Any) -> str | None:
         return f"`{name}` within epochs"
     whole = isinstance(callback, keras.callbacks.BackupAndRestore | keras.callbacks.SwapEMAWeights)
     return f"`{name}`" if whole else None
-
-
-class CollectiveReplica(base.Replica):
-    """The replica of this process, while its step is traced."""
-
-    alone = False
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        packing: gradient_reduction.Packing,
-    ):
-        super().__init__(communicator.rank, communicator.size)
-        self.packing = packing
-        self._communicator = communicator
-        self._exchanges = 0  # counted within the step, so that names agree however often each process traces
-
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return self._communicator.all_reduce(tensors, self.next_name()) if tensors else []
-
-    def all_gather(self, structure: Any) -> Any:
-        def gather(part: tf.Tensor) -> tf.Tensor:
-            return self._communicator.all_gather(part, self.next_name())
-
-        return structures.gathered(structure, gather, self.index)
-
-    def next_name(self) -> str:
-        """A name for an exchange of this step, the same in all processes."""
-        self._exchanges += 1
-        return f"step.{self._exchanges}"
 
 
 class MultiProcessStrategy(base.Strategy):
@@ -114,6 +86,14 @@ class MultiProcessStrategy(base.Strategy):
         """How gradients are packed."""
         return gradient_reduction.Packing()
 
+    def make_mesh(self) -> spmd.Mesh | None:
+        """The replicas that compute the partitioned step of one device; one in each process, if not overridden."""
+        return ProcessMesh(self.communicator, self.devices[0], self.packing)
+
+    @property
+    def mesh(self) -> spmd.Mesh | None:
+        return self._mesh
+
     def choose_devices(self, wanted: int | str | Sequence[str] | None) -> list[str]:
         if wanted not in (None, 1):
             raise UsageError(
@@ -129,6 +109,7 @@ class MultiProcessStrategy(base.Strategy):
         self.world.require_size(self.communicator.size, self.communicator.engine)
         versions = {name: importlib.metadata.version(name) for name in distribute.PACKAGES}
         consensus.require_equal(self, versions | self._job_settings)
+        self._mesh = self.make_mesh()
         self._heartbeat = None
         if self.world.world_size > 1:
             self._heartbeat = self.heartbeat(Limits(self.timeout_seconds, self.callback_timeout_seconds))
@@ -153,12 +134,9 @@ class MultiProcessStrategy(base.Strategy):
         }
 
     def run(self, step: base.Step) -> list[Any]:
-        """Runs the step of a process alone, or on its part of a batch where the strategy does not partition steps."""
+        """Runs the step of a process alone."""
         with tf.device(self.devices[0]):
-            return [step(base.Replica() if self.world.world_size == 1 else self._replica())]
-
-    def _replica(self) -> CollectiveReplica:
-        return CollectiveReplica(self.communicator, self.packing)
+            return [step(base.Replica())]
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         values = super().sum_metrics(variables, name)

@@ -89,6 +89,9 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         self._towers = tensorflow_internals.replicas_in_time(self.devices[0], self.micro_batches)
         self.exchange_of_stages = Exchange(self.communicator, self._schedule, self.micro_batches)
 
+    def make_mesh(self) -> None:
+        """None: each process runs the step of its stage."""
+
     @property
     def num_replicas(self) -> int:
         return self.micro_batches

@@ -91,25 +91,18 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
             )
         return _gpus.use_only(own[: self._count]) or device_choice.choose(self._count)
 
-    def set_up(self) -> None:
-        super().set_up()
-        self._mesh: spmd.Mesh = ProcessMesh(self.communicator, self.devices[0], self.packing, self.shard)
-        if self._count > 1:
-            self._stages = Stages(self.devices, **self._how)
-            pipeline = self.devices, self._stages.micro_batches, self._stages.schedule
-            several = self.world.world_size > 1
-            self._mesh = (
-                PipelinesMesh(*pipeline, self.communicator, self.packing) if several else PipelineMesh(*pipeline)
-            )
+    def make_mesh(self) -> spmd.Mesh:
+        if self._count == 1:
+            return ProcessMesh(self.communicator, self.devices[0], self.packing, self.shard)
+        self._stages = Stages(self.devices, **self._how)
+        pipeline = self.devices, self._stages.micro_batches, self._stages.schedule
+        several = self.world.world_size > 1
+        return PipelinesMesh(*pipeline, self.communicator, self.packing) if several else PipelineMesh(*pipeline)
 
     @property
     def is_staged(self) -> bool:
         """Whether each process has several stages."""
         return self._stages is not None
-
-    @property
-    def mesh(self) -> spmd.Mesh:
-        return self._mesh
 
     @contextlib.contextmanager
     def tracing(self, model: Any) -> Iterator[None]:
@@ -118,7 +111,7 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
 
     @property
     def replica_devices(self) -> list[str]:
-        return super().replica_devices if self._stages is None else self._mesh.devices
+        return self._mesh.devices if isinstance(self._mesh, PipelineMesh) else super().replica_devices
 
     @property
     def alone(self) -> bool:

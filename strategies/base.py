@@ -134,7 +134,7 @@ class Strategy(KerasMethods):
         self.devices = self.choose_devices(devices)
         keras_variables.fill_large_variables_in_place()
         self.set_up()
-        if batch_norm != "global" and self.mesh is None:
+        if batch_norm != "global" and (self.mesh is None or not self.as_one_device):
             raise UsageError(
                 f"`batch_norm` is `{batch_norm}`, and `{self.name}` does not divide a batch among replicas that "
                 "compute one step",

@@ -22,7 +22,7 @@ def mend(strategy: Any, model: Any, epoch: int) -> None:
 
     All processes of a strategy that partitions steps call it.
     """
-    if strategy.mesh is None or strategy.world.world_size == 1:
+    if not strategy.as_one_device or strategy.mesh is None or strategy.world.world_size == 1:
         return
     groups = training_state.variables(model)
     held = [one for one in (*groups["model"], *groups["optimizer"]) if parts.part_of(one) is None]

@@ -343,7 +343,7 @@ def _check(strategy: Strategy, model: Any, method: str) -> None:
 
 def _check_divisible(strategy: Strategy, model: Any) -> None:
     size = keras_internals.fixed_batch_size(model)
-    if size is not None and strategy.num_replicas > 1 and strategy.mesh is None:
+    if size is not None and strategy.num_replicas > 1 and not (strategy.mesh and strategy.as_one_device):
         raise UsageError(
             f"The model `{model.name}` has a fixed batch size of {size}, and each of {strategy.num_replicas} replicas "
             "gets a part of the batch",
