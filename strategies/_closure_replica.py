@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import tensorflow as tf
 
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
-from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _sharded_variable as sharded_variable
 from tfdist.strategies import base
@@ -19,27 +19,32 @@ from tfdist.strategies import base
 class ClosureReplica(base.Replica):
     """A worker's step on a whole batch; the variables are in this process, or on parameter servers."""
 
-    alone = False
-
     def __init__(self) -> None:
         super().__init__()
         self._home: str | None = None  # the device, mostly of a server, that counts the steps
         self._computed: list[Any] = []  # ends when the gradients are there
 
-    def apply(
-        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
+    @contextlib.contextmanager
+    def updating(self, model: Any) -> Iterator[None]:
+        """The context of the step, in which the optimizers of `model` apply gradients by `update`."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in keras_internals.optimizers(model):
+                keras_patches.require_reduced_once(optimizer)
+
+                update = functools.partial(self.update, optimizer)
+                stack.enter_context(keras_patches.applying_with(optimizer, update))
+            yield
+
+    def update(
+        self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any] | None
     ) -> None:
-        del variables
+        """Updates `variables` by `apply(gradients, variables)`, Keras' own; `None` is all of the `optimizer`."""
         # Without it the servers would count the step as it begins, since nothing else makes the count wait.
         self._computed = [tf.group(*tf.nest.flatten(list(gradients), expand_composites=True))]
         # An update reads more than the gradients, all of it from the servers; on a server it need not be sent to the
         # worker and back.
         with tf.device(self._home), sharded_variable.by_part(optimizer):
-            self.update_each_copy(apply, list(gradients))
-
-    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
-        with tensorflow_internals.without_strategy():
-            function(values)
+            apply(gradients, variables)
 
     @contextlib.contextmanager
     def measuring_staleness(self, optimizer: Any) -> Iterator[Callable[[], tf.Tensor]]:

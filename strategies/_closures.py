@@ -17,6 +17,7 @@ The strategy has
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -27,14 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import assignments, exact_step, fused_optimizers, metrics, randomness
+from tfdist.core import fused_optimizers, metrics, randomness
 from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables
+from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _closure_data as data
 
@@ -140,52 +141,51 @@ class ClosureProgram(StepProgram):
         If `unrolled`, it runs all steps of a whole closure, even after a loss that is not finite.
         """
 
-        def proceed(done: tf.Tensor, finite: tf.Tensor, *carried: Any) -> tf.Tensor:
-            del carried
+        def proceed(done: tf.Tensor, finite: tf.Tensor, *_: Any) -> tf.Tensor:
             return (done < count) & finite
 
-        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, values: Any, own: Any) -> Any:
+        def body(done: tf.Tensor, finite: tf.Tensor, total: Any, largest: Any, own: Any) -> Any:
             del finite, own
-            values, staleness, logs = self._worker_step(state, self._batches.fetch(state, done), values)
+            staleness, logs = self._worker_step(state, self._batches.fetch(state, done), held)
             own = logs if self._own_logs is not None else {}
             if not unrolled:
                 self._operations = len(done.graph.get_operations())
-            return done + 1, self._finite(values), total + staleness, tf.maximum(largest, staleness), values, own
+            return done + 1, self._is_finite(), total + staleness, tf.maximum(largest, staleness), own
 
-        carries = Carries(self._model)
-        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), carries.start, self._no_logs()]
-        if unrolled:
-            carried = functools.reduce(lambda before, _: body(*before), range(data.STEPS_OF_A_CLOSURE), start)
-        else:
-            carried = tf.while_loop(proceed, body, start)
-        done, finite, total, largest, values, own = carried
-        carries.end(values)
-        return self._codec.pack(Result(done, finite, total, largest, carries.metrics(values), own))
+        held = Held(self._model)
+        start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), self._no_logs()]
+        with held.in_place():
+            if unrolled:
+                ended = functools.reduce(lambda before, _: body(*before), range(data.STEPS_OF_A_CLOSURE), start)
+            else:
+                ended = tf.while_loop(proceed, body, start)
+        done, finite, total, largest, own = ended
+        return self._codec.pack(Result(done, finite, total, largest, held.end(), own))
 
-    def _worker_step(self, state: Any, batch: Any, values: Any) -> tuple[Any, tf.Tensor, Logs]:
-        """One step of one worker: returns the carried values, the step's staleness, and its logs."""
-        carried = self._model.metrics_variables + small_states(self._model)
+    def _worker_step(self, state: Any, batch: Any, held: Held) -> tuple[tf.Tensor, Logs]:
+        """One step of one worker: returns the step's staleness, and its logs."""
 
         def on_replica(replica: Any) -> Any:
-            part = self._batches.part(state, batch, replica.index, Division(replica.count))
-            replica.begin(*part, randomness.unseeded_of(self._strategy))
-            replica.updates = assignments.Carried(replica, carried, values)
-            with replica.measuring_staleness(self._model.optimizer if self._trains else None) as staleness:
-                logs = exact_step.in_step(replica, self._step_function(replica))
-                self._metrics_updated |= replica.updates.metrics_updated
-                return replica.updates.values, staleness(), tf.nest.map_structure(_as_float, logs)
+            replica.begin(*self._batches.part(state, batch, replica.index, Division(replica.count)))
+            with (
+                keras_variables.drawing_from(randomness.unseeded_of(self._strategy)),
+                replica.updating(self._model),
+                replica.measuring_staleness(self._model.optimizer if self._trains else None) as staleness,
+            ):
+                logs = self._step_function(replica)(replica.part)
+                self._metrics_updated |= held.metrics_changed()
+                return staleness(), tf.nest.map_structure(_as_float, logs)
 
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=self._strategy.locks)
         with update, self._own_metrics(), self._recomputation.traced():
-            ((values, staleness, logs),) = self._strategy.run(on_replica)
-        return values, staleness, logs
+            (result,) = self._strategy.run(on_replica)
+        staleness, logs = result
+        return staleness, logs
 
-    def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _is_finite(self) -> tf.Tensor:
         if self._at_nan is AtNan.NOTHING:
             return tf.constant(True)
-        total = keras_internals.loss_tracker(self._model).total
-        index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
-        return tf.math.is_finite(values[index])
+        return tf.math.is_finite(tf_variable(keras_internals.loss_tracker(self._model).total).read_value())
 
     def _iterations(self) -> int:
         return int(keras_internals.iterations(self._model.optimizer).numpy()) if self._trains else 0
@@ -225,34 +225,36 @@ class ClosurePredictProgram(Program):
         return self._strategy.run(on_replica)[0]
 
 
-class Carries:
-    """What the steps of a closure hand on: the metrics, from zero, and the small states of the model.
+class Held:
+    """What a closure holds in variables of its own: the metrics, from zero, and the small states of the model.
 
-    Attributes:
-        states: the variables of these.
-        variables: those of the metrics, and the states.
-        start: the values of `variables` as the closure begins.
+    So its steps read and change them without a server.
     """
 
     def __init__(self, model: Any):
-        self.states = small_states(model)
-        self.variables = [*model.metrics_variables, *self.states]
-        self._begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in self.states]
-        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in model.metrics_variables]
-        self._metrics, self.start = len(nothing), nothing + self._begun
+        self._metrics, self._states = model.metrics_variables, small_states(model)
+        self._begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in self._states]
+        nothing = [tf.zeros(variable.shape, tf_variable(variable).dtype) for variable in self._metrics]
+        self._own = [tensorflow_coordinator.variable_of_execution(value) for value in nothing + self._begun]
 
-    def metrics(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the metrics."""
-        return list(values[: self._metrics])
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """In this context, what is traced computes with the closure's own variables."""
+        with keras_variables.in_place_of([*self._metrics, *self._states], self._own):
+            yield
 
-    def changes(self, values: Sequence[Any]) -> list[tf.Tensor]:
-        """What the steps have added to each state."""
-        return [after - before for after, before in zip(values[self._metrics :], self._begun, strict=True)]
+    def metrics_changed(self) -> set[int]:
+        """The `id`s of the metrics' variables that the present graph changes."""
+        own = zip(self._metrics, self._own, strict=False)
+        return {id(variable) for variable, mine in own if tensorflow_coordinator.is_changed(mine)}
 
-    def end(self, values: Sequence[Any]) -> None:
-        """Adds the changes to the states: other workers may have added to them meanwhile."""
-        for variable, change in zip(self.states, self.changes(values), strict=True):
-            tf_variable(variable).assign_add(change)
+    def end(self) -> list[tf.Tensor]:
+        """Adds the changes to the states, which other workers may have changed meanwhile; returns the metrics."""
+        values = [variable.read_value() for variable in self._own]
+        count = len(self._metrics)
+        for variable, after, before in zip(self._states, values[count:], self._begun, strict=True):
+            tf_variable(variable).assign_add(after - before)
+        return values[:count]
 
 
 class Result(NamedTuple):

@@ -29,7 +29,7 @@ from tfdist.core.inner_loop import Steps
 from tfdist.core.metrics import Logs
 from tfdist.errors import NonFiniteLossError, UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import tensorflow_coordinator
+from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _apart as apart
 from tfdist.strategies import _averages as averages
@@ -43,11 +43,12 @@ _trainings = itertools.count(1)
 
 
 class CopiesReplica(replicas.ClosureReplica):
-    """A worker's step on its own copies of the variables."""
+    """A worker's step on its own copies of the variables, which it updates as one device does."""
 
-    def apply(self, apply: Any, gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None) -> None:
-        del optimizer, variables
-        self.update_each_copy(apply, list(gradients))
+    @contextlib.contextmanager
+    def updating(self, model: Any) -> Iterator[None]:
+        del model
+        yield
 
     @contextlib.contextmanager
     def measuring_staleness(self, optimizer: Any) -> Iterator[Any]:
@@ -107,33 +108,30 @@ class CopiesProgram(loop.ClosureProgram):
         copies = Copies(self._model, self._rule)
         copies.begin(training)
 
-        def proceed(done: tf.Tensor, finite: tf.Tensor, *carried: Any) -> tf.Tensor:
-            del carried
+        def proceed(done: tf.Tensor, finite: tf.Tensor, *_: Any) -> tf.Tensor:
             return (done < count) & finite
 
-        def step(done: tf.Tensor, finite: tf.Tensor, values: Any, own: Any) -> Any:
+        def step(done: tf.Tensor, finite: tf.Tensor, own: Any) -> Any:
             del finite, own
-            values, _, logs = self._worker_step(state, self._batches.fetch(state, done), values)
+            _, logs = self._worker_step(state, self._batches.fetch(state, done), held)
             copies.stepped()
-            return done + 1, self._finite(values), values, logs if self._own_logs is not None else {}
+            return done + 1, self._is_finite(), logs if self._own_logs is not None else {}
 
-        def until_next(done: tf.Tensor, finite: tf.Tensor, values: Any, own: Any) -> Any:
+        def until_next(done: tf.Tensor, finite: tf.Tensor, own: Any) -> Any:
             end = tf.minimum(count, done + copies.exchange())
 
-            def before_end(done: tf.Tensor, finite: tf.Tensor, *carried: Any) -> tf.Tensor:
-                del carried
+            def before_end(done: tf.Tensor, finite: tf.Tensor, *_: Any) -> tf.Tensor:
                 return (done < end) & finite
 
-            return tf.while_loop(before_end, step, (done, finite, values, own), parallel_iterations=1)
+            return tf.while_loop(before_end, step, (done, finite, own), parallel_iterations=1)
 
-        carries = loop.Carries(self._model)
-        with copies.in_place():
-            start = (tf.constant(0), tf.constant(True), carries.start, self._no_logs())
-            done, finite, values, own = tf.while_loop(proceed, until_next, start, parallel_iterations=1)
+        held = loop.Held(self._model)
+        with copies.in_place(), held.in_place():
+            start = (tf.constant(0), tf.constant(True), self._no_logs())
+            done, finite, own = tf.while_loop(proceed, until_next, start, parallel_iterations=1)
         copies.end()
-        carries.end(values)
         zero = tf.constant(0)
-        return self._codec.pack(loop.Result(done, finite, zero, zero, carries.metrics(values), own))
+        return self._codec.pack(loop.Result(done, finite, zero, zero, held.end(), own))
 
     def _leave_nothing(self, training: tf.Tensor) -> tf.Tensor:
         """On a worker: gives to the centre what is not there yet; whether that are numbers."""
@@ -207,15 +205,9 @@ class Copies:
     def in_place(self) -> Iterator[None]:
         """In this context, what is traced computes with the copies, and updates them."""
         variables = [*self._weights, *self._slots, *self._read]
-        before = list(map(tf_variable, variables))
-        for variable, own in zip(variables, [*self._own, *self._own_slots, *self._own_read], strict=True):
-            keras_internals.set_tf_variable(variable, own)
-        self._centre = before[: len(self._weights)]
-        try:
+        self._centre = list(map(tf_variable, self._weights))
+        with keras_variables.in_place_of(variables, [*self._own, *self._own_slots, *self._own_read]):
             yield
-        finally:
-            for variable, value in zip(variables, before, strict=True):
-                keras_internals.set_tf_variable(variable, value)
 
     def exchange(self) -> tf.Tensor:
         """Makes the exchanges that are due, and returns the number of steps, int32, until the next may be."""

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.core import assignments, exact_step, fused_optimizers, randomness, share
 from tfdist.core.inner_loop import Steps
+from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.division import Division
 from tfdist.errors import UsageError
@@ -26,13 +27,13 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _closure_data as data
-from tfdist.strategies import _closure_replica as replicas
 from tfdist.strategies import _closures as loop
+from tfdist.strategies import base
 
 _HINT = "use `multiworker` or `horovod`, whose processes communicate within a step, or `mode=asp`"
 
 
-class PartReplica(replicas.ClosureReplica):
+class PartReplica(base.Replica):
     """A worker's step on its part of the batch; its gradients are left where they are added later.
 
     Args:
@@ -41,9 +42,10 @@ class PartReplica(replicas.ClosureReplica):
         whole: the number of examples of the batch.
     """
 
+    alone = False
+
     def __init__(self, index: int, division: Division, whole: Any):
-        super().__init__()
-        self.index, self.count = index, division.count
+        super().__init__(index, division.count)
         self._before, self._whole = division.part(whole, index)[0], whole
         self.left: list[tuple[Any, Any]] = []  # variables, and their gradients
 
@@ -116,7 +118,7 @@ class SynchronousProgram(loop.ClosureProgram):
     def _part(self, index: int, state: Any, count: tf.Tensor) -> tf.Tensor:
         """The step of one part of a batch; returns a packed `Result`."""
         # Not a constant 0, with which a full batch would have a static shape, by which Keras weighs some losses.
-        batch, carries = self._batches.fetch(state, count - 1), loop.Carries(self._model)
+        batch, carries = self._batches.fetch(state, count - 1), _Carries(self._model)
 
         def on_replica(_: Any) -> Any:
             division = Division(len(self._parts))
@@ -136,15 +138,21 @@ class SynchronousProgram(loop.ClosureProgram):
         zero = tf.constant(0)
         return self._codec.pack(loop.Result(tf.constant(1), self._finite(values), zero, zero, values, self._no_logs()))
 
+    def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        if self._at_nan is AtNan.NOTHING:
+            return tf.constant(True)
+        total = keras_internals.loss_tracker(self._model).total
+        index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
+        return tf.math.is_finite(values[index])
+
     def _add_and_update(self) -> tf.Tensor:
         """One update of the variables, by what all parts have left."""
         optimizer, variables = self._model.optimizer, self._model.trainable_variables
 
         def on_replica(replica: Any) -> tf.Tensor:
-            replica.begin((), 1.0)
-            replica.updates = assignments.Updates(replica, ())
             gradients = [_total([left.places.get(id(one)) for left in self._left], one) for one in variables]
-            exact_step.in_step(replica, lambda _: optimizer.apply(gradients, variables))
+            with replica.updating(self._model):
+                optimizer.apply(gradients, variables)
             return tf.constant(True)
 
         with fused_optimizers.fused(optimizer, self._strategy.fused, locking=True):
@@ -156,6 +164,31 @@ class SynchronousProgram(loop.ClosureProgram):
             if change is not None:
                 tf_variable(variable).assign_add(change)
         return done
+
+
+class _Carries:
+    """What the steps of a closure hand on: the metrics, from zero, and the small states of the model.
+
+    Attributes:
+        states: the variables of these.
+        variables: those of the metrics, and the states.
+        start: the values of `variables` as the closure begins.
+    """
+
+    def __init__(self, model: Any):
+        self.states = loop.small_states(model)
+        self.variables = [*model.metrics_variables, *self.states]
+        self._begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in self.states]
+        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in model.metrics_variables]
+        self._metrics, self.start = len(nothing), nothing + self._begun
+
+    def metrics(self, values: Sequence[Any]) -> list[Any]:
+        """The values of the metrics."""
+        return list(values[: self._metrics])
+
+    def changes(self, values: Sequence[Any]) -> list[tf.Tensor]:
+        """What the steps have added to each state."""
+        return [after - before for after, before in zip(values[self._metrics :], self._begun, strict=True)]
 
 
 class _Left:

@@ -136,18 +136,16 @@ class HogwildReplica(ClosureReplica):
         super().__init__()
         self._mutex = mutex
 
-    def apply(
-        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
-    ) -> None:
+    def update(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Any) -> None:
         if self._mutex is None:
-            super().apply(apply, gradients, optimizer, variables)
+            super().update(optimizer, apply, gradients, variables)
             return
         graph = tf.compat.v1.get_default_graph()
         with tf.control_dependencies(tf.nest.flatten(list(gradients), expand_composites=True)):
             lock = tf.raw_ops.MutexLock(mutex=self._mutex)
         before = len(graph.get_operations())
         with tf.control_dependencies([lock]):
-            super().apply(apply, gradients, optimizer, variables)
+            super().update(optimizer, apply, gradients, variables)
         updates = [operation for operation in graph.get_operations()[before:] if operation.op_def.is_stateful]
         with tf.control_dependencies(updates):
             tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)

@@ -25,6 +25,7 @@ from tfdist.core.inner_loop import Program, Steps
 from tfdist.core.verification_bounds import Bound
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_coordinator
 from tfdist.options import Count, Fraction, checked_seconds
 from tfdist.strategies import _closures as closures
@@ -34,7 +35,6 @@ from tfdist.strategies import _parameter_server_data as parameter_server_data
 from tfdist.strategies import _parameter_server_job as parameter_server_job
 from tfdist.strategies import _parameter_server_modes as modes
 from tfdist.strategies import _parameter_server_waiting as waiting
-from tfdist.strategies import _results as replica_results
 from tfdist.strategies import _sharded_variable as sharded_variable
 from tfdist.strategies import base
 from tfdist.strategies._traits import Traits
@@ -191,7 +191,8 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return self.mode.program(self, steps)
 
     def run(self, step: base.Step) -> list[Any]:
-        return replica_results.local_results(self.tf_strategy, self.tf_strategy.run(lambda: step(self.mode.replica())))
+        with tensorflow_internals.without_strategy():  # whose replicas do not meet, as those of `tf.distribute` do
+            return [step(self.mode.replica())]
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""

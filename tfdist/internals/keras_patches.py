@@ -194,6 +194,24 @@ def counting(optimizer: Any, count: Callable[[Any], None]) -> Iterator[None]:
         object.__delattr__(iterations, "assign_add")
 
 
+@contextlib.contextmanager
+def applying_with(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
+    """In this context `optimizer` applies gradients by `apply(original, gradients, variables)`.
+
+    `variables` are `None` for all that it was built for; `original` is Keras' method.
+    """
+    original = optimizer.apply
+
+    def applied(grads: Any, trainable_variables: Any = None) -> None:
+        apply(original, list(grads), trainable_variables)
+
+    object.__setattr__(optimizer, "apply", applied)
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "apply")
+
+
 # `see(kind, of, value)` receives the values that a step computes; for gradients it returns those to apply.
 See = Callable[[str, Any, Any], Any]
 

@@ -15,11 +15,12 @@ from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import numpy as tensorflow_numpy
 from keras.src.initializers.random_initializers import RandomInitializer
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_functions
-from tfdist.internals.keras import containers_of, optimizers
+from tfdist.internals.keras import containers_of, optimizers, set_tf_variable, tf_variable
 
 
 @contextlib.contextmanager
@@ -231,3 +232,27 @@ def assigning_nothing() -> Iterator[None]:
         yield
     finally:
         _thread.assigns = True
+
+
+@contextlib.contextmanager
+def in_place_of(variables: Sequence[Any], others: Sequence[Any]) -> Iterator[None]:
+    """In this context, Keras `variables` stand for `others`, `tf.Variable`s of the same shapes."""
+    before = list(map(tf_variable, variables))
+    for variable, other in zip(variables, others, strict=True):
+        set_tf_variable(variable, other)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            set_tf_variable(variable, value)
+
+
+@contextlib.contextmanager
+def drawing_from(generator: Any) -> Iterator[None]:
+    """In this context, and this thread, Keras' random functions without a seed draw from a seed `generator`."""
+    before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)

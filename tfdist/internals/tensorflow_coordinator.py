@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_script_ops, resource_variable_ops, script_ops
+
+from tfdist.internals import tensorflow_functions
 
 # So many steps of a job may fail by a broken connection to a server before the job ends. TensorFlow's 3 are those of
 # one reset of a few connections; a server that is gone makes 100 in no time.
@@ -97,3 +100,20 @@ def variable_of_process(name: str, shape: Sequence[int], dtype: tf.DType, stands
         whole = getattr(stands_for, "_distributed_container", lambda: stands_for)()
         found._unique_id = whole._unique_id
     return found
+
+
+def variable_of_execution(value: Any) -> Any:
+    """In a graph: a variable that begins with `value` and belongs to one execution of the graph alone."""
+    begun = tf.convert_to_tensor(value)
+    handle = tf.raw_ops.VarHandleOp(dtype=begun.dtype, shape=begun.shape, shared_name=context.anonymous_name())
+    made = resource_variable_ops.VariableSpec(begun.shape, begun.dtype, trainable=False)._from_components([handle])
+    made.assign(begun)
+    return made
+
+
+def is_changed(variable: Any) -> bool:
+    """Whether the present graph does more with a `variable_of_execution` than to begin and to read it."""
+    outside, inside = tensorflow_functions.captured(tf.compat.v1.get_default_graph())
+    here = [placeholder for tensor, placeholder in zip(outside, inside, strict=True) if tensor is variable.handle]
+    uses = [one for tensor in here or [variable.handle] for one in tensor.consumers() if one.type != "ReadVariableOp"]
+    return len(uses) > (0 if here else 1)  # where it was made, one of them has begun it
