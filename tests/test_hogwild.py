@@ -80,6 +80,67 @@ def test_steps_of_threads_that_come_one_after_the_other_are_those_of_one_device(
     assert history["staleness_max"] == [0, 0, 0]
 
 
+class OwnStep(keras.Model):
+    """A step as users write it: two optimizers, a queue of examples, a count, a `tf.Variable`, metrics of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = layers.Dense(4), layers.Dense(2)
+        self.second = keras.optimizers.Adam(0.01)
+        self.queue = self.add_weight(shape=(8, 4), initializer="zeros", trainable=False)
+        self.seen = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+        self.norm = tf.Variable(0.0, trainable=False)
+        self.mean, self.unused = keras.metrics.Mean("mean"), keras.metrics.Mean("unused")
+
+    def build(self, shape):
+        self.encoder.build(shape)
+        self.head.build((None, 4))
+        self.second.build(self.head.trainable_variables)
+        self.built = True
+
+    def call(self, inputs, training=False):
+        return self.head(self.encoder(inputs))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            codes = self.encoder(x)
+            joint = tf.concat([codes, self.queue.value], 0)
+            loss = tf.reduce_mean(self.compute_loss(y=y, y_pred=self.head(codes))) + 0.01 * tf.math.reduce_std(joint)
+        self.optimizer.apply(tape.gradient(loss, self.encoder.trainable_variables), self.encoder.trainable_variables)
+        self.second.apply(tape.gradient(loss, self.head.trainable_variables))
+        for weight in self.encoder.trainable_variables:
+            weight.assign(tf.clip_by_norm(weight, 1.5))
+        self.queue.assign(tf.concat([codes, self.queue.value], 0)[:8])
+        self.seen.assign_add(tf.shape(x)[0])
+        self.norm.assign(0.9 * self.norm + tf.norm(self.encoder.kernel))
+        self.mean.update_state(loss)
+        return {"mean": self.mean.result(), "unused": loss, "norm": self.norm.read_value()}
+
+
+def trained_by_own_step(name, **options):
+    strategy = tfdist.strategy(name, seed=1, **options)
+    if options:
+        strategy._threads = ThreadPoolExecutor(1)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = OwnStep()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.build((None, 8))
+    history = strategy.fit(model, X.astype("float32") / WORDS, Y, batch_size=BATCH, epochs=2, verbose=0)
+    return model, history.history
+
+
+def test_a_step_of_the_users_own_is_that_of_one_device_if_no_other_comes_between():
+    found, history = trained_by_own_step("hogwild", workers=2)
+    wanted, of_single = trained_by_own_step("single")
+    assert_equal(found, wanted)
+    assert int(found.seen.numpy()) == 2 * EXAMPLES
+    np.testing.assert_allclose(found.norm.numpy(), wanted.norm.numpy(), rtol=1e-5)
+    for name, values in of_single.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+
+
 def test_one_thread_computes_what_single_does():
     found, history = train("hogwild", "adam", workers=1)
     wanted, of_single = train("single", "adam")

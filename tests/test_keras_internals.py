@@ -222,6 +222,41 @@ def test_around_the_update_of_an_optimizer_its_gradients_can_be_changed_and_none
     assert doubled.get_config() | {"name": ""} == plain.get_config() | {"name": ""}
 
 
+def test_an_optimizer_applies_gradients_as_it_is_told_within_a_context_alone():
+    optimizer, weight, told = keras.optimizers.SGD(1.0), keras.Variable([3.0]), []
+
+    def apply(original, gradients, variables):
+        told.append((gradients, None if variables is None else list(variables)))
+        original([2 * one for one in gradients], variables)
+
+    optimizer.build([weight])
+    with keras_patches.applying_with(optimizer, apply):
+        optimizer.apply_gradients([(tf.constant([1.0]), weight)])
+        optimizer.apply([tf.constant([0.5])])
+    optimizer.apply([tf.constant([1.0])], [weight])
+    assert weight.numpy().tolist() == [-1.0]
+    assert [variables for _, variables in told] == [[weight], None]
+
+
+def test_variables_stand_for_others_within_a_context_alone():
+    weight, other = keras.Variable([1.0, 2.0]), tf.Variable([5.0])
+    with keras_variables.in_place_of([weight], [other]):
+        weight.assign_add([1.0])
+        assert weight.shape == (1,)
+    assert weight.numpy().tolist() == [1.0, 2.0]
+    assert other.numpy().tolist() == [6.0]
+
+
+def test_draws_without_a_seed_take_it_from_a_generator_within_a_context_alone():
+    generator = keras.random.SeedGenerator(3)
+    with keras_variables.drawing_from(generator):
+        drawn = keras.random.normal((2,))
+    assert drawn.numpy().tolist() == keras.random.normal((2,), seed=3).numpy().tolist()
+    before = generator.state.numpy().tolist()
+    keras.random.normal((2,))
+    assert generator.state.numpy().tolist() == before
+
+
 def test_looking_up_rows_gives_what_taking_them_gives():
     table = keras.Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     indices = keras.ops.convert_to_tensor([[2, 0], [-1, 2]])

@@ -105,6 +105,27 @@ def test_a_variable_of_a_process_is_found_by_name_and_stands_for_another_with_ke
     assert int(step()[1]) == 0
 
 
+def test_a_variable_of_an_execution_begins_anew_and_tells_whether_a_step_changes_it():
+    changed = []
+
+    @tf.function
+    def steps(value):
+        own = tensorflow_coordinator.variable_of_execution(value)
+        read = tensorflow_coordinator.variable_of_execution(value)
+        changed.append([tensorflow_coordinator.is_changed(one) for one in (own, read)])
+
+        def body(number):
+            own.assign_add(read + 1.0)
+            changed.append([tensorflow_coordinator.is_changed(one) for one in (own, read)])
+            return number + 1
+
+        tf.while_loop(lambda number: number < 3, body, [0])
+        return own.read_value()
+
+    assert [float(steps(tf.constant(value))) for value in (0.0, 1.0, 0.0)] == [3.0, 7.0, 3.0]
+    assert changed == [[False, False], [True, False]]
+
+
 def test_what_tells_that_all_closures_have_ended_exists():
     assert "TF_COORDINATOR_IGNORE_TRANSIENT_PS_FAILURES" in inspect.getsource(cluster_coordinator.Cluster)
     queue = cluster_coordinator._CoordinatedClosureQueue()
