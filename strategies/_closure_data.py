@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.pipeline import batch_parts
 from tfdist.data.pipeline.array_feed import ArrayBatches, ArrayFeed
 from tfdist.data.pipeline.batch_feed import FetchedBatches
+from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.feed import Batches, WrappedFeed
 from tfdist.internals import keras_data
 
@@ -32,11 +34,13 @@ class Closure:
         arguments: the data, and the number of steps.
         steps: the number of steps.
         whole: it has as many steps as a closure can have, each with a full batch.
+        examples: the number of examples of all steps; `None` for a batch whose tensors have different lengths.
     """
 
     arguments: tuple[Any, ...]
     steps: int
     whole: bool = False
+    examples: int | None = None
 
 
 class ClosurePass:
@@ -75,7 +79,7 @@ class Indices(ClosurePass):
                 indices = np.arange(len(indices), dtype=indices.dtype)
             examples = tuple(tf.constant(of_each) for of_each in (indices, *rest))
             whole = len(indices) == STEPS_OF_A_CLOSURE * self.batch_size
-            yield Closure(((arrays, examples), tf.constant(steps)), steps, whole)
+            yield Closure(((arrays, examples), tf.constant(steps)), steps, whole, len(indices))
 
 
 class IndexedArrays(WrappedFeed):
@@ -140,4 +144,9 @@ def closures(batches: Batches, state: Any, first: int, count: int, length: int) 
         yield from state.closures(first, count, length)
     else:
         for batch in batches.take(state, first, count):
-            yield Closure((batch, tf.constant(1)), 1)
+            yield Closure((batch, tf.constant(1)), 1, examples=_examples(batch))
+
+
+def _examples(batch: Any) -> int | None:
+    (found,) = batch_parts.lengths_of_parts(tf.nest.flatten(batch), WHOLE)
+    return None if int(found) == batch_parts.UNEQUAL else int(found)

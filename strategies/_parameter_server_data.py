@@ -134,7 +134,7 @@ class ReadByWorkers(OfWorkers):
 
     def start(self, epoch: int, first_batch: int) -> Numbers:
         self._files.begin(epoch)
-        return Numbers(epoch, self._files.num_batches)
+        return Numbers(epoch, self._files.num_batches, self._files.examples, self._files.batch_size)
 
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Numbers:
         del saved
@@ -147,12 +147,15 @@ class Numbers(ClosurePass):
 
     epoch: int
     num_batches: int
+    examples: int
+    batch_size: int
 
     def closures(self, first: int, count: int, length: int) -> Iterator[Closure]:
         for begin in range(first, min(first + count, self.num_batches), length):
             end = min(begin + length, first + count, self.num_batches)
             place = tf.constant([self.epoch, begin, end], tf.int64)
-            yield Closure((place, tf.constant(end - begin)), end - begin, end - begin == STEPS_OF_A_CLOSURE)
+            examples = min(end * self.batch_size, self.examples) - begin * self.batch_size
+            yield Closure((place, tf.constant(end - begin)), end - begin, end - begin == STEPS_OF_A_CLOSURE, examples)
 
 
 @dataclass(frozen=True)

@@ -5,239 +5,274 @@
         one more closure             the servers add them, and update the variables
 
 A closure that runs twice, since its worker was lost, leaves the same in the same place: nothing counts twice, and the
-sum has one order. Workers cannot communicate within a step; what needs a sum over the batch in the middle of a step is
-refused.
+sum has one order. The step is that of one device, partitioned; one that exchanges more than its gradients takes more
+rounds of closures, see `tfdist.strategies._round_mesh`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.core import assignments, exact_step, fused_optimizers, randomness, share
+from tfdist import spmd
 from tfdist.core.inner_loop import Steps
+from tfdist.core.metrics import Logs
+from tfdist.core.one_device_step import OneDeviceStep, Rows, step_of
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
-from tfdist.data.pipeline.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_functions
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
+from tfdist.spmd.draws import Streams
+from tfdist.spmd.placements import Partial, Placed, Shard
 from tfdist.strategies import _closure_data as data
 from tfdist.strategies import _closures as loop
-from tfdist.strategies import base
-
-_HINT = "use `multiworker` or `horovod`, whose processes communicate within a step, or `mode=asp`"
-
-
-class PartReplica(base.Replica):
-    """A worker's step on its part of the batch; its gradients are left where they are added later.
-
-    Args:
-        index: of the part.
-        division: of a batch among the parts.
-        whole: the number of examples of the batch.
-    """
-
-    alone = False
-
-    def __init__(self, index: int, division: Division, whole: Any):
-        super().__init__(index, division.count)
-        self._before, self._whole = division.part(whole, index)[0], whole
-        self.left: list[tuple[Any, Any]] = []  # variables, and their gradients
-
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        if tensors:
-            raise UsageError(
-                "The step needs a sum over the whole batch before it can go on, for a mask, a metric, a gradient that "
-                "it looks at, or a variable that it sets, and the workers of `mode=bsp` do not communicate within a "
-                "step",
-                _HINT,
-            )
-        return tensors
-
-    def all_gather(self, structure: Any) -> Any:
-        return self.all_reduce([structure])
-
-    def examples_before(self, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        del count
-        return tf.convert_to_tensor(self._before), tf.convert_to_tensor(self._whole)
-
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        # Keras' own step passes gradients to the optimizer as they are, which is where they are left.
-        return list(gradients) if self.keras_optimizer is not None else super().reduce(gradients)
-
-    def reduces_later(self, variables: Sequence[Any]) -> bool:
-        del variables
-        return self.keras_optimizer is not None
-
-    def apply(self, apply: Any, gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None) -> None:
-        del apply
-        of = keras_internals.trainable_variables(optimizer) if variables is None else variables
-        self.left += [(v, g) for v, g in zip(of, gradients, strict=True) if g is not None]
+from tfdist.strategies._round_mesh import HINT, Places, Rehearsal, Round, RoundEnds, RoundMesh, Update
 
 
 class SynchronousProgram(loop.ClosureProgram):
-    """Runs `model.train_step` on parts of each batch, and updates the variables once per batch."""
+    """Runs `model.train_step` of one device on parts of each batch, and updates the variables once per batch."""
 
     def __init__(self, strategy: Any, steps: Steps):
-        if keras_internals.has_own_step(steps.model, "train"):
-            raise UsageError(
-                f"The model `{steps.model.name}` has a `train_step` of its own, and with `mode=bsp` the gradients are "
-                "complete only when it has ended",
-                _HINT,
-            )
         super().__init__(strategy, steps, measures_staleness=False)
-        self._left = [_Left() for _ in range(strategy.num_workers)]
+        step = step_of(strategy, steps.model, self._step_name, self._recomputation)
+        self.one_device = OneDeviceStep(strategy, steps, step)
+        self.streams = _Streams(self._place_on_server)
+        self._of_sizes: dict[Rows, _StepOfSizes] = {}
 
     def _make_functions(self) -> Any:
-        def of_part(index: int) -> Any:
-            return tf.function(functools.partial(self._part, index), autograph=False, reduce_retracing=True)
-
-        self._parts = [of_part(index) for index in range(self._strategy.num_workers)]
-        self._update = tf.function(self._add_and_update, autograph=False)
-        return self._update, self._update
+        return None, None  # there are some for each size of a batch
 
     def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[loop.Result], bool]]:
         done = 0
         for closure in data.closures(self._given, state, first, count, 1):
-            parts = [self._strategy.schedule(part, closure.arguments) for part in self._parts]
-            vectors = self._strategy.results_of(parts)
-            self._strategy.results_of([self._strategy.schedule(self._update, ())])
+            division = self._strategy.division
+            rows = () if closure.examples is None else tuple(batch_parts.rows(closure.examples, division))
+            if rows not in self._of_sizes:
+                self._of_sizes[rows] = _StepOfSizes(self, self._strategy, self._model, rows)
             done += 1
-            yield list(map(self._codec.unpack, vectors)), False
+            yield self._run(self._of_sizes[rows], closure), False
         if done < count:
             yield [], True
+
+    def _run(self, step: _StepOfSizes, closure: data.Closure) -> list[loop.Result]:
+        self._metrics_updated |= step.metrics_updated
+        vectors: list[Any] = []
+        for number in range(step.rounds):  # of which the last one counts in metrics
+            parts = [self._strategy.schedule(part, closure.arguments) for part in step.parts(number)]
+            vectors = self._strategy.results_of(parts)
+        arguments = () if step.rounds else closure.arguments
+        (updated,) = self._strategy.results_of([self._strategy.schedule(step.update, arguments)])
+        return [self._codec.unpack(vector) for vector in (*vectors, updated)]
 
     def _steps_of(self, results: Sequence[loop.Result]) -> int:
         return min(1, len(results))
 
-    def _part(self, index: int, state: Any, count: tf.Tensor) -> tf.Tensor:
-        """The step of one part of a batch; returns a packed `Result`."""
+    def fetched(self, state: Any, count: tf.Tensor) -> Any:
+        """The batch of a closure of one step."""
         # Not a constant 0, with which a full batch would have a static shape, by which Keras weighs some losses.
-        batch, carries = self._batches.fetch(state, count - 1), _Carries(self._model)
+        return self._batches.fetch(state, count - 1)
 
-        def on_replica(_: Any) -> Any:
-            division = Division(len(self._parts))
-            replica = PartReplica(index, division, batch_parts.common_length(tf.nest.flatten(batch)))
-            part = self._batches.part(state, batch, index, division)
-            replica.begin(*part, randomness.unseeded_of(self._strategy))
-            replica.updates = assignments.Carried(replica, carries.variables, carries.start)
-            replica.keras_optimizer = self._model.optimizer
-            exact_step.in_step(replica, self._step_function(replica))
-            self._metrics_updated |= replica.updates.metrics_updated
-            values = replica.updates.values
-            self._left[index].leave(replica, carries.states, carries.changes(values))
-            return list(map(replica.only_real, carries.metrics(values)))
+    def packed(self, metrics: Sequence[tf.Tensor], own: Logs | None) -> tf.Tensor:
+        """A packed `Result`, with what was added to the metrics, and the logs of the step if they are known."""
+        finite, zero = tf.constant(True), tf.constant(0)
+        if self._at_nan is not AtNan.NOTHING:
+            total = keras_internals.loss_tracker(self._model).total
+            index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
+            finite = tf.math.is_finite(metrics[index] + tf.convert_to_tensor(tf_variable(total)))
+        logs = self._no_logs() if own is None else tf.nest.map_structure(lambda one: tf.cast(one, tf.float32), own)
+        return self._codec.pack(loop.Result(tf.constant(1), finite, zero, zero, list(metrics), logs))
 
-        with self._own_metrics(), self._recomputation.traced():
-            (values,) = self._strategy.run(on_replica)
-        zero = tf.constant(0)
-        return self._codec.pack(loop.Result(tf.constant(1), self._finite(values), zero, zero, values, self._no_logs()))
-
-    def _finite(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        if self._at_nan is AtNan.NOTHING:
-            return tf.constant(True)
-        total = keras_internals.loss_tracker(self._model).total
-        index = next(i for i, variable in enumerate(self._model.metrics_variables) if variable is total)
-        return tf.math.is_finite(values[index])
-
-    def _add_and_update(self) -> tf.Tensor:
-        """One update of the variables, by what all parts have left."""
-        optimizer, variables = self._model.optimizer, self._model.trainable_variables
-
-        def on_replica(replica: Any) -> tf.Tensor:
-            gradients = [_total([left.places.get(id(one)) for left in self._left], one) for one in variables]
-            with replica.updating(self._model):
-                optimizer.apply(gradients, variables)
-            return tf.constant(True)
-
-        with fused_optimizers.fused(optimizer, self._strategy.fused, locking=True):
-            (done,) = self._strategy.run(on_replica)
-        for variable in loop.small_states(self._model):
-            # What is counted, as the numbers that were drawn, each part has counted alike.
-            parts = self._left if tf_variable(variable).dtype.is_floating else self._left[:1]
-            change = _total([left.places.get(id(variable)) for left in parts], variable)
-            if change is not None:
-                tf_variable(variable).assign_add(change)
-        return done
+    def _place_on_server(self) -> tf.Variable:
+        with self._strategy.scope():
+            return tf.Variable(0, trainable=False, dtype=tf.int64)
 
 
-class _Carries:
-    """What the steps of a closure hand on: the metrics, from zero, and the small states of the model.
+class _Streams(Streams):
+    """Random streams whose places are on the servers."""
+
+    def drawn_by_kernel(self, node: Any, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        raise UsageError(
+            f"The step draws by `{node.operation.type}` with a seed, whose place in its stream the workers of "
+            "`mode=bsp` do not share",
+            f"draw by `keras.random`; or {HINT}",
+        )
+
+
+class _StepOfSizes:
+    """The closures of a step, for batches of one size.
+
+    Args:
+        program: whose step it is.
+        strategy: has the servers.
+        model: that is trained.
+        rows: the number of examples of each part; none for a batch whose tensors have different lengths.
 
     Attributes:
-        states: the variables of these.
-        variables: those of the metrics, and the states.
-        start: the values of `variables` as the closure begins.
+        rounds: the number of rounds before the update; 0 if it computes the whole step.
+        update: the `tf.function` of the update; it takes the arguments of a closure if it computes the whole step.
+        metrics_updated: the `id`s of the metrics' variables that the step updates.
     """
+
+    def __init__(self, program: SynchronousProgram, strategy: Any, model: Any, rows: Rows):
+        self._program, self._model = program, model
+        self._step = program.one_device
+        self._traced = self._step.trace()
+        self._count = strategy.division.count
+        self._rows = rows
+        specs = tf.nest.flatten(keras_data.without_optionals(self._step.spec))
+        self._specs = [spec for spec in specs if spec is not None]
+        all_dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in self._specs)
+        self._shard = rows if all_dense and self._step.is_sharded(rows) else None
+        self._places = Places(self._count, _Servers(model))
+        self._metrics = [(id(_handle(one)), one) for one in model.metrics_variables]
+        self._terms = dict(self._step.terms)
+        rehearsal = self._rehearsed()
+        self.rounds = rehearsal.exchanges
+        self._early = [handle for handle, (first, _) in rehearsal.assigned.items() if first < self.rounds]
+        self.metrics_updated = {id(one) for handle, one in self._metrics if handle in rehearsal.assigned}
+        self._parts: dict[int, list[Any]] = {}
+        update = self._update if self.rounds else self._whole
+        self.update = tf.function(update, autograph=False, reduce_retracing=True)
+
+    def parts(self, number: int) -> list[Any]:
+        """The `tf.function`s of all parts in a round."""
+        if number not in self._parts:
+            closures = [functools.partial(self._part, part, number) for part in range(self._count)]
+            self._parts[number] = [tf.function(one, autograph=False, reduce_retracing=True) for one in closures]
+        return self._parts[number]
+
+    def _rehearsed(self) -> Rehearsal:
+        """A rehearsal in which no part adds to a metric after the last exchange, when parts have left the step."""
+        while True:
+            mesh = Rehearsal(self._count)
+            if self._shard is not None:
+                with tf.__internal__.FuncGraph("rehearsal").as_default():
+                    self._compute(mesh, self._without_batch(mesh), self._program.streams, self._terms)
+            late = [key for key in self._terms if mesh.assigned.get(key, (0, -1))[1] == mesh.exchanges]
+            if not late or not mesh.exchanges:
+                return mesh
+            for key in late:
+                del self._terms[key]  # it is exchanged like any other value
+
+    def _compute(
+        self, mesh: RoundMesh, batch: Sequence[Placed], streams: Streams, variables: Mapping[int, Placed]
+    ) -> Logs:
+        found: Logs = spmd.compute(self._traced, mesh, batch, self._shard, spmd.Cost(), streams, variables)
+        return found
+
+    def _without_batch(self, mesh: RoundMesh) -> list[Placed]:
+        """Placeholders for the part of a batch that `mesh` has."""
+        (part,) = mesh.local
+        shapes = [[self._rows[part], *spec.shape[1:]] for spec in self._specs]
+        tensors = [tf.compat.v1.placeholder(spec.dtype, shape) for spec, shape in zip(self._specs, shapes, strict=True)]
+        return [Placed(Shard.of_rows(self._rows), [tensor], replica=part) for tensor in tensors]
+
+    def _part(self, part: int, number: int, state: Any, count: tf.Tensor) -> tf.Tensor:
+        """A part of the step in a round; returns a packed `Result`, whose metrics count in the last round."""
+        mesh = Round(part, self._count, self._places, number)
+        batch = self._step.placed(state, self._program.fetched(state, count), self._rows, mesh)
+        held = _Held(self._metrics, self._terms)
+        # What the step assigns before it ends here, it will assign again in the next round.
+        outside = {id(tensor): tensor for tensor in tensorflow_functions.captured(self._traced.graph)[0]}
+        early = {key: _copy(outside[key]) for key in self._early if key in outside and key not in held.variables}
+        places = {
+            name: tensorflow_coordinator.variable_of_execution(place)
+            for name, place in self._program.streams.places.items()
+        }
+        streams = _Streams(self._program.streams.make, places)
+        with tensorflow_internals.without_strategy():
+            with contextlib.suppress(RoundEnds):
+                self._compute(mesh, batch, streams, held.variables | early)
+            return self._program.packed(held.added(), None)
+
+    def _update(self) -> tf.Tensor:
+        """The update of the variables, by what the parts have left."""
+        held = _Held(self._metrics, self._terms)
+        mesh = Update(self._count, self._places, self.rounds, held.handles)
+        with mesh.scratch.as_default():
+            batch = self._without_batch(mesh)
+        return self._updated(mesh, batch, held)
+
+    def _whole(self, state: Any, count: tf.Tensor) -> tf.Tensor:
+        """The whole step, of a batch that cannot be divided, or of one without an exchange."""
+        self._shard = None
+        held = _Held(self._metrics, self._terms)
+        mesh = Update(self._count, self._places, 0, held.handles)
+        return self._updated(mesh, self._step.placed(state, self._program.fetched(state, count), (), mesh), held)
+
+    def _updated(self, mesh: Update, batch: Sequence[Placed], held: _Held) -> tf.Tensor:
+        with tensorflow_internals.without_strategy():
+            logs = self._compute(mesh, batch, self._program.streams, held.variables)
+            return self._program.packed(held.added(), logs or None)
+
+
+class _Held:
+    """What a closure adds to metrics, in variables of its own which begin at zero.
+
+    Attributes:
+        variables: by the `id` of a metric's handle.
+    """
+
+    def __init__(self, metrics: Sequence[tuple[int, Any]], terms: Mapping[int, Placed]):
+        self._nothing = [tf.zeros(one.shape, tf_variable(one).dtype) for _, one in metrics]
+        self._own = [
+            tensorflow_coordinator.variable_of_execution(zero) if handle in terms else None
+            for (handle, _), zero in zip(metrics, self._nothing, strict=True)
+        ]
+        self.variables = {
+            handle: Placed(Partial(), [own.handle])
+            for (handle, _), own in zip(metrics, self._own, strict=True)
+            if own is not None
+        }
+
+    @property
+    def handles(self) -> list[tf.Tensor]:
+        """Of all of them."""
+        return [own.handle for own in self._own if own is not None]
+
+    def added(self) -> list[tf.Tensor]:
+        """What was added to each variable of the metrics; others than `variables` are on the servers."""
+        pairs = zip(self._own, self._nothing, strict=True)
+        return [zero if own is None else own.read_value() for own, zero in pairs]
+
+
+class _Servers:
+    """The server for what is exchanged: for a gradient that of a variable of its shape."""
 
     def __init__(self, model: Any):
-        self.states = loop.small_states(model)
-        self.variables = [*model.metrics_variables, *self.states]
-        self._begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in self.states]
-        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in model.metrics_variables]
-        self._metrics, self.start = len(nothing), nothing + self._begun
+        variables = [tf_variable(one) for one in model.trainable_variables]
+        of_shapes: dict[tuple[int, ...], list[str]] = {}
+        for one in variables:
+            of_shapes.setdefault(tuple(one.shape), []).append(getattr(one, "device", None) or _FIRST_SERVER)
+        self._of_shapes = {shape: itertools.cycle(devices) for shape, devices in of_shapes.items()}
 
-    def metrics(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the metrics."""
-        return list(values[: self._metrics])
-
-    def changes(self, values: Sequence[Any]) -> list[tf.Tensor]:
-        """What the steps have added to each state."""
-        return [after - before for after, before in zip(values[self._metrics :], self._begun, strict=True)]
+    def __call__(self, like: Any) -> str:
+        shape = tuple(like.shape) if like.shape.rank is not None else ()
+        return next(self._of_shapes.get(shape, iter([_FIRST_SERVER])))
 
 
-class _Left:
-    """What one part leaves on the servers: for each variable, a place beside it.
-
-    Attributes:
-        places: by the `id` of the Keras variable; those that the traced step has left something in. A sparse gradient
-            has two, for its values and its indices.
-    """
-
-    def __init__(self) -> None:
-        self.places: dict[int, tuple[tf.Variable, ...]] = {}
-
-    def leave(self, replica: PartReplica, states: Sequence[Any], changes: Sequence[tf.Tensor]) -> None:
-        """Leaves the gradients of a step, and the changes of other variables, whose mean over the batch counts."""
-        weighed = [
-            share.weigh(replica, change) if change.dtype.is_floating else replica.only_real(change)
-            for change in changes
-        ]
-        for variable, value in (*replica.left, *zip(states, weighed, strict=True)):
-            values = (value.values, value.indices) if isinstance(value, tf.IndexedSlices) else (value,)
-            if id(variable) not in self.places:
-                self.places[id(variable)] = tuple(_place(tf_variable(variable).device, one) for one in values)
-            for place, one in zip(self.places[id(variable)], values, strict=True):
-                place.assign(one)
+_FIRST_SERVER = "/job:ps/task:0/device:CPU:0"
 
 
-def _place(device: str, like: tf.Tensor) -> tf.Variable:
-    """A variable on `device` for tensors of the dtype of `like`, and of its shape if that is fixed, else of any."""
-    fixed = like.shape.is_fully_defined()
-    shape = like.shape if fixed else [0 if size is None else size for size in like.shape]
-    with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(device):
-        # With a dimension that is not known, a worker crashes: seen in TensorFlow 2.21.0.
-        any_shape = tf.TensorShape(None)
-        return tf.Variable(tf.zeros(shape, like.dtype), shape=like.shape if fixed else any_shape, trainable=False)
+def _handle(variable: Any) -> tf.Tensor:
+    return tf_variable(variable).handle
 
 
-def _total(places: Sequence[tuple[tf.Variable, ...] | None], like: Any) -> Any:
-    """The sum of what has been left for the variable `like`, on the server that has it, in the order of the parts.
-
-    Sparse gradients stay lists of rows, of which a row that several parts have touched occurs several times, as it does
-    on one device: adaptive optimizers of Keras tell the difference.
-    """
-    left = [tuple(map(tf.convert_to_tensor, place)) for place in places if place is not None]
-    if not left:
-        return None
-    with tf.device(tf_variable(like).device):
-        if len(left[0]) == 1:
-            return tf.add_n([value for (value,) in left])
-        rows = [(tf.ensure_shape(values, [None, *like.shape[1:]]), tf.ensure_shape(at, [None])) for values, at in left]
-        values, indices = (tf.concat(pieces, 0) for pieces in zip(*rows, strict=True))
-        return tf.IndexedSlices(values, indices, tf.constant(list(like.shape), indices.dtype))
+def _copy(handle: tf.Tensor) -> Placed:
+    """A variable of this execution with the value of another one."""
+    if not tensorflow_functions.is_variable(handle):
+        raise UsageError(
+            "The step changes a table before all workers have exchanged what it needs, and those of `mode=bsp` compute "
+            "a step in several rounds",
+            HINT,
+        )
+    own = tensorflow_coordinator.variable_of_execution(tensorflow_functions.read(handle))
+    return spmd.replicated([own.handle])

@@ -21,12 +21,14 @@ from pydantic import Field
 from tfdist.cluster import ports, rendezvous
 from tfdist.cluster.task import Task
 from tfdist.cluster.world import World
+from tfdist.core import randomness
 from tfdist.core.inner_loop import Program, Steps
 from tfdist.core.verification_bounds import Bound
+from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
+from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.internals import tensorflow_coordinator
 from tfdist.options import Count, Fraction, checked_seconds
 from tfdist.strategies import _closures as closures
 from tfdist.strategies import _distribute as distribute
@@ -37,6 +39,8 @@ from tfdist.strategies import _parameter_server_modes as modes
 from tfdist.strategies import _parameter_server_waiting as waiting
 from tfdist.strategies import _sharded_variable as sharded_variable
 from tfdist.strategies import base
+from tfdist.strategies._closure_replica import ClosureReplica
+from tfdist.strategies._round_mesh import RoundMesh
 from tfdist.strategies._traits import Traits
 
 # A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
@@ -121,6 +125,24 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     @property
     def as_one_device(self) -> bool:  # type: ignore[override]
         return self.mode.as_one_device
+
+    @property
+    def division(self) -> Division:
+        return Division(self.num_workers) if self.mode.name == "bsp" else super().division
+
+    @property
+    def mesh(self) -> RoundMesh | None:
+        return RoundMesh(0, self.num_workers) if self.mode.name == "bsp" else None
+
+    @contextlib.contextmanager
+    def tracing(self, model: Any) -> Iterator[None]:
+        generator = randomness.unseeded_of(self)
+        with (
+            tensorflow_internals.without_strategy(),
+            keras_variables.drawing_from(generator),
+            ClosureReplica().updating(model),
+        ):
+            yield
 
     @property
     def bound(self) -> Bound | None:

@@ -10,13 +10,21 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.core import metrics
+from tfdist.core import fused_optimizers, metrics
 from tfdist.core.inner_loop import Steps
 from tfdist.core.metrics import Logs
+from tfdist.core.recomputation import Recomputation
 from tfdist.data.pipeline.batch_parts import DIFFERENT, UNEQUAL
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import CostWarning, UsageError
-from tfdist.internals import keras_batch_norm, keras_data, keras_variables, tensorflow_graphs, tensorflow_variables
+from tfdist.internals import (
+    keras_batch_norm,
+    keras_data,
+    keras_patches,
+    keras_variables,
+    tensorflow_graphs,
+    tensorflow_variables,
+)
 from tfdist.spmd import accumulators, per_replica
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Partial, Placed, Shard
@@ -39,6 +47,7 @@ class OneDeviceStep:
     Attributes:
         mesh: the replicas.
         cost: of the step of a full batch.
+        terms: by the `id` of a metric's handle, the replicas' own variables whose sum is its value.
         summed: the variables of metrics that are needed in a call as sums over the processes; of others, each process
             adds to its own term.
     """
@@ -51,10 +60,15 @@ class OneDeviceStep:
         self._traced: Any = None
         self._said = False
         self._streams = Streams()
-        self._terms: dict[int, Placed] = {}
+        self.terms: dict[int, Placed] = {}
         self.summed: list[Any] = []
         self.mesh: spmd.Mesh = strategy.mesh
         self.cost = spmd.Cost()
+
+    @property
+    def spec(self) -> Any:
+        """The `tf.TypeSpec`s of a global batch."""
+        return self._steps.spec
 
     def trace(self) -> Any:
         """The step, a `tf.types.experimental.ConcreteFunction`, as one device traces it for these data.
@@ -86,14 +100,14 @@ class OneDeviceStep:
         variables = {id(tensorflow_variables.copies(one)[0].handle): one for one in self._steps.model.metrics_variables}
         found = {key: self.mesh.terms(one) for key, one in variables.items() if id(one) not in self._read_in_steps}
         usable = accumulators.usable(self._traced, {key for key, terms in found.items() if terms})
-        self._terms = {key: Placed(Partial(), terms) for key, terms in found.items() if terms and key in usable}
-        self.summed = [one for key, one in variables.items() if key not in self._terms]
+        self.terms = {key: Placed(Partial(), terms) for key, terms in found.items() if terms and key in usable}
+        self.summed = [one for key, one in variables.items() if key not in self.terms]
 
     def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""
-        placed, cost = self._placed(state, batch, rows), spmd.Cost()
-        sharded = rows if self._is_sharded(rows) else None
-        variables = self._terms | dict(self._strategy.variables_in_parts(self._steps.model))
+        placed, cost = self.placed(state, batch, rows), spmd.Cost()
+        sharded = rows if self.is_sharded(rows) else None
+        variables = self.terms | dict(self._strategy.variables_in_parts(self._steps.model))
         results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._streams, variables)
         if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
             self.cost = cost
@@ -104,7 +118,7 @@ class OneDeviceStep:
         """Says what the step of a training costs beyond that of one device, if it is much."""
         if self._said or self._steps.kind != "train" or not self._strategy.world.is_chief:
             return
-        if not self._is_sharded(rows) or cost.repeated_share <= _MUCH:
+        if not self.is_sharded(rows) or cost.repeated_share <= _MUCH:
             return
         self._said = True
         most = max(cost.repeated, key=lambda one: one[1])[0]
@@ -117,7 +131,7 @@ class OneDeviceStep:
             stacklevel=2,
         )
 
-    def _is_sharded(self, rows: Rows) -> bool:
+    def is_sharded(self, rows: Rows) -> bool:
         """Whether each of several replicas has a part of such a batch; else each has the whole.
 
         A length of 1 may be broadcast, so that TensorFlow infers less of the shapes behind it than of others. Processes
@@ -138,15 +152,15 @@ class OneDeviceStep:
             self._strategy.coordinate(1, False)  # which says that the processes were given different batches
         return () if UNEQUAL in found else found
 
-    def _placed(self, state: Any, batch: Any, rows: Rows) -> list[Placed]:
+    def placed(self, state: Any, batch: Any, rows: Rows, mesh: spmd.Mesh | None = None) -> list[Placed]:
         """The tensors of a batch: those with a row per example are sharded, others are replicated.
 
         A batch with fewer examples than replicas is replicated.
         """
-        mesh, batches, division = self.mesh, self._steps.batches, self._strategy.division
+        mesh, batches, division = mesh or self.mesh, self._steps.batches, self._strategy.division
         specs = tf.nest.flatten(keras_data.without_optionals(self._steps.spec))
         parts: list[Any] = []
-        sharded = self._is_sharded(rows)
+        sharded = self.is_sharded(rows)
         for position, replica in enumerate(mesh.local if sharded else ()):
             with mesh.on_replica(position):
                 own = tf.nest.flatten(batches.part(state, batch, replica, division)[0])
@@ -189,6 +203,20 @@ def _of_spec(tensor: Any, spec: Any, length: int) -> Any:
     if tensor.shape.as_list() == shape:
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)
+
+
+def step_of(strategy: Any, model: Any, name: str, recomputed: Recomputation) -> Callable[[Any], Logs]:
+    """The step called `name` as it is traced: with fused updates, returning logs that are not results of metrics."""
+
+    def step(data: Any) -> Logs:
+        marked, optimizer = recomputed.marked(getattr(model, name), 0), model.optimizer
+        if optimizer is not None:
+            keras_patches.require_reduced_once(optimizer)
+        place = strategy.place_of_update(optimizer)
+        with fused_optimizers.fused(optimizer, strategy.fused, place=place), recomputed.traced():
+            return own_logs(model, name, marked(data))
+
+    return step
 
 
 def own_logs(model: Any, step_name: str, logs: Any) -> Logs:

@@ -20,16 +20,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.cluster import consensus
-from tfdist.core import fused_optimizers, rounding
+from tfdist.core import rounding
 from tfdist.core.first_step import FirstStep
 from tfdist.core.graph import Graph
 from tfdist.core.inner_loop import HOST, Outcome, PredictProgram, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
-from tfdist.core.one_device_step import OneDeviceStep, Rows, own_logs
+from tfdist.core.one_device_step import OneDeviceStep, Rows, step_of
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.spmd import Cost
 
@@ -88,13 +87,7 @@ class PartitionedProgram(StepProgram):
         return 1 + min(consensus.all_gather_object(self._strategy, int(self._finite_steps.numpy())))
 
     def _traced_step(self, data: Any) -> Logs:
-        step = self._recomputation.marked(getattr(self._model, self._step_name), 0)
-        optimizer = self._model.optimizer
-        if optimizer is not None:
-            keras_patches.require_reduced_once(optimizer)
-        place = self._strategy.place_of_update(optimizer)
-        with fused_optimizers.fused(optimizer, self._strategy.fused, place=place), self._recomputation.traced():
-            return own_logs(self._model, self._step_name, step(data))
+        return step_of(self._strategy, self._model, self._step_name, self._recomputation)(data)
 
     def _fetched(self, state: Any, step: int) -> Any:
         """The batch number `step` of the pass; `None` if there is none."""

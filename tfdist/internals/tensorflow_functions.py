@@ -55,6 +55,16 @@ def _content(handle: tf.Tensor) -> Any:
     return data.shape_and_type[0] if data is not None and data.is_set and len(data.shape_and_type) == 1 else None
 
 
+def is_variable(handle: tf.Tensor) -> bool:
+    """Whether a resource is a variable."""
+    return _content(handle) is not None
+
+
+def read(handle: tf.Tensor) -> tf.Tensor:
+    """What a variable holds, by its handle, in the present graph."""
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_content(handle).dtype)
+
+
 def size_bytes(handle: tf.Tensor) -> int:
     """The size of a variable, by its handle; an axis of unknown length counts as 1."""
     content = _content(handle)
@@ -68,7 +78,7 @@ def shape(handle: tf.Tensor) -> tuple[int, ...]:
 
 def value(handle: tf.Tensor) -> np.ndarray:
     """A copy of what a variable holds, by its handle."""
-    return np.array(tf.raw_ops.ReadVariableOp(resource=handle, dtype=_content(handle).dtype))
+    return np.array(read(handle))
 
 
 def set_value(handle: tf.Tensor, content: np.ndarray) -> None:

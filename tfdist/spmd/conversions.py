@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
@@ -69,10 +70,11 @@ class Conversions:
             and value.number not in needed_whole
             and (value.placement, placement) == (Partial(), self.mesh.parts(value.shape))
         }
-        self._scatter(list(scattered.values()))
-        left = [value for number, value in exchanged.items() if number not in scattered]
-        self._reduce([one for one in left if isinstance(one.placement, Partial) and one.in_parts() is None])
-        self._gather([one for one in left if one.converted(REPLICATE) is None])
+        with self.mesh.exchanging() if exchanged else contextlib.nullcontext():
+            self._scatter(list(scattered.values()))
+            left = [value for number, value in exchanged.items() if number not in scattered]
+            self._reduce([one for one in left if isinstance(one.placement, Partial) and one.in_parts() is None])
+            self._gather([one for one in left if one.converted(REPLICATE) is None])
         for value, placement in todo:
             if value.converted(placement) is None:
                 whole = value.converted(REPLICATE)

@@ -11,7 +11,7 @@ as in TensorFlow's `GuardedPhiloxRandom`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,23 +31,30 @@ _PHILOX = 1
 _RESERVED_PER_VALUE = 256
 
 
+def _place_of_process() -> tf.Variable:
+    with tf.device("CPU:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64)
+
+
 @dataclass
 class Streams:
     """Where the random operations of a step are in their streams, for all graphs of the step.
 
     Attributes:
+        make: makes a variable for a place.
         places: the variables with the places, by operation.
         kernels: the functions, each of one operation, that keep their place themselves.
     """
 
+    make: Callable[[], tf.Variable] = _place_of_process
     places: dict[str, tf.Variable] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
 
     def next_place(self, node: Node, shape: tf.Tensor) -> tf.Tensor:
         """Where the next draw of an operation begins, which is put behind it for the one after."""
         if node.name not in self.places:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self.places[node.name] = tf.Variable(0, trainable=False, dtype=tf.int64)
+            with tf.init_scope():
+                self.places[node.name] = self.make()
         variable = self.places[node.name]
         place = variable.read_value()
         variable.assign_add(_RESERVED_PER_VALUE * tf.reduce_prod(tf.cast(shape, tf.int64)))

@@ -57,8 +57,10 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     if operation.type in ADDITIVE:
         shape = values[0].shape
         same = shape.is_fully_defined() and all(value.shape == shape for value in values)
-        # What is added to a variable of terms, such as a count of examples, is one term on one replica.
-        summed = len(terms) == len(given) or (replicated and any(value.is_accumulated for value in values))
+        # What is added to a variable of terms, such as a count of examples, is one term on one replica; and so is what
+        # is added to a number, such as another loss, so that one exchange is made for all of them.
+        one_term = replicated and (shape.rank == 0 or any(value.is_accumulated for value in values))
+        summed = len(terms) == len(given) or one_term
         return [Partial()] * len(given) if same and summed else None
     alone = len(terms) == 1 and replicated
     return list(given) if alone and _is_linear(operation, terms[0], values[terms[0]]) else None

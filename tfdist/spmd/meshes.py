@@ -126,6 +126,10 @@ class Mesh:
         """
         raise NotImplementedError
 
+    def exchanging(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of exchanges that are made together."""
+        return contextlib.nullcontext()
+
     def trial(self) -> contextlib.AbstractContextManager[Any]:
         """The context of exchanges in a graph that is thrown away."""
         return contextlib.nullcontext()

@@ -128,9 +128,9 @@ class Partitioner:
                         heapq.heappush(ready, (order[follower], follower))
 
     def _finish(self, node: Node, plan: Plan) -> None:
-        values = [_value(slot) for slot in node.inputs]
-        with self.mesh.computing(node.operation, [tensor for value in values for tensor in value.tensors[:1]]):
-            pairs = zip(values, plan.placements, strict=True)
+        values, pairs = [_value(slot) for slot in node.inputs], _wanted(node, plan)
+        given = [value.converted(placement) or value for value, placement in pairs]
+        with self.mesh.computing(node.operation, [tensor for value in given for tensor in value.tensors[:1]]):
             outputs = plan.compute([self.conversions.placed(*pair) for pair in pairs])
         constants.note(node.operation, values, outputs)
         for slot, value in zip(node.outputs, outputs, strict=True):

@@ -1,0 +1,298 @@
+"""The replicas of a step that is computed in rounds, by workers that cannot communicate while they compute.
+
+    round r      each worker computes its part of the step up to the exchange number r, and leaves its terms on the
+                 servers; what was exchanged in earlier rounds it reads there
+    update       the rest of the step, which follows from what was exchanged, is computed once
+
+A step of Keras' own exchanges its gradients alone, and so takes one round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import spmd
+from tfdist.errors import UsageError
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.spmd import accumulators
+from tfdist.spmd.placements import Placed
+
+HINT = "use `multiworker` or `horovod`, whose processes communicate within a step, or `mode=asp`"
+
+
+class RoundEnds(Exception):  # noqa: N818 - not an error
+    """Raised in a round when its terms are left on the servers."""
+
+
+class Places:
+    """Where the parts leave what they exchange, for batches of one size.
+
+    Args:
+        count: the number of parts.
+        device_of: the server for a tensor, the gradient of a variable or something else.
+    """
+
+    def __init__(self, count: int, device_of: Callable[[tf.Tensor], str]):
+        self._count = count
+        self._device_of = device_of
+        self._made: dict[tuple[int, int], list[tf.Variable]] = {}
+
+    def of(self, exchange: int, number: int, terms: Sequence[tf.Tensor]) -> list[tf.Variable]:
+        """The places of all parts for one value of an exchange, like `terms`, one for each part or for all."""
+        if (exchange, number) not in self._made:
+            device = self._device_of(terms[0])
+            of_each = list(terms) * (self._count // len(terms))
+            self._made[exchange, number] = [_place(device, term) for term in of_each]
+        return self._made[exchange, number]
+
+
+class RoundMesh(spmd.Mesh):
+    """The parts of a batch, of which this graph computes one.
+
+    Args:
+        part: its number.
+        count: the number of parts.
+    """
+
+    def __init__(self, part: int, count: int):
+        super().__init__([""])
+        self.count, self.local = count, [part]
+        self.home = None
+        self._part = part
+        self._exchanges = self._values = 0
+        self._inside = False  # of a loop or a condition
+
+    def on_replica(self, position: int) -> contextlib.AbstractContextManager[Any]:
+        del position
+        return contextlib.nullcontext()
+
+    def on_copy(self, position: int) -> contextlib.AbstractContextManager[Any]:
+        del position
+        return contextlib.nullcontext()
+
+    def compute(self) -> None:
+        self._exchanges, self._graph = 0, tf.compat.v1.get_default_graph()
+
+    def terms(self, variable: Any) -> list[tf.Tensor] | None:
+        return [variable.value.handle]
+
+    @contextlib.contextmanager
+    def branches(self) -> Iterator[Callable[[tf.Tensor], None]]:
+        before, self._inside = self._inside, True
+        try:
+            yield lambda result: None
+        finally:
+            self._inside = before
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        self._values = 0
+        if self._inside:
+            raise UsageError(
+                "The step adds something up over the batch in a loop or a condition, and the workers of `mode=bsp` do "
+                "not communicate there",
+                HINT,
+            )
+        yield
+        self._exchanges += 1
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        before = self._exchanges, self._inside
+        self._inside = False
+        try:
+            yield
+        finally:
+            self._exchanges, self._inside = before
+
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        del gradients
+
+        def added(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+            return spmd.reduced(parts, reduction)
+
+        return [[self._exchanged(term, term.shape, added)] for (term,) in values]
+
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
+        found = []
+        for (part,), shard in zip(values, shards, strict=True):
+
+            def joined(parts: Sequence[tf.Tensor], shard: spmd.Shard = shard) -> tf.Tensor:
+                return spmd.joined(parts, shard)
+
+            found.append([self._exchanged(part, Placed(shard, [part], replica=self._part).shape, joined, shard)])
+        return found
+
+    def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        with self.exchanging():
+            return [[one] for one in self._of_first(compute, like)]
+
+    def _exchanged(
+        self,
+        term: tf.Tensor,
+        shape: tf.TensorShape,
+        combined: Callable[[Sequence[tf.Tensor]], tf.Tensor],
+        shard: spmd.Shard | None = None,
+    ) -> tf.Tensor:
+        """What the parts' terms of a value give together; `shape` is that of the whole, and `shard` where it is cut."""
+        raise NotImplementedError
+
+    def _of_first(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The results of `compute`, which the first part alone computes, once."""
+        raise NotImplementedError
+
+    def _number(self) -> tuple[int, int]:
+        """The numbers of this exchange, and of the value in it."""
+        self._values += 1
+        return self._exchanges, self._values - 1
+
+
+class Rehearsal(RoundMesh):
+    """Finds how many exchanges a step needs, and what it assigns before the last of them.
+
+    Attributes:
+        assigned: by the `id` of the handle of a variable, how many exchanges precede its first and its last change.
+    """
+
+    def __init__(self, count: int):
+        super().__init__(0, count)
+        self.assigned: dict[int, tuple[int, int]] = {}
+
+    @property
+    def exchanges(self) -> int:
+        return self._exchanges
+
+    def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        for handle in (one for one in inputs if one.dtype == tf.resource and _changes_variables(operation)):
+            first, _ = self.assigned.get(id(handle), (self._exchanges, 0))
+            self.assigned[id(handle)] = first, self._exchanges
+        return contextlib.nullcontext()
+
+    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any = None) -> tf.Tensor:
+        return tf.compat.v1.placeholder(term.dtype, shape)
+
+    def _of_first(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [tf.compat.v1.placeholder(one.dtype, one.shape) for one in like]
+
+
+class Round(RoundMesh):
+    """A round: computes one part up to an exchange.
+
+    Args:
+        part: its number.
+        count: the number of parts.
+        places: where terms are left.
+        last: the number of the exchange; of a step without one, 0, and it is computed to its end.
+    """
+
+    def __init__(self, part: int, count: int, places: Places, last: int):
+        super().__init__(part, count)
+        self._places, self._last = places, last
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        with super().exchanging():
+            yield
+        if self._exchanges > self._last:
+            raise RoundEnds
+
+    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any = None) -> tf.Tensor:
+        exchange, number = self._number()
+        places = self._places.of(exchange, number, _of_parts(term, shape, shard, self.count))
+        if exchange < self._last:
+            return _combined(places, combined, shape)
+        places[self._part].assign(term)
+        return tf.raw_ops.PlaceholderWithDefault(input=term, shape=tf.TensorShape(None))
+
+    def _of_first(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        numbers = [self._number() for _ in like]
+        places = [self._places.of(*at, [one])[0] for at, one in zip(numbers, like, strict=True)]
+        if self._exchanges == self._last:
+            for place, value in zip(places, compute() if self._part == 0 else (), strict=False):
+                place.assign(value)
+        return [_read(place, one.shape) for place, one in zip(places, like, strict=True)]
+
+
+class Update(RoundMesh):
+    """The end of a step: what follows from all exchanges. It is computed once, without a batch.
+
+    Args:
+        count: the number of parts.
+        places: where terms were left.
+        exchanges: the number of exchanges.
+        terms: the handles of variables to which the parts have added by themselves before the last exchange.
+
+    Attributes:
+        scratch: the graph of all that the parts have computed, which nobody runs.
+    """
+
+    def __init__(self, count: int, places: Places, exchanges: int, terms: Collection[tf.Tensor]):
+        super().__init__(0, count)
+        self._places, self._last = places, exchanges
+        self._terms = {id(handle) for handle in terms}
+        self.scratch = tf.__internal__.FuncGraph("parts")
+
+    def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            return contextlib.nullcontext()
+        of_parts = any(getattr(one, "graph", None) is self.scratch for one in inputs)
+        if not of_parts and (self._exchanges == self._last or not any(id(one) in self._terms for one in inputs)):
+            return contextlib.nullcontext()
+        if self._exchanges == self._last and _changes_variables(operation):
+            raise UsageError(
+                "The step changes a variable, by what the examples give together with what all workers have "
+                "exchanged, and the workers of `mode=bsp` have left the step then",
+                HINT,
+            )
+        return self.scratch.as_default()
+
+    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any = None) -> tf.Tensor:
+        return _combined(self._places.of(*self._number(), _of_parts(term, shape, shard, self.count)), combined, shape)
+
+    def _of_first(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return [_read(self._places.of(*self._number(), [one])[0], one.shape) for one in like]
+
+
+def _changes_variables(operation: tf.Operation) -> bool:
+    resources = any(tensor.dtype == tf.resource for tensor in operation.inputs)
+    return resources and operation.op_def.is_stateful and operation.type not in (accumulators.READ, "ResourceGather")
+
+
+def _of_parts(term: tf.Tensor, shape: tf.TensorShape, shard: spmd.Shard | None, count: int) -> list[tf.TensorSpec]:
+    """The dtype and shape of what each part leaves."""
+    if shard is None or shape.rank is None or not shape.is_fully_defined():
+        return [tf.TensorSpec(shape if shard is None else None, term.dtype)] * count
+    lengths = [shape.as_list() for _ in range(count)]
+    for part, own in enumerate(lengths):
+        own[shard.axis] = shard.part(shape[shard.axis], part)
+    return [tf.TensorSpec(own, term.dtype) for own in lengths]
+
+
+def _combined(
+    places: Sequence[tf.Variable], combined: Callable[[Sequence[tf.Tensor]], tf.Tensor], shape: tf.TensorShape
+) -> tf.Tensor:
+    with tf.device(places[0].device):
+        found = combined([_read(place, place.shape) for place in places])
+    found.set_shape(shape)
+    return found
+
+
+def _read(place: tf.Variable, shape: tf.TensorShape) -> tf.Tensor:
+    with tf.device(place.device):
+        return tf.ensure_shape(place.read_value(), shape)
+
+
+def _place(device: str, like: Any) -> tf.Variable:
+    """A variable on `device` for tensors of the dtype of `like`, and of its shape if that is fixed, else of any."""
+    fixed = like.shape.is_fully_defined()
+    shape = like.shape if fixed else []
+    with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(device):
+        # With a dimension that is not known, a worker crashes: seen in TensorFlow 2.21.0.
+        any_shape = tf.TensorShape(None)
+        return tf.Variable(tf.zeros(shape, like.dtype), shape=like.shape if fixed else any_shape, trainable=False)
