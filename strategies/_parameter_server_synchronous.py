@@ -30,11 +30,12 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_functions
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
+from tfdist.spmd import accumulators
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Partial, Placed, Shard
 from tfdist.strategies import _closure_data as data
 from tfdist.strategies import _closures as loop
-from tfdist.strategies._round_mesh import HINT, Places, Rehearsal, Round, RoundEnds, RoundMesh, Update
+from tfdist.strategies._round_mesh import NotInRounds, Places, Rehearsal, Round, RoundEnds, RoundMesh, Update, Whole
 
 
 class SynchronousProgram(loop.ClosureProgram):
@@ -102,7 +103,7 @@ class _Streams(Streams):
         raise UsageError(
             f"The step draws by `{node.operation.type}` with a seed, whose place in its stream the workers of "
             "`mode=bsp` do not share",
-            f"draw by `keras.random`; or {HINT}",
+            "draw by `keras.random`, or use `multiworker` or `horovod`",
         )
 
 
@@ -125,6 +126,7 @@ class _StepOfSizes:
         self._program, self._model = program, model
         self._step = program.one_device
         self._traced = self._step.trace()
+        loop.require_no_python(self._traced.graph.get_operations())
         self._count = strategy.division.count
         self._rows = rows
         specs = tf.nest.flatten(keras_data.without_optionals(self._step.spec))
@@ -134,10 +136,11 @@ class _StepOfSizes:
         self._places = Places(self._count, _Servers(model))
         self._metrics = [(id(_handle(one)), one) for one in model.metrics_variables]
         self._terms = dict(self._step.terms)
-        rehearsal = self._rehearsed()
-        self.rounds = rehearsal.exchanges
-        self._early = [handle for handle, (first, _) in rehearsal.assigned.items() if first < self.rounds]
-        self.metrics_updated = {id(one) for handle, one in self._metrics if handle in rehearsal.assigned}
+        outside, inside = tensorflow_functions.captured(self._traced.graph)
+        self._handles = {id(handle): handle for handle in outside}
+        changed = {id(one) for one, own in zip(outside, inside, strict=True) if not _is_read_only(own)}
+        self.metrics_updated = {id(one) for handle, one in self._metrics if handle in changed}
+        self.rounds, self._early = self._rehearsed()
         self._parts: dict[int, list[Any]] = {}
         update = self._update if self.rounds else self._whole
         self.update = tf.function(update, autograph=False, reduce_retracing=True)
@@ -149,18 +152,28 @@ class _StepOfSizes:
             self._parts[number] = [tf.function(one, autograph=False, reduce_retracing=True) for one in closures]
         return self._parts[number]
 
-    def _rehearsed(self) -> Rehearsal:
-        """A rehearsal in which no part adds to a metric after the last exchange, when parts have left the step."""
-        while True:
+    def _rehearsed(self) -> tuple[int, list[int]]:
+        """The number of rounds, and by the `id`s of their handles, the variables that the step changes before the last.
+
+        Without rounds, the update computes the whole step.
+        """
+        while self._shard is not None:
             mesh = Rehearsal(self._count)
-            if self._shard is not None:
+            try:
                 with tf.__internal__.FuncGraph("rehearsal").as_default():
                     self._compute(mesh, self._without_batch(mesh), self._program.streams, self._terms)
-            late = [key for key in self._terms if mesh.assigned.get(key, (0, -1))[1] == mesh.exchanges]
-            if not late or not mesh.exchanges:
-                return mesh
+            except NotInRounds:
+                break
+            # The parts have left the step after the last exchange, and nobody adds to a metric then.
+            late = [key for key in self._terms if mesh.changed.get(key, (0, -1))[1] == mesh.exchanges > 0]
+            if not late:
+                early = [key for key, (first, _) in mesh.changed.items() if first < mesh.exchanges]
+                early = [key for key in early if key in self._handles and key not in self._terms]
+                can_hold = all(tensorflow_functions.is_variable(self._handles[key]) for key in early)
+                return (mesh.exchanges, early) if can_hold else (0, [])
             for key in late:
-                del self._terms[key]  # it is exchanged like any other value
+                del self._terms[key]  # what is added is exchanged like any other value
+        return 0, []
 
     def _compute(
         self, mesh: RoundMesh, batch: Sequence[Placed], streams: Streams, variables: Mapping[int, Placed]
@@ -181,8 +194,7 @@ class _StepOfSizes:
         batch = self._step.placed(state, self._program.fetched(state, count), self._rows, mesh)
         held = _Held(self._metrics, self._terms)
         # What the step assigns before it ends here, it will assign again in the next round.
-        outside = {id(tensor): tensor for tensor in tensorflow_functions.captured(self._traced.graph)[0]}
-        early = {key: _copy(outside[key]) for key in self._early if key in outside and key not in held.variables}
+        early = {key: _copy(self._handles[key]) for key in self._early}
         places = {
             name: tensorflow_coordinator.variable_of_execution(place)
             for name, place in self._program.streams.places.items()
@@ -203,12 +215,11 @@ class _StepOfSizes:
 
     def _whole(self, state: Any, count: tf.Tensor) -> tf.Tensor:
         """The whole step, of a batch that cannot be divided, or of one without an exchange."""
-        self._shard = None
-        held = _Held(self._metrics, self._terms)
-        mesh = Update(self._count, self._places, 0, held.handles)
-        return self._updated(mesh, self._step.placed(state, self._program.fetched(state, count), (), mesh), held)
+        self._shard, mesh = None, Whole()
+        batch = self._step.placed(state, self._program.fetched(state, count), (), mesh)
+        return self._updated(mesh, batch, _Held(self._metrics, self._terms))
 
-    def _updated(self, mesh: Update, batch: Sequence[Placed], held: _Held) -> tf.Tensor:
+    def _updated(self, mesh: RoundMesh, batch: Sequence[Placed], held: _Held) -> tf.Tensor:
         with tensorflow_internals.without_strategy():
             logs = self._compute(mesh, batch, self._program.streams, held.variables)
             return self._program.packed(held.added(), logs or None)
@@ -266,13 +277,11 @@ def _handle(variable: Any) -> tf.Tensor:
     return tf_variable(variable).handle
 
 
+def _is_read_only(handle: tf.Tensor) -> bool:
+    return all(operation.type == accumulators.READ for operation in handle.consumers())
+
+
 def _copy(handle: tf.Tensor) -> Placed:
     """A variable of this execution with the value of another one."""
-    if not tensorflow_functions.is_variable(handle):
-        raise UsageError(
-            "The step changes a table before all workers have exchanged what it needs, and those of `mode=bsp` compute "
-            "a step in several rounds",
-            HINT,
-        )
     own = tensorflow_coordinator.variable_of_execution(tensorflow_functions.read(handle))
     return spmd.replicated([own.handle])

@@ -16,16 +16,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.errors import UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.spmd import accumulators
 from tfdist.spmd.placements import Placed
 
-HINT = "use `multiworker` or `horovod`, whose processes communicate within a step, or `mode=asp`"
-
 
 class RoundEnds(Exception):  # noqa: N818 - not an error
     """Raised in a round when its terms are left on the servers."""
+
+
+class NotInRounds(Exception):  # noqa: N818 - not an error
+    """Raised in a rehearsal of a step that exchanges something in a loop or a condition."""
 
 
 class Places:
@@ -65,6 +66,7 @@ class RoundMesh(spmd.Mesh):
         self._part = part
         self._exchanges = self._values = 0
         self._inside = False  # of a loop or a condition
+        self._trying = False
 
     def on_replica(self, position: int) -> contextlib.AbstractContextManager[Any]:
         del position
@@ -92,22 +94,19 @@ class RoundMesh(spmd.Mesh):
     def exchanging(self) -> Iterator[None]:
         self._values = 0
         if self._inside:
-            raise UsageError(
-                "The step adds something up over the batch in a loop or a condition, and the workers of `mode=bsp` do "
-                "not communicate there",
-                HINT,
-            )
+            raise NotInRounds
         yield
-        self._exchanges += 1
+        if not self._trying:
+            self._exchanges += 1
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        before = self._exchanges, self._inside
-        self._inside = False
+        before = self._trying, self._inside
+        self._trying, self._inside = True, False
         try:
             yield
         finally:
-            self._exchanges, self._inside = before
+            self._trying, self._inside = before
 
     def all_reduce(
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
@@ -117,7 +116,7 @@ class RoundMesh(spmd.Mesh):
         def added(parts: Sequence[tf.Tensor]) -> tf.Tensor:
             return spmd.reduced(parts, reduction)
 
-        return [[self._exchanged(term, term.shape, added)] for (term,) in values]
+        return [[self._or_tried(term, term.shape, added, None)] for (term,) in values]
 
     def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
         found = []
@@ -126,19 +125,24 @@ class RoundMesh(spmd.Mesh):
             def joined(parts: Sequence[tf.Tensor], shard: spmd.Shard = shard) -> tf.Tensor:
                 return spmd.joined(parts, shard)
 
-            found.append([self._exchanged(part, Placed(shard, [part], replica=self._part).shape, joined, shard)])
+            found.append([self._or_tried(part, Placed(shard, [part], replica=self._part).shape, joined, shard)])
         return found
 
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        if self._trying:
+            return [[tf.compat.v1.placeholder(one.dtype, one.shape)] for one in like]
         with self.exchanging():
             return [[one] for one in self._of_first(compute, like)]
+
+    def _or_tried(self, term: tf.Tensor, shape: tf.TensorShape, *how: Any) -> tf.Tensor:
+        return tf.compat.v1.placeholder(term.dtype, shape) if self._trying else self._exchanged(term, shape, *how)
 
     def _exchanged(
         self,
         term: tf.Tensor,
         shape: tf.TensorShape,
         combined: Callable[[Sequence[tf.Tensor]], tf.Tensor],
-        shard: spmd.Shard | None = None,
+        shard: spmd.Shard | None,
     ) -> tf.Tensor:
         """What the parts' terms of a value give together; `shape` is that of the whole, and `shard` where it is cut."""
         raise NotImplementedError
@@ -154,15 +158,15 @@ class RoundMesh(spmd.Mesh):
 
 
 class Rehearsal(RoundMesh):
-    """Finds how many exchanges a step needs, and what it assigns before the last of them.
+    """Finds how many exchanges a step needs, and when it changes variables.
 
     Attributes:
-        assigned: by the `id` of the handle of a variable, how many exchanges precede its first and its last change.
+        changed: by the `id` of the handle of a variable, how many exchanges precede its first and its last change.
     """
 
     def __init__(self, count: int):
         super().__init__(0, count)
-        self.assigned: dict[int, tuple[int, int]] = {}
+        self.changed: dict[int, tuple[int, int]] = {}
 
     @property
     def exchanges(self) -> int:
@@ -170,11 +174,11 @@ class Rehearsal(RoundMesh):
 
     def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
         for handle in (one for one in inputs if one.dtype == tf.resource and _changes_variables(operation)):
-            first, _ = self.assigned.get(id(handle), (self._exchanges, 0))
-            self.assigned[id(handle)] = first, self._exchanges
+            first, _ = self.changed.get(id(handle), (self._exchanges, 0))
+            self.changed[id(handle)] = first, self._exchanges
         return contextlib.nullcontext()
 
-    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any = None) -> tf.Tensor:
+    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any) -> tf.Tensor:
         return tf.compat.v1.placeholder(term.dtype, shape)
 
     def _of_first(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -202,7 +206,7 @@ class Round(RoundMesh):
         if self._exchanges > self._last:
             raise RoundEnds
 
-    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any = None) -> tf.Tensor:
+    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any) -> tf.Tensor:
         exchange, number = self._number()
         places = self._places.of(exchange, number, _of_parts(term, shape, shard, self.count))
         if exchange < self._last:
@@ -217,6 +221,23 @@ class Round(RoundMesh):
             for place, value in zip(places, compute() if self._part == 0 else (), strict=False):
                 place.assign(value)
         return [_read(place, one.shape) for place, one in zip(places, like, strict=True)]
+
+
+class Whole(RoundMesh):
+    """A step that one worker computes as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        yield
+
+    def _exchanged(self, term: tf.Tensor, shape: Any, combined: Any, shard: Any) -> tf.Tensor:
+        return term
+
+    def _of_first(self, compute: Callable[[], list[tf.Tensor]], like: Any) -> list[tf.Tensor]:
+        return compute()
 
 
 class Update(RoundMesh):
@@ -244,15 +265,10 @@ class Update(RoundMesh):
         of_parts = any(getattr(one, "graph", None) is self.scratch for one in inputs)
         if not of_parts and (self._exchanges == self._last or not any(id(one) in self._terms for one in inputs)):
             return contextlib.nullcontext()
-        if self._exchanges == self._last and _changes_variables(operation):
-            raise UsageError(
-                "The step changes a variable, by what the examples give together with what all workers have "
-                "exchanged, and the workers of `mode=bsp` have left the step then",
-                HINT,
-            )
+        assert self._exchanges < self._last or not _changes_variables(operation), operation
         return self.scratch.as_default()
 
-    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any = None) -> tf.Tensor:
+    def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any) -> tf.Tensor:
         return _combined(self._places.of(*self._number(), _of_parts(term, shape, shard, self.count)), combined, shape)
 
     def _of_first(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:

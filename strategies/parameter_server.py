@@ -137,11 +137,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     @contextlib.contextmanager
     def tracing(self, model: Any) -> Iterator[None]:
         generator = randomness.unseeded_of(self)
-        with (
-            tensorflow_internals.without_strategy(),
-            keras_variables.drawing_from(generator),
-            ClosureReplica().updating(model),
-        ):
+        with super().tracing(model), keras_variables.drawing_from(generator), ClosureReplica().updating(model):
             yield
 
     @property
@@ -213,8 +209,12 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         return self.mode.program(self, steps)
 
     def run(self, step: base.Step) -> list[Any]:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
         with tensorflow_internals.without_strategy():  # whose replicas do not meet, as those of `tf.distribute` do
-            return [step(self.mode.replica())]
+            results = [step(self.mode.replica())]
+        closures.require_no_python(graph.get_operations()[before:])
+        return results
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""

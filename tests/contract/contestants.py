@@ -38,7 +38,7 @@ IN_LOCK_STEP = "local_sgd_in_lock_step"
 
 # Those that compute the step of one device, partitioned for their replicas; the others divide it by rules of their own.
 PARTITIONED = {
-    *("custom", "mirrored", "horovod", "multiworker", "mpi"),
+    *("custom", "mirrored", "horovod", "multiworker", "mpi", "parameter_server_bsp", IN_LOCK_STEP),
     *UNEVEN,
     *SHARDED,
     *(PIPELINES if WORLD.world_size == 1 else ()),
