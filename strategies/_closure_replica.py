@@ -40,7 +40,8 @@ class ClosureReplica(base.Replica):
     ) -> None:
         """Updates `variables` by `apply(gradients, variables)`, Keras' own; `None` is all of the `optimizer`."""
         # Without it the servers would count the step as it begins, since nothing else makes the count wait.
-        self._computed = [tf.group(*tf.nest.flatten(list(gradients), expand_composites=True))]
+        known = [gradient for gradient in gradients if gradient is not None]
+        self._computed = [tf.group(*tf.nest.flatten(known, expand_composites=True))]
         # An update reads more than the gradients, all of it from the servers; on a server it need not be sent to the
         # worker and back.
         with tf.device(self._home), sharded_variable.by_part(optimizer):

@@ -135,7 +135,8 @@ class _StepOfSizes:
         self._shard = rows if all_dense and self._step.is_sharded(rows) else None
         self._places = Places(self._count, _Servers(model))
         self._metrics = [(id(_handle(one)), one) for one in model.metrics_variables]
-        self._terms = dict(self._step.terms)
+        alone = accumulators.added_to_alone(self._traced, self._step.terms)
+        self._terms = {key: terms for key, terms in self._step.terms.items() if key in alone}
         outside, inside = tensorflow_functions.captured(self._traced.graph)
         self._handles = {id(handle): handle for handle in outside}
         changed = {id(one) for one, own in zip(outside, inside, strict=True) if not _is_read_only(own)}

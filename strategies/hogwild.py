@@ -141,7 +141,8 @@ class HogwildReplica(ClosureReplica):
             super().update(optimizer, apply, gradients, variables)
             return
         graph = tf.compat.v1.get_default_graph()
-        with tf.control_dependencies(tf.nest.flatten(list(gradients), expand_composites=True)):
+        known = [gradient for gradient in gradients if gradient is not None]
+        with tf.control_dependencies(tf.nest.flatten(known, expand_composites=True)):
             lock = tf.raw_ops.MutexLock(mutex=self._mutex)
         before = len(graph.get_operations())
         with tf.control_dependencies([lock]):

@@ -204,8 +204,6 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     def program(self, steps: Steps) -> Program:
         if steps.kind == "predict":
             return closures.ClosurePredictProgram(self, steps)
-        if steps.kind == "test":
-            return closures.ClosureProgram(self, steps)
         return self.mode.program(self, steps)
 
     def run(self, step: base.Step) -> list[Any]:

@@ -81,6 +81,31 @@ def test_its_terms_add_up_to_the_value_of_one_device(step):
     assert (terms[0].numpy() != terms[1].numpy()).any()
 
 
+def is_taken_from(state, x):
+    state.assign(tf.reduce_sum(x, 0) - state)
+
+
+def is_doubled(state, x):
+    state.assign(state + state + tf.reduce_sum(x, 0))
+
+
+@pytest.mark.parametrize("step", [*STEPS, is_taken_from, is_doubled], ids=lambda one: one.__name__)
+def test_only_what_is_added_to_can_be_added_afterwards(step):
+    state = tf.Variable([0.5, 1.0])
+    graph, handles = traced(step, state), {id(state.handle)}
+    before = state.numpy()
+    state.assign([0.0, 0.0])
+    graph(tf.constant(BATCHES[0]))
+    added = before + state.numpy()
+    state.assign(before)
+    result = graph(tf.constant(BATCHES[0]))
+    is_alone = accumulators.added_to_alone(graph, handles) == handles
+    assert is_alone == (step in (adds, adds_what_all_have))
+    if is_alone:
+        assert result is None
+        np.testing.assert_allclose(added, state.numpy(), rtol=1e-6)
+
+
 def in_a_loop(state, x):
     tf.while_loop(lambda i: i < 2, lambda i: (state.assign_add(x[0]), i + 1)[1:], (tf.constant(0),))
 
