@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables, tensorflow_coordinator, tensorflow_graphs
+from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _closure_data as data
 
@@ -338,17 +338,6 @@ def refuse_accumulation(model: Any, what: str) -> None:
                 f"The optimizer accumulates gradients, and with {what} the steps of an update would be those of "
                 "several workers",
                 "leave `gradient_accumulation_steps` out, and take larger batches",
-            )
-
-
-def require_no_python(operations: Iterable[tf.Operation]) -> None:
-    """Raises `UsageError` for a step which calls functions of Python, which are in another process than the worker."""
-    for operation in operations:
-        if operation.type in ("PyFunc", "PyFuncStateless", "EagerPyFunc"):
-            raise UsageError(
-                f"A step calls a function of Python ({tensorflow_graphs.place(operation)}), and the workers of "
-                "`parameter_server` are other processes, which do not have it",
-                "compute it by operations of TensorFlow or Keras, or use `multiworker` or `horovod`",
             )
 
 

@@ -12,6 +12,7 @@ rounds of closures, see `tfdist.strategies._round_mesh`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, Rows, step_of
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
-from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_functions
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -45,7 +45,7 @@ class SynchronousProgram(loop.ClosureProgram):
         super().__init__(strategy, steps, measures_staleness=False)
         step = step_of(strategy, steps.model, self._step_name, self._recomputation)
         self.one_device = OneDeviceStep(strategy, steps, step)
-        self.streams = _Streams(self._place_on_server)
+        self.streams = Streams(self._place_on_server)
         self._of_sizes: dict[Rows, _StepOfSizes] = {}
 
     def _make_functions(self) -> Any:
@@ -96,17 +96,6 @@ class SynchronousProgram(loop.ClosureProgram):
             return tf.Variable(0, trainable=False, dtype=tf.int64)
 
 
-class _Streams(Streams):
-    """Random streams whose places are on the servers."""
-
-    def drawn_by_kernel(self, node: Any, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        raise UsageError(
-            f"The step draws by `{node.operation.type}` with a seed, whose place in its stream the workers of "
-            "`mode=bsp` do not share",
-            "draw by `keras.random`, or use `multiworker` or `horovod`",
-        )
-
-
 class _StepOfSizes:
     """The closures of a step, for batches of one size.
 
@@ -126,7 +115,6 @@ class _StepOfSizes:
         self._program, self._model = program, model
         self._step = program.one_device
         self._traced = self._step.trace()
-        loop.require_no_python(self._traced.graph.get_operations())
         self._count = strategy.division.count
         self._rows = rows
         specs = tf.nest.flatten(keras_data.without_optionals(self._step.spec))
@@ -200,7 +188,7 @@ class _StepOfSizes:
             name: tensorflow_coordinator.variable_of_execution(place)
             for name, place in self._program.streams.places.items()
         }
-        streams = _Streams(self._program.streams.make, places)
+        streams = dataclasses.replace(self._program.streams, places=places)
         with tensorflow_internals.without_strategy():
             with contextlib.suppress(RoundEnds):
                 self._compute(mesh, batch, streams, held.variables | early)

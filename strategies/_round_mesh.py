@@ -20,6 +20,9 @@ from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.spmd import accumulators
 from tfdist.spmd.placements import Placed
 
+# Which has Python's functions, and shows what is printed; TensorFlow calls them there too in other modes.
+_CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+
 
 class RoundEnds(Exception):  # noqa: N818 - not an error
     """Raised in a round when its terms are left on the servers."""
@@ -131,8 +134,13 @@ class RoundMesh(spmd.Mesh):
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         if self._trying:
             return [[tf.compat.v1.placeholder(one.dtype, one.shape)] for one in like]
+
+        def on_chief() -> list[tf.Tensor]:
+            with tf.device(_CHIEF):
+                return compute()
+
         with self.exchanging():
-            return [[one] for one in self._of_first(compute, like)]
+            return [[one] for one in self._of_first(on_chief, like)]
 
     def _or_tried(self, term: tf.Tensor, shape: tf.TensorShape, *how: Any) -> tf.Tensor:
         return tf.compat.v1.placeholder(term.dtype, shape) if self._trying else self._exchanged(term, shape, *how)

@@ -10,7 +10,6 @@ from keras import layers, ops
 import tfdist
 from tests.contract import contestants
 from tests.contract.comparison import start
-from tfdist.errors import UsageError
 
 # Halves with one copy of the variables, thirds with a copy each.
 REPLICAS = contestants.OF_THE_JOB | {"mirrored": (3,), "custom": (2,), "stock_mirrored": (2,)}
@@ -670,10 +669,7 @@ IN_BRANCHES = [UpdateInABranch, StepsInALoop, AssignmentInABranch, CountOfExampl
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("make", IN_BRANCHES)
 def test_what_a_step_does_in_a_branch_or_a_loop_is_that_of_one_device(make, contestant, same_as_stock):
-    if contestant[0] == "parameter_server_bsp" and make is CountOfExamples:
-        with pytest.raises(UsageError, match=r"calls a function of Python \(`PyFunc` in test_steps.py"):
-            trained(contestant, make)
-    elif contestants.is_partitioned(contestant) or contestant == ("single", 1):
+    if contestants.is_partitioned(contestant) or contestant == ("single", 1):
         with contestants.in_one_stage():
             same_as_stock(lambda one: trained(one, make))
 

@@ -14,7 +14,6 @@ from keras import layers, ops
 
 from tests.contract import contestants
 from tests.contract.comparison import start
-from tfdist.errors import UsageError
 
 EXAMPLES, BATCH = 13, 6
 _rng = np.random.default_rng(0)
@@ -22,13 +21,6 @@ X = _rng.normal(size=(EXAMPLES, 4)).astype("float32")
 LABELS = _rng.integers(0, 3, EXAMPLES).astype("int32")
 
 REPLICAS = contestants.OF_THE_JOB | {"single": (1,), "custom": (2, 3), "mirrored": (2,)}
-
-
-# What needs Python in the process that computes it, or there the place of a stream of random numbers.
-REFUSED = {
-    "parameter_server": {"by_numpy"},
-    "parameter_server_bsp": {"by_numpy", "mixed_in_an_order_of_its_own"},
-}
 
 
 WITH_STREAMS = {"mixed_in_an_order_of_its_own", "dropout_and_statistics_by_hand"}
@@ -251,10 +243,6 @@ def test_a_step_is_that_of_one_device(make, contestant, same_as_stock):
         pytest.skip("divides steps by rules of its own")
     if contestant[0] == "parameter_server" and make.__name__ in WITH_STREAMS:
         pytest.skip("each worker has streams of random numbers of its own")
-    if make.__name__ in REFUSED.get(contestant[0], ()):
-        with pytest.raises(UsageError):
-            trained(contestant, make)
-        return
     same_as_stock(lambda one: trained(one, make))
 
 

@@ -8,12 +8,11 @@ import pytest
 
 import tfdist
 from tests.processes.jobs import after_two_epochs, record, train
-from tests.processes.test_contract import equality_cases, run_together
+from tests.processes.test_contract import BY_HAND, STEPS, USERS_STEPS, equality_cases, run_together
 from tests.processes.test_parameter_server import run_script
 from tfdist.core.centre_rules import Eamsgd, Easgd, walked
 from tfdist.errors import UsageError
 
-# Cases without a sum over the batch in the middle of a step.
 SYNCHRONOUS = [
     "remainder 1",
     "remainder batch-1",
@@ -99,6 +98,16 @@ def test_it_equals_one_device(tmp_path, options, workers):
 def test_the_cases_of_equality_hold_where_workers_have_parts_of_each_batch(tmp_path, workers):
     tests = equality_cases("parameter_server_bsp", workers, SYNCHRONOUS)
     assert f"{len(tests)} passed" in run_together("parameter_server_bsp", workers, *tests, cwd=tmp_path, ps=2)
+
+
+def test_the_steps_and_metrics_of_users_are_those_of_one_device_in_rounds(tmp_path):
+    steps = "queue or dropout or order or condition or printing or numpy or single_example"
+    metrics = "metric_of_the_users_own and (Largest or Means)"
+    layers = "normalizes_by_the_batch and not Layer"
+    for files, which in (([USERS_STEPS], steps), ([STEPS, BY_HAND], f"({metrics}) or ({layers})")):
+        chosen = ("-k", which, "-m", "not thorough")
+        said = run_together("parameter_server_bsp", 2, *files, *chosen, cwd=tmp_path, ps=1)
+        assert "passed" in said and "failed" not in said
 
 
 REPEATED = (
@@ -274,11 +283,6 @@ def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path, mod
 REFUSED = (
     SCRIPT
     + """
-class Own(keras.Sequential):
-    def train_step(self, data):
-        return super().train_step(data)
-
-
 def refused(name, make_model, make_optimizer):
     with strategy.scope():
         model = make_model()
@@ -289,19 +293,12 @@ def refused(name, make_model, make_optimizer):
         print(name, " ".join(str(error).split()))
 
 
-def synchronized():
-    return keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(synchronized=True)])
-
-
 def dense():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
 
 
 if options["mode"] in ("asp", "ssp"):
     refused("ACCUMULATED", dense, lambda: keras.optimizers.SGD(gradient_accumulation_steps=2))
-elif options["mode"] == "bsp":
-    refused("OWN", lambda: Own([keras.Input((4,)), keras.layers.Dense(4)]), keras.optimizers.SGD)
-    refused("SUM", synchronized, keras.optimizers.SGD)
 else:
     refused("SCALED", dense, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     refused("EMA", dense, lambda: keras.optimizers.SGD(use_ema=True))
@@ -312,9 +309,6 @@ else:
 
 
 def test_what_a_mode_cannot_train_is_refused_in_a_sentence(tmp_path):
-    said = run_script(tmp_path, REFUSED, json.dumps({"mode": "bsp"}), workers=1)
-    assert "has a `train_step` of its own" in said["OWN"] and "hint" in said["OWN"]
-    assert "needs a sum over the whole batch" in said["SUM"] and "hint" in said["SUM"]
     said = run_script(tmp_path, REFUSED, json.dumps({"mode": "eamsgd"}), workers=1)
     assert "scales the loss" in said["SCALED"]
     assert "`use_ema`" in said["EMA"]

@@ -200,7 +200,7 @@ def applying_with(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
 
     `variables` are `None` for all that it was built for; `original` is Keras' method.
     """
-    original = optimizer.apply
+    original, before = optimizer.apply, vars(optimizer).get("apply")
 
     def applied(grads: Any, trainable_variables: Any = None) -> None:
         apply(original, list(grads), trainable_variables)
@@ -209,7 +209,10 @@ def applying_with(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
     try:
         yield
     finally:
-        object.__delattr__(optimizer, "apply")
+        if before is None:
+            object.__delattr__(optimizer, "apply")
+        else:
+            object.__setattr__(optimizer, "apply", before)
 
 
 # `see(kind, of, value)` receives the values that a step computes; for gradients it returns those to apply.
