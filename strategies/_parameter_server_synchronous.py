@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from tfdist.core.metrics import Logs
 from tfdist.core.one_device_step import OneDeviceStep, Rows, step_of
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline import batch_parts
+from tfdist.errors import CostWarning
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, tensorflow_coordinator, tensorflow_functions
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -47,6 +49,7 @@ class SynchronousProgram(loop.ClosureProgram):
         self.one_device = OneDeviceStep(strategy, steps, step)
         self.streams = Streams(self._place_on_server)
         self._of_sizes: dict[Rows, _StepOfSizes] = {}
+        self._said = False
 
     def _make_functions(self) -> Any:
         return None, None  # there are some for each size of a batch
@@ -58,10 +61,25 @@ class SynchronousProgram(loop.ClosureProgram):
             rows = () if closure.examples is None else tuple(batch_parts.rows(closure.examples, division))
             if rows not in self._of_sizes:
                 self._of_sizes[rows] = _StepOfSizes(self, self._strategy, self._model, rows)
+                self._say(self._of_sizes[rows])
             done += 1
             yield self._run(self._of_sizes[rows], closure), False
         if done < count:
             yield [], True
+
+    def _say(self, step: _StepOfSizes) -> None:
+        """Says what the steps of a training cost beyond one round, once."""
+        if self._said or not self._trains or not step.is_divisible or step.rounds == 1:
+            return
+        self._said = True
+        alone = "are computed by one worker each, since they exchange something in a loop or a condition"
+        begun = f"take {step.rounds} rounds each, in which the workers begin the step again"
+        warnings.warn(
+            f"The steps of `{self._model.name}` {begun if step.rounds else alone}\n\n"
+            "hint: the result is that of one device; `multiworker`, whose replicas exchange within a step, is faster",
+            CostWarning,
+            stacklevel=2,
+        )
 
     def _run(self, step: _StepOfSizes, closure: data.Closure) -> list[loop.Result]:
         self._metrics_updated |= step.metrics_updated
@@ -108,6 +126,7 @@ class _StepOfSizes:
     Attributes:
         rounds: the number of rounds before the update; 0 if it computes the whole step.
         update: the `tf.function` of the update; it takes the arguments of a closure if it computes the whole step.
+        is_divisible: each part has examples of such a batch.
         metrics_updated: the `id`s of the metrics' variables that the step updates.
     """
 
@@ -121,6 +140,7 @@ class _StepOfSizes:
         self._specs = [spec for spec in specs if spec is not None]
         all_dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in self._specs)
         self._shard = rows if all_dense and self._step.is_sharded(rows) else None
+        self.is_divisible = self._shard is not None
         self._places = Places(self._count, _Servers(model))
         self._metrics = [(id(_handle(one)), one) for one in model.metrics_variables]
         alone = accumulators.added_to_alone(self._traced, self._step.terms)

@@ -215,6 +215,43 @@ def test_gradients_are_added_in_one_exchange_together_with_what_else_waits():
     assert sorted(exchanges) == [(1, False), (3, True)]
 
 
+def losses_and_their_gradients(x):
+    weight, bias = tf.constant(RANDOM.normal(size=(4, 3))), tf.constant(RANDOM.normal(size=(3,)))
+    with tf.GradientTape() as tape:
+        tape.watch([weight, bias])
+        outputs = x @ weight + tf.concat([bias[:1], bias[1:]], 0)
+        loss = tf.reduce_mean(outputs**2) + 0.1 * tf.reduce_sum(weight**2) + 3 * tf.reduce_mean(outputs)
+    return loss, tape.gradient(loss, [weight, bias])
+
+
+def a_recurrence_and_its_gradients(x):
+    kernel, bias = tf.constant(RANDOM.normal(size=(4, 4))), tf.constant(RANDOM.normal(size=(2, 4)))
+    with tf.GradientTape() as tape:
+        tape.watch([kernel, bias])
+        _, state = tf.while_loop(
+            lambda i, state: i < 5,
+            lambda i, state: (i + 1, tf.tanh(state @ kernel + bias[0]) * tf.sigmoid(bias[1])),
+            (tf.constant(0), x),
+        )
+        loss = tf.reduce_sum(state**3)
+    return loss, tape.gradient(loss, [kernel, bias])
+
+
+@pytest.mark.parametrize("step", [losses_and_their_gradients, a_recurrence_and_its_gradients])
+def test_losses_and_gradients_that_are_added_up_take_one_exchange(step):
+    exchanges = []
+
+    class Noting(spmd.Mesh):
+        def exchanging(self):
+            exchanges.append(tf.compat.v1.get_default_graph().name)
+            return super().exchanging()
+
+    graph = traced(step, X)
+    found = spmd.partitioned(graph, Noting(["CPU:0"] * 2), rows_of(7, 2))(tf.constant(X))
+    assert_equal(found, graph(tf.constant(X)))
+    assert exchanges == ["on_replicas"]
+
+
 def test_a_rule_whose_parts_do_not_add_up_is_not_followed(monkeypatch):
     from tfdist.spmd.rules import Local, registry
 

@@ -24,9 +24,10 @@ from tests.spmd.cases import (
     shapes,
     strings,
 )
-from tests.spmd.on_replicas import assert_equal
+from tests.spmd.on_replicas import assert_equal, traced
+from tfdist import spmd
 from tfdist.spmd import linear, rules
-from tfdist.spmd.placements import REPLICATE, Partial, Shard
+from tfdist.spmd.placements import Partial, Shard
 
 FAMILIES = (contractions, elementwise, images, indexing, lists, matrices, neural, reductions, shapes, strings)
 CASES = [case for family in FAMILIES for case in family.CASES]
@@ -130,8 +131,45 @@ def test_an_operation_on_terms_of_a_sum_computes_what_one_device_does(case):
         assert not one.cost.repeated
         (index,) = [index for index, placement in enumerate(one.given) if placement == Partial()]
         if index in linear.INPUTS.get(case.kind, ()) and case.kind not in ("Cast", "Mean") and case.function is None:
-            grows = one.values[0].size > case.arrays[index].size
-            assert one.placements == [REPLICATE if grows else Partial()]
+            assert one.placements == [Partial()]
+
+
+def large_and_small(x):
+    few, many = tf.reduce_sum(x, 0), tf.reduce_sum(x)
+    return few * many, many * tf.ones([1 << 15], x.dtype)
+
+
+def test_what_would_make_an_exchange_large_is_computed_after_it():
+    batch, sent = np.random.default_rng(0).normal(size=(4, 3)), []
+
+    class Noting(spmd.Mesh):
+        def all_reduce(self, values, reduction, gradients=False):
+            sent.extend(terms[0].shape.num_elements() for terms in values)
+            return super().all_reduce(values, reduction, gradients)
+
+    graph = traced(large_and_small, batch)
+    found = spmd.partitioned(graph, Noting(["CPU:0"] * 2), [2, 2])(tf.constant(batch))
+    assert_equal(found, graph(tf.constant(batch)))
+    assert max(sent) <= 3
+
+
+def joined_and_stacked(x):
+    first, second = tf.reduce_sum(x, 0), tf.reduce_sum(tf.sin(x), 0)
+    return tf.tanh(tf.concat([first, second], 0)), tf.tanh(tf.stack([first, second], 1))
+
+
+def test_terms_of_sums_are_joined_before_they_are_exchanged():
+    batch, sent = np.random.default_rng(0).normal(size=(4, 3)), []
+
+    class Noting(spmd.Mesh):
+        def all_reduce(self, values, reduction, gradients=False):
+            sent.append([terms[0].shape.as_list() for terms in values])
+            return super().all_reduce(values, reduction, gradients)
+
+    graph = traced(joined_and_stacked, batch)
+    found = spmd.partitioned(graph, Noting(["CPU:0"] * 2), [2, 2])(tf.constant(batch))
+    assert_equal(found, graph(tf.constant(batch)))
+    assert sent == [[[6], [3, 2]]]
 
 
 def test_each_type_of_operation_that_has_a_rule_has_a_case():

@@ -23,17 +23,32 @@ INPUTS: dict[str, frozenset[int]] = {
         "Cast": (0,),
         "DivNoNan": (0,),
         "Einsum": (0, 1),
+        "EluGrad": (0,),
         "ExpandDims": (0,),
+        "InvGrad": (1,),
+        "LeakyReluGrad": (0,),
         "MatMul": (0, 1),
         "Mean": (0,),
         "Mul": (0, 1),
         "Neg": (0,),
+        "Pad": (0,),
         "RealDiv": (0,),
+        "ReciprocalGrad": (1,),
+        "Relu6Grad": (0,),
+        "ReluGrad": (0,),
         "Reshape": (0,),
+        "RsqrtGrad": (1,),
+        "SeluGrad": (0,),
+        "SigmoidGrad": (1,),
         "Slice": (0,),
+        "SoftplusGrad": (0,),
+        "SoftsignGrad": (0,),
+        "SqrtGrad": (1,),
         "Squeeze": (0,),
         "StridedSlice": (0,),
+        "StridedSliceGrad": (4,),
         "Sum": (0,),
+        "TanhGrad": (1,),
         "Transpose": (0,),
     }.items()
 }
@@ -41,8 +56,12 @@ INPUTS: dict[str, frozenset[int]] = {
 _NO_LARGER = frozenset(
     ("BiasAddGrad", "ExpandDims", "Mean", "Neg", "Reshape", "Slice", "Squeeze", "StridedSlice", "Sum", "Transpose")
 )
-# Linear where all inputs are terms of sums, of one shape.
+# A result of so few elements may be larger than the input: one exchange less is worth more.
+_FEW = 1 << 14
+# Linear in all inputs together, which have one shape.
 ADDITIVE = frozenset(("Add", "AddN", "AddV2", "Sub"))
+# Linear in all inputs together, but for this many at their end.
+_JOINED = {"ConcatV2": 1, "Pack": 0}
 
 
 def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
@@ -57,13 +76,19 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     if operation.type in ADDITIVE:
         shape = values[0].shape
         same = shape.is_fully_defined() and all(value.shape == shape for value in values)
-        # What is added to a variable of terms, such as a count of examples, is one term on one replica; and so is what
-        # is added to a number, such as another loss, so that one exchange is made for all of them.
-        one_term = replicated and (shape.rank == 0 or any(value.is_accumulated for value in values))
-        summed = len(terms) == len(given) or one_term
-        return [Partial()] * len(given) if same and summed else None
+        # A value that all replicas have is one term, on one replica: so losses are added before they are exchanged, and
+        # gradients in all iterations of a loop, which begins with zeros.
+        return [Partial()] * len(given) if same and (replicated or len(terms) == len(given)) else None
+    if operation.type in _JOINED:
+        joined = len(given) - _JOINED[operation.type]
+        return list(given) if terms == list(range(joined)) and replicated else None
     alone = len(terms) == 1 and replicated
     return list(given) if alone and _is_linear(operation, terms[0], values[terms[0]]) else None
+
+
+def adds_gradients(operation: tf.Operation, inputs: Sequence[Placed]) -> bool:
+    """Whether an operation adds something to a gradient, and returns it."""
+    return operation.type in ADDITIVE and any(value.is_gradient for value in inputs)
 
 
 def _is_summed(term: Placed) -> bool:
@@ -72,7 +97,7 @@ def _is_summed(term: Placed) -> bool:
 
 
 def _is_linear(operation: tf.Operation, index: int, term: Placed) -> bool:
-    """Whether an operation is linear in an input, and its result is no larger, so that no more is sent than before."""
+    """Whether an operation is linear in an input, and its result is no larger, so that no more is sent, or small."""
     result = operation.outputs[0]
     if index not in INPUTS.get(operation.type, ()):
         return False
@@ -80,8 +105,10 @@ def _is_linear(operation: tf.Operation, index: int, term: Placed) -> bool:
         return False
     if operation.type == "Cast":
         return _widens(operation.inputs[0], result)
-    elements = term.shape.num_elements(), result.shape.num_elements()
-    return operation.type in _NO_LARGER or (None not in elements and elements[1] <= elements[0])
+    if operation.type in _NO_LARGER:
+        return True
+    sent, would_be = term.shape.num_elements(), result.shape.num_elements()
+    return sent is not None and would_be is not None and would_be <= max(sent, _FEW)
 
 
 def _widens(source: tf.Tensor, target: tf.Tensor) -> bool:

@@ -207,7 +207,7 @@ class Partitioner:
         placement = next(value.placement for value in inputs if not isinstance(value.placement, Replicate))
         outputs = [Placed(placement, parts, replica=self.mesh.local[0])] if parts else []
         for output in outputs:
-            output.is_gradient = _OF_A_TAPE in node.operation.name
+            output.is_gradient = _OF_A_TAPE in node.operation.name or linear.adds_gradients(node.operation, inputs)
             output.is_accumulated = accumulators.is_accumulated(node.operation, inputs)
         self.cost.compute(node.operation, inputs, outputs, repeated=False)
         return outputs
