@@ -33,7 +33,7 @@ from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import Division
-from tfdist.errors import UsageError
+from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals.keras import tf_variable
@@ -65,7 +65,11 @@ class ClosureProgram(StepProgram):
         self._given = steps.batches
         self._trains = steps.kind == "train"
         self._staleness = _Staleness()
+        self._said = False
         self._operations = math.inf  # of a step, not known before it is traced
+        # One closure after the other is exact in all that metrics count, and in what a step makes of it.
+        self._one_by_one = not self._trains and (steps.own_logs is not None or not _all_additive(steps.model))
+        self._own_step = keras_internals.has_own_step(steps.model, steps.kind)
         super().__init__(strategy, dataclasses.replace(steps, batches=data.of_workers(steps.batches)))
         self._codec = _Codec(Result.spec(steps.model.metrics_variables, self._own_logs or {}))
 
@@ -79,6 +83,8 @@ class ClosureProgram(StepProgram):
         added: list[Sequence[np.ndarray]] = []
         for results, ended in self._results_in_turn(state, first, count):
             added += [result.metrics for result in results]
+            if self._begins_metrics:
+                self._add(added)
             done += self._steps_of(results)
             if results:
                 own = results[-1].own_logs
@@ -86,11 +92,24 @@ class ClosureProgram(StepProgram):
                 self._staleness.note(results)
             if ended or not all(result.finite for result in results):
                 break
-        with self._strategy.scope():
-            metrics.add(self._model.metrics_variables, added)
+        self._add(added)
         self._note_repeated(self._iterations() - before - done)
         staleness = self._staleness.logs() if self._measures_staleness else {}
         return Outcome(done, ended, self._results(own) | staleness if done else {})
+
+    @property
+    def _begins_metrics(self) -> bool:
+        """Whether a closure's metrics begin with the values of the model's, which a step of the users' own may read."""
+        return self._one_by_one or self._own_step
+
+    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._one_by_one else super()._own_metrics()
+
+    def _add(self, parts: list[Sequence[np.ndarray]]) -> None:
+        """Adds to the model's metrics what closures have, and forgets it."""
+        with self._strategy.scope():
+            metrics.add(self._model.metrics_variables, parts)
+        parts.clear()
 
     def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[Result], bool]]:
         """The results of closures that all have ended, and whether the data have too, until `count` steps are done."""
@@ -108,9 +127,13 @@ class ClosureProgram(StepProgram):
 
     def _rounds(self, count: int) -> list[int]:
         """The numbers of steps that are given out together, before the next are."""
-        return [count]
+        if not self._one_by_one:
+            return [count]
+        return [min(data.STEPS_OF_A_CLOSURE, count - done) for done in range(0, count, data.STEPS_OF_A_CLOSURE)]
 
     def _closure_length(self, count: int) -> int:
+        if self._one_by_one:
+            return count
         closures = CLOSURES_OF_A_WORKER * self._strategy.num_workers
         return max(1, min(data.STEPS_OF_A_CLOSURE, count // closures))
 
@@ -152,7 +175,7 @@ class ClosureProgram(StepProgram):
                 self._operations = len(done.graph.get_operations())
             return done + 1, self._is_finite(), total + staleness, tf.maximum(largest, staleness), own
 
-        held = Held(self._model)
+        held = Held(self._model, self._begins_metrics)
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), self._no_logs()]
         with held.in_place():
             if unrolled:
@@ -174,6 +197,7 @@ class ClosureProgram(StepProgram):
             ):
                 logs = self._step_function(replica)(replica.part)
                 self._metrics_updated |= held.metrics_changed()
+                self._require_under_own_names(logs, held)
                 return staleness(), tf.nest.map_structure(_as_float, logs)
 
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=self._strategy.locks)
@@ -181,6 +205,21 @@ class ClosureProgram(StepProgram):
             (result,) = self._strategy.run(on_replica)
         staleness, logs = result
         return staleness, logs
+
+    def _require_under_own_names(self, logs: Logs, held: Held) -> None:
+        """Warns of logs that are computed of metrics, and are not the results of metrics: they are not merged."""
+        own = metrics.names(self._model)
+        of_metrics = [name for name, value in logs.items() if name not in own and held.is_metric(value)]
+        if of_metrics and not self._said and not self._one_by_one:
+            self._said = True
+            warnings.warn(
+                f"`{self._step_name}` of the model `{self._model.name}` returns `{of_metrics[0]}`, computed from what "
+                f"its metrics have counted, and workers of `{self._strategy.name}` count apart: it is that of the last "
+                "of them\n\n"
+                "hint: return the result of a metric under the name of the metric",
+                DifferenceWarning,
+                stacklevel=2,
+            )
 
     def _is_finite(self) -> tf.Tensor:
         if self._at_nan is AtNan.NOTHING:
@@ -226,16 +265,22 @@ class ClosurePredictProgram(Program):
 
 
 class Held:
-    """What a closure holds in variables of its own: the metrics, from zero, and the small states of the model.
+    """What a closure holds in variables of its own: the metrics, and the small states of the model.
 
     So its steps read and change them without a server.
+
+    Args:
+        model: whose they are.
+        begins_metrics: the metrics begin with the values of the model's, and not with zeros.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, begins_metrics: bool):
         self._metrics, self._states = model.metrics_variables, small_states(model)
-        self._begun = [tf.convert_to_tensor(tf_variable(variable)) for variable in self._states]
-        nothing = [tf.zeros(variable.shape, tf_variable(variable).dtype) for variable in self._metrics]
-        self._own = [tensorflow_coordinator.variable_of_execution(value) for value in nothing + self._begun]
+        held = [*(self._metrics if begins_metrics else ()), *self._states]
+        read = [tf.convert_to_tensor(tf_variable(variable)) for variable in held]
+        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in (() if begins_metrics else self._metrics)]
+        self._begun = nothing + read
+        self._own = [tensorflow_coordinator.variable_of_execution(value) for value in self._begun]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -248,13 +293,23 @@ class Held:
         own = zip(self._metrics, self._own, strict=False)
         return {id(variable) for variable, mine in own if tensorflow_coordinator.is_changed(mine)}
 
+    def is_metric(self, value: Any) -> bool:
+        """Whether a value of the present graph, or a structure of them, is computed from what metrics have counted."""
+        own = self._own[: len(self._metrics)]
+        tensors = [one for one in tf.nest.flatten(value) if tf.is_symbolic_tensor(one)]
+        return any(tensorflow_coordinator.is_computed_from(one, own) for one in tensors)
+
     def end(self) -> list[tf.Tensor]:
-        """Adds the changes to the states, which other workers may have changed meanwhile; returns the metrics."""
+        """Adds the changes to the states, which other workers may have changed meanwhile.
+
+        Returns:
+            What was added to the metrics.
+        """
         values = [variable.read_value() for variable in self._own]
-        count = len(self._metrics)
-        for variable, after, before in zip(self._states, values[count:], self._begun, strict=True):
-            tf_variable(variable).assign_add(after - before)
-        return values[:count]
+        changes = [after - before for after, before in zip(values, self._begun, strict=True)]
+        for variable, change in zip(self._states, changes[len(self._metrics) :], strict=True):
+            tf_variable(variable).assign_add(change)
+        return changes[: len(self._metrics)]
 
 
 class Result(NamedTuple):
@@ -339,6 +394,11 @@ def refuse_accumulation(model: Any, what: str) -> None:
                 "several workers",
                 "leave `gradient_accumulation_steps` out, and take larger batches",
             )
+
+
+def _all_additive(model: Any) -> bool:
+    """Whether what the metrics of `model` count in each closure can be added up."""
+    return all(map(keras_internals.is_additive, keras_internals.metrics_of(model)))
 
 
 def small_states(model: Any) -> list[Any]:

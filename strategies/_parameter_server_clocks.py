@@ -35,6 +35,7 @@ class RoundsProgram(loop.ClosureProgram):
     def __init__(self, strategy: Any, steps: Steps, staleness: int):
         self._each = staleness + 1
         super().__init__(strategy, steps, measures_staleness=staleness > 0)
+        self._one_by_one = staleness == 0
 
     def _rounds(self, count: int) -> list[int]:
         return [min(self._each, count - begin) for begin in range(0, count, self._each)]

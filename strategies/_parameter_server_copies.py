@@ -125,7 +125,7 @@ class CopiesProgram(loop.ClosureProgram):
 
             return tf.while_loop(before_end, step, (done, finite, own), parallel_iterations=1)
 
-        held = loop.Held(self._model)
+        held = loop.Held(self._model, self._begins_metrics)
         with copies.in_place(), held.in_place():
             start = (tf.constant(0), tf.constant(True), self._no_logs())
             done, finite, own = tf.while_loop(proceed, until_next, start, parallel_iterations=1)

@@ -97,8 +97,6 @@ class Mode:
 
     def program(self, strategy: Any, steps: Steps) -> Program:
         """The inner loop of a training, or of an evaluation."""
-        if steps.kind == "test" and self.name == "bsp" and not _all_additive(steps.model):
-            return synchronous.SynchronousProgram(strategy, steps)
         if steps.kind == "test" or self.name == "asp":
             return loop.ClosureProgram(strategy, steps)
         if self.name == "rounds":
@@ -139,8 +137,3 @@ class Mode:
         if self.name == "easgd":
             return centre_rules.Easgd(given["sync_every"], given["moving_rate"])
         return centre_rules.Eamsgd(given["sync_every"], given["moving_rate"], given["momentum"])
-
-
-def _all_additive(model: Any) -> bool:
-    """Whether what the metrics of `model` count on whole batches can be added up."""
-    return all(map(keras_internals.is_additive, keras_internals.metrics_of(model)))

@@ -11,7 +11,6 @@ rounds of closures, see `tfdist.strategies._round_mesh`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -37,7 +36,17 @@ from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Partial, Placed, Shard
 from tfdist.strategies import _closure_data as data
 from tfdist.strategies import _closures as loop
-from tfdist.strategies._round_mesh import NotInRounds, Places, Rehearsal, Round, RoundEnds, RoundMesh, Update, Whole
+from tfdist.strategies._round_mesh import (
+    NotInRounds,
+    Places,
+    Rehearsal,
+    Round,
+    RoundEnds,
+    RoundMesh,
+    Sent,
+    Update,
+    Whole,
+)
 
 
 class SynchronousProgram(loop.ClosureProgram):
@@ -72,7 +81,7 @@ class SynchronousProgram(loop.ClosureProgram):
         if self._said or not self._trains or not step.is_divisible or step.rounds == 1:
             return
         self._said = True
-        alone = "are computed by one worker each, since they exchange something in a loop or a condition"
+        alone = "are computed by one worker each, since they exchange something in a loop, or where lengths are unknown"
         begun = f"take {step.rounds} rounds each, in which the workers begin the step again"
         warnings.warn(
             f"The steps of `{self._model.name}` {begun if step.rounds else alone}\n\n"
@@ -83,13 +92,24 @@ class SynchronousProgram(loop.ClosureProgram):
 
     def _run(self, step: _StepOfSizes, closure: data.Closure) -> list[loop.Result]:
         self._metrics_updated |= step.metrics_updated
+        try:
+            vectors = self._in_rounds(step, closure)
+        except NotInRounds:  # when the closures were traced, and nothing was changed yet
+            step.compute_whole()
+            self._say(step)
+            vectors = self._in_rounds(step, closure)
+        return list(map(self._codec.unpack, vectors))
+
+    def _in_rounds(self, step: _StepOfSizes, closure: data.Closure) -> list[Any]:
         vectors: list[Any] = []
         for number in range(step.rounds):  # of which the last one counts in metrics
-            parts = [self._strategy.schedule(part, closure.arguments) for part in step.parts(number)]
-            vectors = self._strategy.results_of(parts)
+            parts: list[Any] = []
+            try:
+                parts += (self._strategy.schedule(part, closure.arguments) for part in step.parts(number))
+            finally:
+                vectors = self._strategy.results_of(parts)
         arguments = () if step.rounds else closure.arguments
-        (updated,) = self._strategy.results_of([self._strategy.schedule(step.update, arguments)])
-        return [self._codec.unpack(vector) for vector in (*vectors, updated)]
+        return [*vectors, *self._strategy.results_of([self._strategy.schedule(step.update, arguments)])]
 
     def _steps_of(self, results: Sequence[loop.Result]) -> int:
         return min(1, len(results))
@@ -149,10 +169,18 @@ class _StepOfSizes:
         self._handles = {id(handle): handle for handle in outside}
         changed = {id(one) for one, own in zip(outside, inside, strict=True) if not _is_read_only(own)}
         self.metrics_updated = {id(one) for handle, one in self._metrics if handle in changed}
-        self.rounds, self._early = self._rehearsed()
+        self._sent: list[Sent] = []
         self._parts: dict[int, list[Any]] = {}
-        update = self._update if self.rounds else self._whole
-        self.update = tf.function(update, autograph=False, reduce_retracing=True)
+        self.rounds, self._early = self._rehearsed()
+        if self.rounds:
+            self.update = tf.function(self._update, autograph=False)
+        else:
+            self.compute_whole()
+
+    def compute_whole(self) -> None:
+        """From now on the update computes the whole step."""
+        self.rounds, self._shard = 0, None
+        self.update = tf.function(self._whole, autograph=False, reduce_retracing=True)
 
     def parts(self, number: int) -> list[Any]:
         """The `tf.function`s of all parts in a round."""
@@ -179,6 +207,7 @@ class _StepOfSizes:
                 early = [key for key, (first, _) in mesh.changed.items() if first < mesh.exchanges]
                 early = [key for key in early if key in self._handles and key not in self._terms]
                 can_hold = all(tensorflow_functions.is_variable(self._handles[key]) for key in early)
+                self._sent = mesh.sent
                 return (mesh.exchanges, early) if can_hold else (0, [])
             for key in late:
                 del self._terms[key]  # what is added is exchanged like any other value
@@ -199,7 +228,7 @@ class _StepOfSizes:
 
     def _part(self, part: int, number: int, state: Any, count: tf.Tensor) -> tf.Tensor:
         """A part of the step in a round; returns a packed `Result`, whose metrics count in the last round."""
-        mesh = Round(part, self._count, self._places, number)
+        mesh = Round(part, self._count, self._sent, self._places, number)
         batch = self._step.placed(state, self._program.fetched(state, count), self._rows, mesh)
         held = _Held(self._metrics, self._terms)
         # What the step assigns before it ends here, it will assign again in the next round.
@@ -210,21 +239,26 @@ class _StepOfSizes:
         }
         streams = dataclasses.replace(self._program.streams, places=places)
         with tensorflow_internals.without_strategy():
-            with contextlib.suppress(RoundEnds):
+            try:
                 self._compute(mesh, batch, streams, held.variables | early)
-            return self._program.packed(held.added(), None)
+            except RoundEnds:
+                return self._program.packed(held.added(), None)
+        raise NotInRounds
 
     def _update(self) -> tf.Tensor:
         """The update of the variables, by what the parts have left."""
         held = _Held(self._metrics, self._terms)
-        mesh = Update(self._count, self._places, self.rounds, held.handles)
+        mesh = Update(self._count, self._sent, self._places, self.rounds, held.handles)
         with mesh.scratch.as_default():
             batch = self._without_batch(mesh)
-        return self._updated(mesh, batch, held)
+        vector = self._updated(mesh, batch, held)
+        if len(mesh.sent) != len(self._sent):
+            raise NotInRounds
+        return vector
 
     def _whole(self, state: Any, count: tf.Tensor) -> tf.Tensor:
         """The whole step, of a batch that cannot be divided, or of one without an exchange."""
-        self._shard, mesh = None, Whole()
+        mesh = Whole()
         batch = self._step.placed(state, self._program.fetched(state, count), (), mesh)
         return self._updated(mesh, batch, _Held(self._metrics, self._terms))
 

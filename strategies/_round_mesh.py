@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -29,7 +30,29 @@ class RoundEnds(Exception):  # noqa: N818 - not an error
 
 
 class NotInRounds(Exception):  # noqa: N818 - not an error
-    """Raised in a rehearsal of a step that exchanges something in a loop or a condition."""
+    """Raised for a step that exchanges something in a loop or a condition, or in each round something else."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A value that is exchanged.
+
+    Attributes:
+        exchange: the number of the exchange.
+        how: the reduction, or the axis along which parts are joined.
+        dtype: of the value.
+        shape: of the whole value, as far as it is known.
+    """
+
+    exchange: int
+    how: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+
+    def agrees(self, other: Sent) -> bool:
+        """Whether `other` can be the same value in another graph."""
+        same = (self.exchange, self.how, self.dtype) == (other.exchange, other.how, other.dtype)
+        return same and self.shape.is_compatible_with(other.shape)
 
 
 class Places:
@@ -60,9 +83,13 @@ class RoundMesh(spmd.Mesh):
     Args:
         part: its number.
         count: the number of parts.
+        expected: what is exchanged; `None` if that is to be found.
+
+    Attributes:
+        sent: what has been exchanged.
     """
 
-    def __init__(self, part: int, count: int):
+    def __init__(self, part: int, count: int, expected: Sequence[Sent] | None = None):
         super().__init__([""])
         self.count, self.local = count, [part]
         self.home = None
@@ -70,6 +97,8 @@ class RoundMesh(spmd.Mesh):
         self._exchanges = self._values = 0
         self._inside = False  # of a loop or a condition
         self._trying = False
+        self._expected = expected
+        self.sent: list[Sent] = []
 
     def on_replica(self, position: int) -> contextlib.AbstractContextManager[Any]:
         del position
@@ -119,7 +148,7 @@ class RoundMesh(spmd.Mesh):
         def added(parts: Sequence[tf.Tensor]) -> tf.Tensor:
             return spmd.reduced(parts, reduction)
 
-        return [[self._or_tried(term, term.shape, added, None)] for (term,) in values]
+        return [[self._or_tried(reduction, term, term.shape, added, None)] for (term,) in values]
 
     def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
         found = []
@@ -128,7 +157,8 @@ class RoundMesh(spmd.Mesh):
             def joined(parts: Sequence[tf.Tensor], shard: spmd.Shard = shard) -> tf.Tensor:
                 return spmd.joined(parts, shard)
 
-            found.append([self._or_tried(part, Placed(shard, [part], replica=self._part).shape, joined, shard)])
+            whole = Placed(shard, [part], replica=self._part).shape
+            found.append([self._or_tried(f"axis {shard.axis}", part, whole, joined, shard)])
         return found
 
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
@@ -140,10 +170,22 @@ class RoundMesh(spmd.Mesh):
                 return compute()
 
         with self.exchanging():
+            for one in like:
+                self._note("once", one.dtype, one.shape)
             return [[one] for one in self._of_first(on_chief, like)]
 
-    def _or_tried(self, term: tf.Tensor, shape: tf.TensorShape, *how: Any) -> tf.Tensor:
-        return tf.compat.v1.placeholder(term.dtype, shape) if self._trying else self._exchanged(term, shape, *how)
+    def _or_tried(self, how: str, term: tf.Tensor, shape: tf.TensorShape, *combined: Any) -> tf.Tensor:
+        if self._trying:
+            return tf.compat.v1.placeholder(term.dtype, shape)
+        self._note(how, term.dtype, shape)
+        return self._exchanged(term, shape, *combined)
+
+    def _note(self, how: str, dtype: tf.DType, shape: tf.TensorShape) -> None:
+        self.sent.append(Sent(self._exchanges, how, dtype, shape))
+        if self._expected is None:
+            return
+        if len(self.sent) > len(self._expected) or not self.sent[-1].agrees(self._expected[len(self.sent) - 1]):
+            raise NotInRounds  # what is known of shapes was not the same in the rehearsal
 
     def _exchanged(
         self,
@@ -199,12 +241,13 @@ class Round(RoundMesh):
     Args:
         part: its number.
         count: the number of parts.
+        expected: see `RoundMesh`.
         places: where terms are left.
-        last: the number of the exchange; of a step without one, 0, and it is computed to its end.
+        last: the number of the exchange.
     """
 
-    def __init__(self, part: int, count: int, places: Places, last: int):
-        super().__init__(part, count)
+    def __init__(self, part: int, count: int, expected: Sequence[Sent], places: Places, last: int):
+        super().__init__(part, count, expected)
         self._places, self._last = places, last
 
     @contextlib.contextmanager
@@ -212,6 +255,8 @@ class Round(RoundMesh):
         with super().exchanging():
             yield
         if self._exchanges > self._last:
+            if len(self.sent) != sum(one.exchange <= self._last for one in self._expected or ()):
+                raise NotInRounds
             raise RoundEnds
 
     def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any) -> tf.Tensor:
@@ -253,6 +298,7 @@ class Update(RoundMesh):
 
     Args:
         count: the number of parts.
+        expected: see `RoundMesh`.
         places: where terms were left.
         exchanges: the number of exchanges.
         terms: the handles of variables to which the parts have added by themselves before the last exchange.
@@ -261,8 +307,10 @@ class Update(RoundMesh):
         scratch: the graph of all that the parts have computed, which nobody runs.
     """
 
-    def __init__(self, count: int, places: Places, exchanges: int, terms: Collection[tf.Tensor]):
-        super().__init__(0, count)
+    def __init__(
+        self, count: int, expected: Sequence[Sent], places: Places, exchanges: int, terms: Collection[tf.Tensor]
+    ):
+        super().__init__(0, count, expected)
         self._places, self._last = places, exchanges
         self._terms = {id(handle) for handle in terms}
         self.scratch = tf.__internal__.FuncGraph("parts")
@@ -273,7 +321,8 @@ class Update(RoundMesh):
         of_parts = any(getattr(one, "graph", None) is self.scratch for one in inputs)
         if not of_parts and (self._exchanges == self._last or not any(id(one) in self._terms for one in inputs)):
             return contextlib.nullcontext()
-        assert self._exchanges < self._last or not _changes_variables(operation), operation
+        if self._exchanges == self._last and _changes_variables(operation):
+            raise NotInRounds
         return self.scratch.as_default()
 
     def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any) -> tf.Tensor:

@@ -141,7 +141,6 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         generator = randomness.unseeded_of(self)
         # Not as for other strategies of TensorFlow: variables in parts, and their optimizers, need this one.
         with contextlib.ExitStack() as stack:
-            stack.enter_context(tensorflow_internals.without_strategy())
             stack.enter_context(keras_variables.drawing_from(generator))
             stack.enter_context(ClosureReplica().updating(model))
             for optimizer in keras_internals.optimizers(model):

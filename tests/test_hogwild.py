@@ -12,7 +12,7 @@ from keras import layers
 
 import tfdist
 from tfdist import callbacks
-from tfdist.errors import UsageError
+from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.strategies import hogwild
 
 WORDS, EXAMPLES, BATCH = 500, 330, 16
@@ -139,6 +139,46 @@ def test_a_step_of_the_users_own_is_that_of_one_device_if_no_other_comes_between
     np.testing.assert_allclose(found.norm.numpy(), wanted.norm.numpy(), rtol=1e-5)
     for name, values in of_single.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+
+
+class Returning(keras.Sequential):
+    """Returns what its metric has counted under another name; the metric is no sum over the examples."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.largest.update_state(data[0])
+        return {"loss": logs["loss"], "twice": 2 * self.largest.result()}
+
+    def test_step(self, data):
+        super().test_step(data)
+        self.largest.update_state(data[0])
+        return {"twice": 2 * self.largest.result()}
+
+
+class Largest(keras.metrics.Metric):
+    additive = None  # nobody has said so
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, values):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(values)))
+
+    def result(self):
+        return self.value + 0.0
+
+
+def test_what_a_step_makes_of_its_metrics_is_exact_in_evaluations_and_warned_of_in_trainings():
+    model = Returning([keras.Input((4,)), layers.Dense(1)])
+    model.largest = Largest()
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.arange(160, dtype="float32").reshape(40, 4)[::-1].copy()
+    strategy = tfdist.strategy("hogwild", workers=2, seed=1)
+    assert strategy.evaluate(model, x, x[:, :1], batch_size=4, verbose=0, return_dict=True) == {"twice": 318.0}
+    model.largest.additive = True
+    with pytest.warns(DifferenceWarning, match="returns `twice`, computed from what its metrics have counted"):
+        strategy.fit(model, x, x[:, :1], batch_size=4, verbose=0)
 
 
 def test_one_thread_computes_what_single_does():

@@ -113,9 +113,13 @@ def test_a_variable_of_an_execution_begins_anew_and_tells_whether_a_step_changes
         own = tensorflow_coordinator.variable_of_execution(value)
         read = tensorflow_coordinator.variable_of_execution(value)
         changed.append([tensorflow_coordinator.is_changed(one) for one in (own, read)])
+        assert not tensorflow_coordinator.is_computed_from(value, [own, read])
 
         def body(number):
-            own.assign_add(read + 1.0)
+            new = read + 1.0
+            own.assign_add(new)
+            assert tensorflow_coordinator.is_computed_from(tf.square(new), [own, read])
+            assert not tensorflow_coordinator.is_computed_from(tf.square(new), [own])
             changed.append([tensorflow_coordinator.is_changed(one) for one in (own, read)])
             return number + 1
 

@@ -453,9 +453,6 @@ def per_example(y, p):
 @contestants.among(ONE_TOO)
 @pytest.mark.parametrize("metric", [LargestError, SmallestError, MeanOfBatchMeans, Additive, None])
 def test_a_metric_of_the_users_own_says_what_it_says_on_one_device(metric, contestant, same_as_stock):
-    if contestant[0] == "parameter_server" and metric is not Additive:
-        pytest.skip("refused: its workers do not meet in a step")
-
     def make():
         metrics = [metric()] if metric else [largest, per_example]
         return compiled(keras.Sequential([keras.Input((4,)), layers.Dense(1)]), metrics=metrics)

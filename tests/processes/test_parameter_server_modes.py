@@ -110,6 +110,43 @@ def test_the_steps_and_metrics_of_users_are_those_of_one_device_in_rounds(tmp_pa
         assert "passed" in said and "failed" not in said
 
 
+UNUSUAL = (
+    SCRIPT
+    + """
+class Lazy(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.mean = keras.layers.Dense(4, "tanh"), keras.layers.GlobalAveragePooling1D()
+        self.outputs_of = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.outputs_of(self.mean(self.hidden(inputs)))
+
+
+def pairs():
+    for length in (3, 5, 4):
+        yield np.random.default_rng(length).random((4, length, 4), "float32"), np.full((4, 1), length, "float32")
+
+
+signature = tf.TensorSpec((None, None, 4)), tf.TensorSpec((None, 1))
+models = []
+for scope in (contextlib.nullcontext(), strategy.scope()):
+    keras.utils.set_random_seed(3)
+    with scope:
+        model = Lazy()
+        model.compile(keras.optimizers.Adam(epsilon=0.1), "mse")  # which does not amplify rounding
+    data = tf.data.Dataset.from_generator(pairs, output_signature=signature)
+    (strategy.fit if models else keras.Model.fit)(model, data, epochs=2, verbose=0)
+    models.append(model)
+print("APART", apart(*models))
+"""
+)
+
+
+def test_a_model_that_is_built_by_data_of_unknown_length_trains_as_on_one_device_in_rounds(tmp_path):
+    assert float(run_script(tmp_path, UNUSUAL, json.dumps({"mode": "bsp"}), workers=2)["APART"]) < 2e-6
+
+
 REPEATED = (
     SCRIPT
     + """

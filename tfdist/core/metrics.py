@@ -166,7 +166,8 @@ def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *
         raise UsageError(
             f"The metric `{metric.name}` may be no sum over the examples, and the workers of `{strategy_name}` do "
             "not meet in each step to compute it",
-            "if what it counts can be added up, give it the attribute `additive = True`; else use it in `evaluate`",
+            "if what it counts can be added up, give it the attribute `additive = True`; else use a strategy that is "
+            "synchronous, such as `multiworker`",
         )
     update_state(*arguments, **named)
 

@@ -117,3 +117,19 @@ def is_changed(variable: Any) -> bool:
     here = [placeholder for tensor, placeholder in zip(outside, inside, strict=True) if tensor is variable.handle]
     uses = [one for tensor in here or [variable.handle] for one in tensor.consumers() if one.type != "ReadVariableOp"]
     return len(uses) > (0 if here else 1)  # where it was made, one of them has begun it
+
+
+def is_computed_from(tensor: tf.Tensor, variables: Sequence[Any]) -> bool:
+    """Whether a tensor of the present graph is computed from what any of `variables_of_execution` hold."""
+    outside, inside = tensorflow_functions.captured(tf.compat.v1.get_default_graph())
+    held = {id(variable.handle) for variable in variables}
+    handles = {variable.handle.name for variable in variables if variable.handle.graph is tensor.graph}
+    handles |= {placeholder.name for one, placeholder in zip(outside, inside, strict=True) if id(one) in held}
+    waiting, seen = [tensor], {tensor.name}
+    while waiting:
+        new = [one for one in waiting.pop().op.inputs if one.name not in seen]
+        if any(one.name in handles for one in new):
+            return True
+        seen.update(one.name for one in new)
+        waiting += new
+    return False
