@@ -35,15 +35,15 @@ from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import Division
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables, tensorflow_coordinator
+from tfdist.internals import keras_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _closure_data as data
+from tfdist.strategies import _closure_variables as held_variables
 
 # More than one, so that a worker which is done early finds another closure.
 CLOSURES_OF_A_WORKER = 3
 # A closure unrolls its steps if a step has fewer operations: 10 steps of 1000 operations take some 5 s to trace.
 OPERATIONS_OF_A_SMALL_STEP = 1000
-BYTES_OF_A_SMALL_STATE = 1 << 16
 
 
 class ClosureProgram(StepProgram):
@@ -175,7 +175,7 @@ class ClosureProgram(StepProgram):
                 self._operations = len(done.graph.get_operations())
             return done + 1, self._is_finite(), total + staleness, tf.maximum(largest, staleness), own
 
-        held = Held(self._model, self._begins_metrics)
+        held = held_variables.Held(self._model, self._begins_metrics)
         start = [tf.constant(0), tf.constant(True), tf.constant(0), tf.constant(0), self._no_logs()]
         with held.in_place():
             if unrolled:
@@ -185,7 +185,7 @@ class ClosureProgram(StepProgram):
         done, finite, total, largest, own = ended
         return self._codec.pack(Result(done, finite, total, largest, held.end(), own))
 
-    def _worker_step(self, state: Any, batch: Any, held: Held) -> tuple[tf.Tensor, Logs]:
+    def _worker_step(self, state: Any, batch: Any, held: held_variables.Held) -> tuple[tf.Tensor, Logs]:
         """One step of one worker: returns the step's staleness, and its logs."""
 
         def on_replica(replica: Any) -> Any:
@@ -206,7 +206,7 @@ class ClosureProgram(StepProgram):
         staleness, logs = result
         return staleness, logs
 
-    def _require_under_own_names(self, logs: Logs, held: Held) -> None:
+    def _require_under_own_names(self, logs: Logs, held: held_variables.Held) -> None:
         """Warns of logs that are computed of metrics, and are not the results of metrics: they are not merged."""
         own = metrics.names(self._model)
         of_metrics = [name for name, value in logs.items() if name not in own and held.is_metric(value)]
@@ -262,54 +262,6 @@ class ClosurePredictProgram(Program):
             return self._model.predict_step(data)
 
         return self._strategy.run(on_replica)[0]
-
-
-class Held:
-    """What a closure holds in variables of its own: the metrics, and the small states of the model.
-
-    So its steps read and change them without a server.
-
-    Args:
-        model: whose they are.
-        begins_metrics: the metrics begin with the values of the model's, and not with zeros.
-    """
-
-    def __init__(self, model: Any, begins_metrics: bool):
-        self._metrics, self._states = model.metrics_variables, small_states(model)
-        held = [*(self._metrics if begins_metrics else ()), *self._states]
-        read = [tf.convert_to_tensor(tf_variable(variable)) for variable in held]
-        nothing = [tf.zeros(v.shape, tf_variable(v).dtype) for v in (() if begins_metrics else self._metrics)]
-        self._begun = nothing + read
-        self._own = [tensorflow_coordinator.variable_of_execution(value) for value in self._begun]
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """In this context, what is traced computes with the closure's own variables."""
-        with keras_variables.in_place_of([*self._metrics, *self._states], self._own):
-            yield
-
-    def metrics_changed(self) -> set[int]:
-        """The `id`s of the metrics' variables that the present graph changes."""
-        own = zip(self._metrics, self._own, strict=False)
-        return {id(variable) for variable, mine in own if tensorflow_coordinator.is_changed(mine)}
-
-    def is_metric(self, value: Any) -> bool:
-        """Whether a value of the present graph, or a structure of them, is computed from what metrics have counted."""
-        own = self._own[: len(self._metrics)]
-        tensors = [one for one in tf.nest.flatten(value) if tf.is_symbolic_tensor(one)]
-        return any(tensorflow_coordinator.is_computed_from(one, own) for one in tensors)
-
-    def end(self) -> list[tf.Tensor]:
-        """Adds the changes to the states, which other workers may have changed meanwhile.
-
-        Returns:
-            What was added to the metrics.
-        """
-        values = [variable.read_value() for variable in self._own]
-        changes = [after - before for after, before in zip(values, self._begun, strict=True)]
-        for variable, change in zip(self._states, changes[len(self._metrics) :], strict=True):
-            tf_variable(variable).assign_add(change)
-        return changes[: len(self._metrics)]
 
 
 class Result(NamedTuple):
@@ -399,16 +351,6 @@ def refuse_accumulation(model: Any, what: str) -> None:
 def _all_additive(model: Any) -> bool:
     """Whether what the metrics of `model` count in each closure can be added up."""
     return all(map(keras_internals.is_additive, keras_internals.metrics_of(model)))
-
-
-def small_states(model: Any) -> list[Any]:
-    """Seeds, moving averages and the like: a closure reads them once, and adds the change that its steps made."""
-    return [
-        variable
-        for variable in model.non_trainable_variables
-        if (tf_variable(variable).dtype.is_floating or tf_variable(variable).dtype.is_integer)
-        and math.prod(variable.shape) * tf_variable(variable).dtype.size <= BYTES_OF_A_SMALL_STATE
-    ]
 
 
 def _as_tensor(value: Any) -> Any:

@@ -35,6 +35,7 @@ from tfdist.strategies import _apart as apart
 from tfdist.strategies import _averages as averages
 from tfdist.strategies import _closure_data as data
 from tfdist.strategies import _closure_replica as replicas
+from tfdist.strategies import _closure_variables as held_variables
 from tfdist.strategies import _closures as loop
 
 # What a worker says that refuses an exchange.
@@ -125,7 +126,7 @@ class CopiesProgram(loop.ClosureProgram):
 
             return tf.while_loop(before_end, step, (done, finite, own), parallel_iterations=1)
 
-        held = loop.Held(self._model, self._begins_metrics)
+        held = held_variables.Held(self._model, self._begins_metrics)
         with copies.in_place(), held.in_place():
             start = (tf.constant(0), tf.constant(True), self._no_logs())
             done, finite, own = tf.while_loop(proceed, until_next, start, parallel_iterations=1)

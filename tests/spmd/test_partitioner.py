@@ -220,8 +220,9 @@ def losses_and_their_gradients(x):
     with tf.GradientTape() as tape:
         tape.watch([weight, bias])
         outputs = x @ weight + tf.concat([bias[:1], bias[1:]], 0)
-        loss = tf.reduce_mean(outputs**2) + 0.1 * tf.reduce_sum(weight**2) + 3 * tf.reduce_mean(outputs)
-    return loss, tape.gradient(loss, [weight, bias])
+        loss = sum([tf.reduce_mean(outputs**2), 3 * tf.reduce_mean(outputs)])
+        regularized = loss + 0.1 * tf.reduce_sum(weight**2)
+    return loss, tape.gradient(regularized, [weight, bias])
 
 
 def a_recurrence_and_its_gradients(x):

@@ -76,14 +76,27 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
     if operation.type in ADDITIVE:
         shape = values[0].shape
         same = shape.is_fully_defined() and all(value.shape == shape for value in values)
-        # A value that all replicas have is one term, on one replica: so losses are added before they are exchanged, and
-        # gradients in all iterations of a loop, which begins with zeros.
-        return [Partial()] * len(given) if same and (replicated or len(terms) == len(given)) else None
+        # A value that all replicas have may be one term, on one replica. Not in general: what is added to a weight and
+        # subtracted from it again must leave it as it was, to the last bit.
+        summed = len(terms) == len(given) or (replicated and _may_be_a_term(values, terms))
+        return [Partial()] * len(given) if same and summed else None
     if operation.type in _JOINED:
         joined = len(given) - _JOINED[operation.type]
         return list(given) if terms == list(range(joined)) and replicated else None
     alone = len(terms) == 1 and replicated
     return list(given) if alone and _is_linear(operation, terms[0], values[terms[0]]) else None
+
+
+def _may_be_a_term(values: Sequence[Placed], terms: Sequence[int]) -> bool:
+    """Whether what all replicas have can be added to `terms` before their sum is made.
+
+    That are counts that are added to variables of terms, gradients of all iterations of a loop, which begin with zeros,
+    and constants, with which Python begins the sum of several losses.
+    """
+    others = [value for index, value in enumerate(values) if index not in terms]
+    if all(value.constant is not None for value in others):
+        return True
+    return any(values[index].is_gradient or values[index].is_accumulated for index in terms)
 
 
 def adds_gradients(operation: tf.Operation, inputs: Sequence[Placed]) -> bool:
