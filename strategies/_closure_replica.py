@@ -17,10 +17,15 @@ from tfdist.strategies import base
 
 
 class ClosureReplica(base.Replica):
-    """A worker's step on a whole batch; the variables are in this process, or on parameter servers."""
+    """A worker's step on a whole batch; the variables are in this process, or on parameter servers.
 
-    def __init__(self) -> None:
+    Args:
+        scope: the context in which an optimizer makes its variables at its first update.
+    """
+
+    def __init__(self, scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext):
         super().__init__()
+        self._scope = scope
         self._home: str | None = None  # the device, mostly of a server, that counts the steps
         self._computed: list[Any] = []  # ends when the gradients are there
 
@@ -30,7 +35,6 @@ class ClosureReplica(base.Replica):
         with contextlib.ExitStack() as stack:
             for optimizer in keras_internals.optimizers(model):
                 keras_patches.require_reduced_once(optimizer)
-
                 update = functools.partial(self.update, optimizer)
                 stack.enter_context(keras_patches.applying_with(optimizer, update))
             yield
@@ -39,6 +43,9 @@ class ClosureReplica(base.Replica):
         self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any] | None
     ) -> None:
         """Updates `variables` by `apply(gradients, variables)`, Keras' own; `None` is all of the `optimizer`."""
+        if not optimizer.built and variables is not None:
+            with tf.init_scope(), self._scope():
+                optimizer.build(list(variables))
         # Without it the servers would count the step as it begins, since nothing else makes the count wait.
         known = [gradient for gradient in gradients if gradient is not None]
         self._computed = [tf.group(*tf.nest.flatten(known, expand_composites=True))]

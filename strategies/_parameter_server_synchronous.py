@@ -161,7 +161,7 @@ class _StepOfSizes:
         all_dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in self._specs)
         self._shard = rows if all_dense and self._step.is_sharded(rows) else None
         self.is_divisible = self._shard is not None
-        self._places = Places(self._count, _Servers(model))
+        self._places = Places(_Servers(model))
         self._metrics = [(id(_handle(one)), one) for one in model.metrics_variables]
         alone = accumulators.added_to_alone(self._traced, self._step.terms)
         self._terms = {key: terms for key, terms in self._step.terms.items() if key in alone}

@@ -59,22 +59,19 @@ class Places:
     """Where the parts leave what they exchange, for batches of one size.
 
     Args:
-        count: the number of parts.
         device_of: the server for a tensor, the gradient of a variable or something else.
     """
 
-    def __init__(self, count: int, device_of: Callable[[tf.Tensor], str]):
-        self._count = count
+    def __init__(self, device_of: Callable[[tf.TensorSpec], str]):
         self._device_of = device_of
-        self._made: dict[tuple[int, int], list[tf.Variable]] = {}
+        self._made: dict[int, list[tf.Variable]] = {}
 
-    def of(self, exchange: int, number: int, terms: Sequence[tf.Tensor]) -> list[tf.Variable]:
-        """The places of all parts for one value of an exchange, like `terms`, one for each part or for all."""
-        if (exchange, number) not in self._made:
+    def of(self, number: int, terms: Sequence[tf.TensorSpec]) -> list[tf.Variable]:
+        """The places for the terms of the value that is exchanged as number `number` of a step."""
+        if number not in self._made:
             device = self._device_of(terms[0])
-            of_each = list(terms) * (self._count // len(terms))
-            self._made[exchange, number] = [_place(device, term) for term in of_each]
-        return self._made[exchange, number]
+            self._made[number] = [_place(device, term) for term in terms]
+        return self._made[number]
 
 
 class RoundMesh(spmd.Mesh):
@@ -94,7 +91,7 @@ class RoundMesh(spmd.Mesh):
         self.count, self.local = count, [part]
         self.home = None
         self._part = part
-        self._exchanges = self._values = 0
+        self._exchanges = 0
         self._inside = False  # of a loop or a condition
         self._trying = False
         self._expected = expected
@@ -124,7 +121,6 @@ class RoundMesh(spmd.Mesh):
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        self._values = 0
         if self._inside:
             raise NotInRounds
         yield
@@ -201,10 +197,11 @@ class RoundMesh(spmd.Mesh):
         """The results of `compute`, which the first part alone computes, once."""
         raise NotImplementedError
 
-    def _number(self) -> tuple[int, int]:
-        """The numbers of this exchange, and of the value in it."""
-        self._values += 1
-        return self._exchanges, self._values - 1
+    def _of_once(self, places: Places, like: Sequence[tf.Tensor]) -> list[tf.Variable]:
+        """The places of results that one part computes, which are the last values of `sent`."""
+        first = len(self.sent) - len(like)
+        specs = [tf.TensorSpec(one.shape, one.dtype) for one in like]
+        return [places.of(first + index, [spec])[0] for index, spec in enumerate(specs)]
 
 
 class Rehearsal(RoundMesh):
@@ -260,16 +257,14 @@ class Round(RoundMesh):
             raise RoundEnds
 
     def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any) -> tf.Tensor:
-        exchange, number = self._number()
-        places = self._places.of(exchange, number, _of_parts(term, shape, shard, self.count))
-        if exchange < self._last:
+        places = self._places.of(len(self.sent) - 1, _of_parts(term, shape, shard, self.count))
+        if self._exchanges < self._last:
             return _combined(places, combined, shape)
         places[self._part].assign(term)
         return tf.raw_ops.PlaceholderWithDefault(input=term, shape=tf.TensorShape(None))
 
     def _of_first(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        numbers = [self._number() for _ in like]
-        places = [self._places.of(*at, [one])[0] for at, one in zip(numbers, like, strict=True)]
+        places = self._of_once(self._places, like)
         if self._exchanges == self._last:
             for place, value in zip(places, compute() if self._part == 0 else (), strict=False):
                 place.assign(value)
@@ -326,10 +321,11 @@ class Update(RoundMesh):
         return self.scratch.as_default()
 
     def _exchanged(self, term: Any, shape: Any, combined: Any, shard: Any) -> tf.Tensor:
-        return _combined(self._places.of(*self._number(), _of_parts(term, shape, shard, self.count)), combined, shape)
+        places = self._places.of(len(self.sent) - 1, _of_parts(term, shape, shard, self.count))
+        return _combined(places, combined, shape)
 
     def _of_first(self, compute: Any, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return [_read(self._places.of(*self._number(), [one])[0], one.shape) for one in like]
+        return [_read(place, one.shape) for place, one in zip(self._of_once(self._places, like), like, strict=True)]
 
 
 def _changes_variables(operation: tf.Operation) -> bool:

@@ -10,7 +10,6 @@ Source: Li et al., Scaling Distributed Machine Learning with the Parameter Serve
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +27,7 @@ from tfdist.core.verification_bounds import Bound
 from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
-from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_patches, keras_variables, tensorflow_coordinator
+from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.options import Count, Fraction, checked_seconds
 from tfdist.strategies import _closures as closures
@@ -140,21 +138,8 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
     def tracing(self, model: Any) -> Iterator[None]:
         generator = randomness.unseeded_of(self)
         # Not as for other strategies of TensorFlow: variables in parts, and their optimizers, need this one.
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(keras_variables.drawing_from(generator))
-            stack.enter_context(ClosureReplica().updating(model))
-            for optimizer in keras_internals.optimizers(model):
-                build_first = functools.partial(self._apply_built, optimizer)
-                stack.enter_context(keras_patches.applying_with(optimizer, build_first))
+        with keras_variables.drawing_from(generator), ClosureReplica(self.scope).updating(model):
             yield
-
-    def _apply_built(
-        self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any] | None
-    ) -> None:
-        if not optimizer.built and variables is not None:
-            with tf.init_scope(), self.scope():
-                optimizer.build(list(variables))
-        apply(gradients, variables)
 
     @property
     def bound(self) -> Bound | None:
