@@ -103,34 +103,6 @@ class Updates(keras.StatelessScope):
         self.metrics_updated |= set(found)
 
 
-class Carried(Updates):
-    """As `Updates`, but some variables are never written: their values are carried from step to step as tensors.
-
-    Args:
-        replica: runs the step.
-        variables: the carried variables, metrics among them.
-        values: their values before the step.
-    """
-
-    def __init__(self, replica: Replica, variables: Sequence[Any], values: Sequence[tf.Tensor]):
-        super().__init__(replica, ())
-        self._carried = {id(variable): variable for variable in variables}
-        self.state_mapping.update({id(v): value for v, value in zip(variables, values, strict=True)})
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        if id(variable) in self._carried:
-            self.metrics_updated.add(id(variable))
-            self.state_mapping[id(variable)] = tf.cast(value, tf_variable(variable).dtype)
-        else:
-            super().add_update(update)
-
-    @property
-    def values(self) -> list[tf.Tensor]:
-        """The carried variables after the step."""
-        return [self.state_mapping[key] for key in self._carried]
-
-
 def agreed(replica: Replica, updates: Sequence[tuple[Any, Any]]) -> list[tuple[Any, tf.Tensor]]:
     """The values that all replicas write to Keras variables, from the values that each would assign."""
     floats = [(v, tf.cast(value, tf_variable(v).dtype)) for v, value in updates if tf_variable(v).dtype.is_floating]

@@ -17,7 +17,6 @@ from typing import Any
 
 from tfdist.core import assignments, gradient_tape, keras_steps, randomness, replica_context
 from tfdist.core.replica import Replica
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_patches
 
 
@@ -31,19 +30,12 @@ def exactly(replica: Replica, model: Any, step: Callable[[Any], Any]) -> tuple[A
         with keras_steps.on_part(replica):
             return step(replica.part), set()
     replica.updates = assignments.Updates(replica, model.metrics_variables)
-    if not keras_internals.has_own_step(model, "train"):
-        replica.keras_optimizer = getattr(model, "optimizer", None)  # a model that only predicts may have none
-    return in_step(replica, step), replica.updates.metrics_updated
-
-
-def in_step(replica: Replica, step: Callable[[Any], Any]) -> Any:
-    """Runs `step` on a replica whose `updates` catch its assignments; returns the result of the step."""
     install()
     with replica_context.on_replica(replica):
         with replica.updates:
             logs = step(replica.part)
         replica.updates.write()
-    return logs
+    return logs, replica.updates.metrics_updated
 
 
 @functools.cache

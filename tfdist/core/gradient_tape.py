@@ -45,7 +45,7 @@ def of_global_batch(gradient: Callable[[Any, Any], Any], target: Any, sources: A
     replica_context.require_meeting(replica, "A gradient with respect to variables")
     found = tf.nest.flatten(gradient(*_weighed(replica, target, output_gradients)))
     variables = [index for index, source in enumerate(flat) if _is_variable(source)]
-    reduced = _reduced(replica, [found[index] for index in variables], [flat[index] for index in variables])
+    reduced = _reduced(replica, [found[index] for index in variables])
     for index, one in zip(variables, reduced, strict=True):
         found[index] = one
     return tf.nest.pack_sequence_as(sources, found)
@@ -67,31 +67,17 @@ def _weighed(replica: Replica, target: Any, given: Any) -> tuple[Any, Any]:
     return [one for one, _ in weighed], [begin for _, begin in weighed]
 
 
-def _reduced(replica: Replica, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """The sums over the replicas that have examples of `gradients` with respect to `variables`."""
+def _reduced(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
+    """The sums of `gradients` over the replicas that have examples."""
     if tensorflow_internals.tape_is_open() and not any(isinstance(one, tf.IndexedSlices) for one in gradients):
         # An outer tape may differentiate these gradients.
         dense = [replica.only_real(one) for one in gradients if one is not None]
         sums = iter(replica_context.differentiable_sums(replica, dense))
         return replica.know([None if one is None else next(sums) for one in gradients])
-    if replica.reduces_later(variables):
-        return _reduced_later(replica, gradients)
-    return _sums(replica, gradients)
-
-
-def _sums(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
     pieces = [_pieces(replica, one) for one in gradients]
     sent = [_sent(replica, *piece) for each in pieces for piece in each]
     summed = iter(replica.reduce(sent))
     return replica.know([_joined([_received(next(summed), *piece) for piece in each]) for each in pieces])
-
-
-def _reduced_later(replica: Replica, gradients: Sequence[Any]) -> list[Any]:
-    """Dense gradients of this replica alone, which are reduced when they are applied, and sums of sparse ones."""
-    local = [replica.only_real(one) if isinstance(one, tf.Tensor) else None for one in gradients]
-    sparse = [one if isinstance(one, tf.IndexedSlices) else None for one in gradients]
-    sums = _sums(replica, sparse)
-    return [one if summed is None else summed for one, summed in zip(local, sums, strict=True)]
 
 
 # A gradient, or one lookup of a sparse gradient, and whether all replicas have looked up the same rows.

@@ -34,8 +34,6 @@ class Replica:
             synchronized takes for the mean and variance.
         reading: of the graph of its step, see `tfdist.core.joint_values.reading`.
         losses: the losses that layers have added by `add_loss`, by the layer's `id`.
-        keras_optimizer: the optimizer to which Keras' own train step passes the gradients just as a tape has computed
-            them; `None` in a train step of the user's own.
         alone: it exchanges nothing with other replicas, so that Keras' own code is exact.
         metrics_in_parts: each replica has a part of a metric's state, and readers sum the parts.
     """
@@ -58,7 +56,6 @@ class Replica:
         self.alike: list[tf.Tensor] = []
         self.means: list[tf.Tensor] = []
         self.losses: dict[int, list[Any]] = {}
-        self.keras_optimizer: Any = None
         self.own_statistics: list[tf.Tensor] = []
         self.reading: Any = None
         self._reduced: list[Any] = []
@@ -119,11 +116,6 @@ class Replica:
         return gradient_reduction.without_none(gradient_reduction.packed(self.all_reduce, self.packing))(
             list(gradients)
         )
-
-    def reduces_later(self, variables: Sequence[Any]) -> bool:
-        """Whether gradients with respect to `variables` are reduced when they are applied, and not by the tape."""
-        del variables
-        return False
 
     def know(self, reduced: list[Any]) -> list[Any]:
         """Notes that these gradients are reduced over the replicas already; returns them."""
