@@ -82,12 +82,17 @@ class PipelineMesh(spmd.Mesh):
         graph = tf.compat.v1.get_default_graph()
         possible = ordering.order(graph, self._schedule, self.stage_devices, len(self.local))
         if not possible and self._schedule != "gpipe":
-            late = ", with its delayed gradients" if self._schedule == DELAYED else ""
-            warnings.warn(
-                "Micro-batches meet in the middle of a step, so that none can finish before all have begun: the "
-                f"schedule `gpipe` is used in place of `{self._schedule}`{late}",
-                stacklevel=2,
-            )
+            say_that_they_meet(self._schedule)
+
+
+def say_that_they_meet(schedule: Schedule) -> None:
+    """Warns that a step cannot follow a schedule in which a micro-batch is finished before all have begun."""
+    late = ", with its delayed gradients" if schedule == DELAYED else ""
+    warnings.warn(
+        "Micro-batches meet in the middle of a step, so that none can finish before all have begun: the schedule "
+        f"`gpipe` is used in place of `{schedule}`{late}",
+        stacklevel=2,
+    )
 
 
 class PipelinesMesh(PipelineMesh, ProcessMesh):

@@ -1,7 +1,7 @@
 """`pipeline` in a job of several processes: one stage of the model in each of them.
 
-A process has the variables of its own stage, their gradients and their slots. What crosses the cuts is sent by the
-communicator of the job, in the order of the schedule; `tfdist.strategies._stage_programs` has the steps.
+A process has the variables of its own stage, their gradients and their slots. The step of one device is partitioned for
+the micro-batches, and each process computes the operations of its stage (`tfdist.strategies._stage_mesh`).
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import tensorflow as tf
 
 from tfdist.cluster import consensus
 from tfdist.communicators import parts
+from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import ClusterError, UsageError
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_optimizers, keras_stages
-from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.stages import ordering, own_variables, plan, previous_weights, separate
+from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
+from tfdist.stages import own_variables, placement, plan, previous_weights, separate
 from tfdist.stages.exchange import Exchange
-from tfdist.stages.one_stage import Stage
 from tfdist.stages.plan import Balance, Plan
 from tfdist.stages.schedule import Schedule
 from tfdist.stages.stage_optimizer import StageOptimizer
 from tfdist.strategies import _collective as collective
 from tfdist.strategies import _delayed as delayed
-from tfdist.strategies import _results as replica_results
 from tfdist.strategies import _socket_job as socket_job
-from tfdist.strategies import _stage_programs as stage_programs
 from tfdist.strategies import base
+from tfdist.strategies._stage_mesh import StageMesh
+from tfdist.strategies._stage_programs import DelayedStageProgram, StagePredictProgram, StageProgram
 from tfdist.strategies._stages import examples_of_part, require_examples
 
 if TYPE_CHECKING:
@@ -71,11 +70,12 @@ class StagesOfProcesses(socket_job.SocketStrategy):
             "stages": ",".join(stages or ()) or "chosen",
         }
         self._examples: int | None = None
-        self._stages: dict[int, Stage] = {}  # by the `id` of the graph of the model
+        self._plans: dict[int, Plan] = {}  # by the `id` of the graph of the model
         self._told: list[str] = []  # the layers of each stage of the model that runs
-        self._steps: int | None = None  # traced so far of those that are ordered together
+        self._owners: dict[int, int] = {}  # of variables, by the `id` of their handles
         self.as_one_device = schedule != delayed.NAME
         super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
+        self.compare_first_step = False  # no process could compute the whole step
 
     def set_up(self) -> None:
         super().set_up()
@@ -86,11 +86,14 @@ class StagesOfProcesses(socket_job.SocketStrategy):
                 f"{count} processes",
                 f"name {count - 1} layers, or start {len(self._named) + 1} processes",
             )
-        self._towers = tensorflow_internals.replicas_in_time(self.devices[0], self.micro_batches)
-        self.exchange_of_stages = Exchange(self.communicator, self._schedule, self.micro_batches)
 
-    def make_mesh(self) -> None:
-        """None: each process runs the step of its stage."""
+    def make_mesh(self) -> StageMesh:
+        assert isinstance(self.communicator, ArrayCommunicator)
+        self.exchange_of_stages = Exchange(self.communicator)
+        stages = self.world.rank, self.world.world_size
+        return StageMesh(
+            self.devices[0], self.micro_batches, self._schedule, self.exchange_of_stages, *stages, self._owners
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -100,60 +103,37 @@ class StagesOfProcesses(socket_job.SocketStrategy):
     def replica_devices(self) -> list[str]:
         return [self.devices[0]] * self.micro_batches
 
-    def run(self, step: base.Step) -> list[Any]:
-        previous, number = previous_weights.current(), self._steps or 0
-
-        def on_tower() -> Any:
-            index = replica_results.current_index()
-            micro_batch = stage_programs.StageTower(index, self.micro_batches, self.devices[0], self, number)
-            micro_batch.previous = previous
-            return step(micro_batch)
-
-        if number == 0:
-            self.exchange_of_stages.begin_steps()
-        results = replica_results.local_results(self._towers, self._towers.run(on_tower))
-        if self._steps is not None:
-            self._steps += 1
-        elif not tf.executing_eagerly():
-            self._order(1)
-        return results
-
     @contextlib.contextmanager
-    def ordered_together(self) -> Iterator[None]:
-        """The micro-batches of the steps that are traced in this context follow each other as those of one step."""
-        self._steps = 0
-        try:
+    def tracing(self, model: Any) -> Iterator[None]:
+        """The context in which a step is traced as if this process had all variables."""
+        functional = keras_stages.functional_of(model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras_stages.known(model.variables))
+            if id(functional) in self._plans:
+                stack.enter_context(placement.on_stages(self._plans, [self.devices[0]] * self.world.world_size))
+                for optimizer in keras_internals.optimizers(model):
+                    of_stage = self.of_stage(optimizer)
+                    if of_stage is not None:
+                        stack.enter_context(of_stage.as_if_whole())
+                self._note_owners(model)
             yield
-            self._order(self._steps)
-        finally:
-            self._steps = None
 
-    def _order(self, steps: int) -> None:
-        self.exchange_of_stages.put_in_order(steps)
-        graph, devices = tf.compat.v1.get_default_graph(), [self.devices[0]] * self.world.world_size
-        possible = ordering.order(graph, self._schedule, devices, steps * self.micro_batches)
-        if not all(consensus.all_gather_object(self, possible, "orders its micro-batches")):
-            raise UsageError(
-                f"Micro-batches meet in the middle of a step, and `{self._schedule}` computes them one after the other "
-                "in each process",
-                "train with `schedule=gpipe` if the loss makes them meet, else in one process; synchronized batch "
-                "normalization and losses of the whole batch make them meet",
-            )
+    def _note_owners(self, model: Any) -> None:
+        """Finds out which stage has which variable."""
+        variables = [*model.variables, *(v for one in keras_internals.optimizers(model) for v in one.variables)]
+        for variable in variables:
+            part = parts.part_of(variable)
+            if part is not None:
+                held = [*tensorflow_variables.copies(variable), *previous_weights.held_before(model, variable)]
+                self._owners.update({id(one.handle): part.owner for one in held})
 
     def placed(self, feed: Feed) -> Feed:
         self._examples = feed.batch_size or self._examples
         return super().placed(feed)
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
-        """The state of metrics, which the last stage alone updates; the other processes get a copy."""
-        held = [keras_internals.tf_variable(variable) for variable in variables]
-        is_last = self.world.rank == self.world.world_size - 1
-        mine = [tf.convert_to_tensor(one) if is_last else tf.zeros(one.shape, one.dtype) for one in held]
-        values = collective.summed(self.communicator, mine, name)
-        for one, value in zip(held, values, strict=True):
-            if not is_last:
-                tf.raw_ops.AssignVariableOp(resource=one.handle, value=value)
-        return values
+        """The state of metrics, which all processes have whole."""
+        return base.Strategy.sum_metrics(self, variables, name)
 
     def check(self, model: Any) -> None:
         plan.require_cuttable(model, self.world.world_size)
@@ -168,13 +148,8 @@ class StagesOfProcesses(socket_job.SocketStrategy):
                 "runs graphs",
                 f"leave it out, or {separate.ONE_PROCESS}",
             )
-        for kind in ("train", "test", "predict"):
-            if keras_internals.has_own_step(model, kind):
-                raise UsageError(
-                    f"The model `{model.name}` has a `{kind}_step` of its own, and a pipeline of several processes "
-                    "runs Keras' own",
-                    f"leave it out, or {separate.ONE_PROCESS}",
-                )
+        if self._schedule == delayed.NAME:
+            delayed.require_steps_of_keras(model)
 
     def program(self, steps: Steps) -> Program:
         if steps.batches.own:
@@ -184,11 +159,10 @@ class StagesOfProcesses(socket_job.SocketStrategy):
             )
         require_examples(steps, self.micro_batches, self.micro_batches)
         self._place(steps.model)
-        of_stage = stage_programs.StageSteps(self, steps.model, self._stage(steps.model).renewed())
-        if delayed.is_delayed(self._schedule, steps.kind):
-            return stage_programs.DelayedStageProgram(self, steps, of_stage)
-        kind = stage_programs.StagePredictProgram if steps.kind == "predict" else stage_programs.StageProgram
-        return kind(self, steps, of_stage)
+        if steps.kind == "predict":
+            return StagePredictProgram(self, steps)
+        late = delayed.is_delayed(self._schedule, steps.kind)
+        return (DelayedStageProgram if late else StageProgram)(self, steps)
 
     def begin_anew(self, model: Any) -> None:
         delayed.begin_anew(model)
@@ -218,23 +192,18 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         if of_stage is not None and keras_optimizers.inner(model.optimizer).use_ema:
             of_stage.finalize()
 
-    def _stage(self, model: Any) -> Stage:
-        return self._stages[id(keras_stages.functional_of(model))]
-
     def _place(self, model: Any) -> None:
         """Cuts `model`, and frees what is not of this process' stage, unless that was done before."""
         functional = keras_stages.functional_of(model)
         optimizers = keras_internals.optimizers(model)
-        if id(functional) not in self._stages:
+        if id(functional) not in self._plans:
             self.check(model)
             found = self._plan(model)
-            stage = Stage(found, self.world.rank)
             separate.require_separate(model, found)
             built = [variable for one in optimizers if one.built for variable in one.variables]
             super().broadcast_variables([*model.variables, *built])
-            stage.adds_losses = separate.adds_losses(model, found)
             own_variables.free_others(found, self.world, model.metrics_variables)
-            self._stages[id(functional)] = stage
+            self._plans[id(functional)] = found
         for optimizer in optimizers:
             if self.of_stage(optimizer) is None:
                 variables = keras_internals.trainable_variables(optimizer) if optimizer.built else None
@@ -246,8 +215,8 @@ class StagesOfProcesses(socket_job.SocketStrategy):
                 divided = StageOptimizer(optimizer, variables, self.communicator, meet)
                 # Past Keras' attribute tracking, so that it is not saved with the model.
                 object.__setattr__(optimizer, _OPTIMIZER, divided)
-        stage = self._stages[id(functional)]
-        self._told = [", ".join(stage.plan.layers_of(number)) for number in range(stage.count)]
+        plan_of_model = self._plans[id(functional)]
+        self._told = [", ".join(plan_of_model.layers_of(number)) for number in range(self.world.world_size)]
 
     def _plan(self, model: Any) -> Plan:
         """The plan of the chief, which measures times."""
@@ -268,7 +237,7 @@ class StagesOfProcesses(socket_job.SocketStrategy):
                 of_stage = self.of_stage(optimizer)
                 if of_stage is not None:
                     stack.enter_context(of_stage.whole())
-            if id(keras_stages.functional_of(model)) in self._stages:
+            if id(keras_stages.functional_of(model)) in self._plans:
                 consensus.all_gather_object(self, None, "gathers the variables of all stages")
                 away = own_variables.gather(model, self.exchange, self.world.is_chief)
             try:
@@ -303,16 +272,16 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         )
 
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
-        stage = self._stages.get(id(keras_stages.functional_of(model)))
-        if stage is None:
+        found = self._plans.get(id(keras_stages.functional_of(model)))
+        if found is None:
             return []
         return [
             {
                 "device": f"{self.world.named(number)}, {self.devices[0]}",
-                "layers": stage.plan.layers_of(number),
-                "parameters": stage.plan.parameters_of(number),
+                "layers": found.layers_of(number),
+                "parameters": found.parameters_of(number),
             }
-            for number in range(stage.count)
+            for number in range(self.world.world_size)
         ]
 
     def options(self) -> dict[str, Any]:

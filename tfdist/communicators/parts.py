@@ -58,6 +58,11 @@ class Part:
         """The number of elements of this process."""
         return math.prod(self.shape)
 
+    @property
+    def owner(self) -> int:
+        """The process that has most elements."""
+        return max(range(len(self.lengths)), key=self.lengths.__getitem__)
+
     def of(self, whole: np.ndarray) -> np.ndarray:
         """The part of this process, in `shape`, of an array of the whole, perhaps in the memory of that."""
         begin = sum(self.lengths[: self.rank])

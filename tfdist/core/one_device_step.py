@@ -108,7 +108,8 @@ class OneDeviceStep:
         placed, cost = self.placed(state, batch, rows), spmd.Cost()
         sharded = rows if self.is_sharded(rows) else None
         variables = self.terms | dict(self._strategy.variables_in_parts(self._steps.model))
-        results = spmd.compute(self.trace(), self.mesh, placed, sharded, cost, self._streams, variables)
+        step = self.trace(), self.mesh, placed, sharded, cost, self._streams, variables
+        results = self.mesh.written(lambda: spmd.compute(*step))
         if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
             self.cost = cost
         self._say(cost, rows)

@@ -10,7 +10,7 @@ import functools
 import heapq
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,10 +138,19 @@ def _graph_of(operation: tf.Operation, name: str) -> Any:
         )
 
 
-def in_order(graph: Any) -> list[tf.Operation]:
+def in_order(
+    graph: Any,
+    after: Mapping[str, Sequence[tf.Operation]] = types.MappingProxyType({}),
+    first: Callable[[tf.Operation], bool] = lambda operation: False,
+) -> list[tf.Operation]:
     """The operations that the outputs and the effects of a function need, each behind those that it waits for.
 
     In the order in which they were traced, except for loops, whose inputs can be younger than the loop.
+
+    Args:
+        graph: of the function.
+        after: what operations wait for besides, by their names; where they wait for each other, some are left out.
+        first: whether an operation that waits for nothing comes before others of which this is not said.
     """
     needed: set[tf.Operation] = set()
     waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
@@ -149,24 +158,24 @@ def in_order(graph: Any) -> list[tf.Operation]:
         operation = waiting.pop()
         if operation not in needed:
             needed.add(operation)
-            waiting += _before(operation)
+            waiting += [*_before(operation), *after.get(operation.name, ())]
     left: dict[tf.Operation, int] = {}
     followers: dict[tf.Operation, list[tf.Operation]] = {}
     for operation in needed:
-        before = set(_before(operation))
+        before = {*_before(operation), *after.get(operation.name, ())}
         left[operation] = len(before)
         for one in before:
             followers.setdefault(one, []).append(operation)
-    ready = [(operation._id, operation) for operation in needed if not left[operation]]
+    ready = [(not first(one), one._id, one) for one in needed if not left[one]]
     heapq.heapify(ready)
     found = []
     while ready:
-        _, operation = heapq.heappop(ready)
+        operation = heapq.heappop(ready)[-1]
         found.append(operation)
         for one in followers.get(operation, ()):
             left[one] -= 1
             if not left[one]:
-                heapq.heappush(ready, (one._id, one))
+                heapq.heappush(ready, (not first(one), one._id, one))
     return found
 
 
@@ -180,18 +189,30 @@ def create(
     attributes: Mapping[str, Any] = types.MappingProxyType({}),
     dtypes: Sequence[tf.DType] | None = None,
 ) -> list[tf.Tensor]:
-    """Creates a copy of `operation` in the present graph, on other inputs, with some attributes replaced.
+    """The outputs of `copied`."""
+    return list(copied(operation, inputs, attributes, dtypes).outputs)
+
+
+def copied(
+    operation: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    attributes: Mapping[str, Any] = types.MappingProxyType({}),
+    dtypes: Sequence[tf.DType] | None = None,
+    name: str | None = None,
+) -> tf.Operation:
+    """A copy of `operation` in the present graph, on other inputs, with some attributes replaced.
 
     Args:
         operation: of another graph.
         inputs: of the present graph, of an outer one, or eager.
         attributes: integers, lists of integers, and dtypes, by name.
         dtypes: of the outputs, if they are not those of `operation`.
+        name: if it is not that of `operation`.
     """
     graph = tf.compat.v1.get_default_graph()
-    given = {name: value for name, value in operation.node_def.attr.items() if name not in _OF_THE_GRAPH}
-    for name, value in attributes.items():
-        given[name] = _attribute(value)
+    given = {key: value for key, value in operation.node_def.attr.items() if key not in _OF_THE_GRAPH}
+    for key, value in attributes.items():
+        given[key] = _attribute(value)
     for value in given.values():
         for function in [value.func, *value.list.func]:
             if function.name:
@@ -200,14 +221,14 @@ def create(
         operation.type,
         list(inputs),
         list(dtypes or [tensor.dtype for tensor in operation.outputs]),
-        name=operation.name,
+        name=name or operation.name,
         attrs=given,
     )
     for tensor, original in zip(made.outputs, operation.outputs, strict=True):
         data = getattr(original, "_handle_data", None)
         if data is not None and getattr(tensor, "_handle_data", None) is None:
             tensor._handle_data = data
-    return list(made.outputs)
+    return made
 
 
 def _attribute(value: Any) -> attr_value_pb2.AttrValue:

@@ -57,6 +57,11 @@ def scope(stage: int, micro_batch: int) -> str:
     return _SCOPE.format(stage=stage, micro_batch=micro_batch)
 
 
+def without(name: str) -> str:
+    """The name of an operation that is computed in no stage in particular."""
+    return _IN_SCOPE.sub("tfdist_shared", name)
+
+
 def found_in(name: str) -> tuple[int, int] | None:
     """The stage and the micro-batch to which an operation belongs by its name; `None` for an operation of no stage."""
     found = _IN_SCOPE.search(name)  # the outermost scope is that of the micro-batch

@@ -68,6 +68,10 @@ class Mesh:
     def computed(self) -> None:
         """Called when a graph is computed."""
 
+    def written(self, write: Callable[[], Any]) -> Any:
+        """The results of `write`, which computes a step in the present graph."""
+        return write()
+
     def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:
         """The context in which an operation of the one-device step is computed, from values of which these are one."""
         del operation, inputs

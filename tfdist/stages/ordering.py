@@ -13,7 +13,8 @@ from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.stages import placement, schedule
 from tfdist.stages.schedule import Task
 
-Edge = tuple[Sequence[Any], Sequence[Any]]  # the last operations of a task, and the first of the next one
+# The last operations of a task of a stage, and the first of the next one.
+Edge = tuple[int, Sequence[Any], Sequence[Any]]
 
 
 def order(graph: Any, name: str, devices: Sequence[str], micro_batches: int) -> bool:
@@ -24,24 +25,30 @@ def order(graph: Any, name: str, devices: Sequence[str], micro_batches: int) -> 
         their order is left to the data.
     """
     operations = graph.get_operations()
+    found = edges(operations, name, len(devices), micro_batches)
+    if not _possible(operations, found):
+        return False
+    for stage, last, first in found:
+        with tf.device(devices[stage]), tf.control_dependencies(last):
+            done = tf.no_op()
+        for operation in first:
+            tensorflow_internals.add_control_input(operation, done)
+    return True
+
+
+def edges(operations: Sequence[Any], name: str, stages: int, micro_batches: int) -> list[Edge]:
+    """What follows what in the order of the schedule `name`."""
     members: dict[tuple[int, Task], list[Any]] = {}
     for operation in operations:
         task = placement.task_of(operation.name)
         if task is not None:
             members.setdefault(task, []).append(operation)
-    edges: list[tuple[str, Edge]] = []
-    for stage, device in enumerate(devices):
-        tasks = schedule.tasks(name, stage, len(devices), micro_batches)
+    found: list[Edge] = []
+    for stage in range(stages):
+        tasks = schedule.tasks(name, stage, stages, micro_batches)
         present = [members[stage, task] for task in tasks if (stage, task) in members]
-        edges += [(device, (_last(before, operations), _first(after))) for before, after in itertools.pairwise(present)]
-    if not _possible(operations, [edge for _, edge in edges]):
-        return False
-    for device, (last, first) in edges:
-        with tf.device(device), tf.control_dependencies(last):
-            done = tf.no_op()
-        for operation in first:
-            tensorflow_internals.add_control_input(operation, done)
-    return True
+        found += [(stage, _last(one, operations), _first(other)) for one, other in itertools.pairwise(present)]
+    return found
 
 
 def _first(members: Sequence[Any]) -> list[Any]:
@@ -73,7 +80,7 @@ def _possible(operations: Sequence[Any], edges: Sequence[Edge]) -> bool:
     for one in operations:
         for source in graphs.sources(one):
             add(source.name, one.name)
-    for index, (last, first) in enumerate(edges):
+    for index, (_, last, first) in enumerate(edges):
         missing[index] = 0
         for one in last:
             add(one.name, index)

@@ -31,7 +31,6 @@ def free_others(plan: Plan, world: World, shared: Sequence[Any]) -> None:
                 continue
             parts.mark(variable, whole_part(variable.shape, stage, world.rank, world.world_size))
             if stage != world.rank:
-                keras_stages.leave_losses(variable)
                 keras_stages.leave(variable, place)
 
 

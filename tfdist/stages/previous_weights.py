@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.internals import keras_optimizers
+from tfdist.internals import keras_optimizers, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 
@@ -49,6 +49,11 @@ class PreviousWeights:
     def are_of(self, variables: Sequence[Any]) -> bool:
         """Whether they were made for these variables, where these are now."""
         return list(map(id, self._newest)) == [id(tf_variable(one)) for one in variables]
+
+    def of(self, variable: Any) -> list[tf.Variable]:
+        """The previous version of a Keras variable, if it has one."""
+        found = zip(self._variables, self._previous, strict=True)
+        return [previous for one, previous in found if one is variable]
 
     def begin(self) -> None:
         """Has the next step compute with the newest weights."""
@@ -106,9 +111,17 @@ def kept(model: Any) -> PreviousWeights | None:
     return vars(model).get(_KEPT)
 
 
+def held_before(model: Any, variable: Any) -> list[tf.Variable]:
+    """The previous version of a Keras variable of `model`, if there is one."""
+    found = kept(model)
+    return [] if found is None else found.of(variable)
+
+
 def _like(newest: tf.Variable, path: str) -> tf.Variable:
-    with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(newest.device):
-        made = tf.Variable(newest.read_value(), trainable=True, name=newest.name.partition(":")[0])
+    name = newest.name.partition(":")[0]
+    with tensorflow_internals.without_strategy():
+        made = tensorflow_variables.without_value(newest.shape, newest.dtype, newest.device, name)
+    _assign(made, newest)  # without elements in a process that has not got this variable
 
     def refuse(*arguments: Any, **named: Any) -> None:
         raise UsageError(

@@ -1,7 +1,6 @@
 """An optimizer of which the process of a stage has the slots of its own variables, and updates these alone.
 
-What an update takes from all variables together (the norm that gradients are clipped by, whether all of them are
-finite) is exchanged, so that it is that of one device.
+A step is traced as if a process had all of them, and each computes its part of that (`tfdist.stages.cut`).
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.communicators import Communicator, parts
 from tfdist.communicators.parts import Part
 from tfdist.core.divided_optimizer import DividedOptimizer, divide, local
 from tfdist.errors import UsageError
-from tfdist.internals import keras_optimizers, keras_stages
+from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.stages.own_variables import whole_part
 
@@ -40,6 +38,7 @@ class StageOptimizer(DividedOptimizer):
         super().__init__(optimizer, communicator, meet)
         self._parts = {id(variable): _part(variable) for variable in variables}
         self.own = [variable for variable in variables if self._parts[id(variable)].size]
+        self._stand_ins: dict[int, tf.Variable] = {}
         self._make_slots(list(variables))
 
     def _make_slots(self, variables: list[Any]) -> None:
@@ -70,46 +69,33 @@ class StageOptimizer(DividedOptimizer):
                 OTHER_OPTIMIZER,
             ) from error
 
-    @property
-    def _scales_loss(self) -> bool:
-        return keras_optimizers.inner(self.optimizer) is not self.optimizer
+    @contextlib.contextmanager
+    def as_if_whole(self) -> Iterator[None]:
+        """The context in which an update of all variables is traced, with slots that other processes have."""
+        elsewhere = [slot for slots in self._slots() for slot in slots if not _has(slot)]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras_optimizers.standing_for(elsewhere, [self._stand_in(one) for one in elsewhere]))
+            yield
 
-    def _all_finite(self, finite: tf.Tensor) -> tf.Tensor:
-        """Whether the gradients of all processes are finite, given whether those of this one are."""
-        (others,) = self._communicator.all_reduce([tf.cast(tf.logical_not(finite), tf.int32)], "finite")
-        return tf.equal(others, 0)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether the processes exchange something in an update."""
-        return self._scales_loss or bool(keras_optimizers.inner(self.optimizer).global_clipnorm)
-
-    def apply(self, apply: Callable[[list[Any], list[Any]], None], gradients: list[Any], variables: list[Any]) -> None:
-        """Updates `variables` of this process by `apply(gradients, variables)`; all processes call it."""
-        clip = self._clipped if keras_optimizers.inner(self.optimizer).global_clipnorm else None
-        all_finite = self._all_finite if self._scales_loss else None
-        with self._communicator.around_branches(), self._updating(clip, all_finite):
-            apply(gradients, variables)
+    def _stand_in(self, slot: Any) -> tf.Variable:
+        """A variable without a value, of the shape of a slot of another process."""
+        if id(slot) not in self._stand_ins:
+            held, part = local(slot), parts.part_of(slot)
+            assert part is not None
+            self._stand_ins[id(slot)] = tensorflow_variables.without_value(part.whole_shape, held.dtype, held.device)
+        return self._stand_ins[id(slot)]
 
     def finalize(self) -> None:
         """What the optimizer does to the variables of this process at the end of a training."""
-        with self._updating():
+        values = [local(variable) for variable in self.own]
+        updating = keras_optimizers.updating(self.optimizer, self.own, values)
+        with tensorflow_internals.without_strategy(), updating:
             self.optimizer.finalize_variable_values(self.own)
 
-    @contextlib.contextmanager
-    def _updating(self, clip: Any = None, all_finite: Any = None) -> Iterator[None]:
-        values = [local(variable) for variable in self.own]
-        updating = keras_optimizers.updating(self.optimizer, self.own, values, clip, all_finite)
-        with tensorflow_internals.without_strategy(), updating:
-            yield
 
-    def _clipped(self, original: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> list[Any]:
-        """The gradients as Keras clips those of all processes: they are joined by one number, the norm of the rest."""
-        squares = tf.add_n([tf.reduce_sum(tf.square(tf.cast(_values(one), tf.float32))) for one in gradients])
-        of_all = self._communicator.all_gather(squares[tf.newaxis], "squares")
-        others = tf.constant(np.arange(self._communicator.size) != self._communicator.rank, tf.float32)
-        rest = tf.cast(tf.sqrt(tf.reduce_sum(of_all * others)), gradients[0].dtype)
-        return original([*gradients, rest])[:-1]
+def _has(slot: Any) -> bool:
+    part = parts.part_of(slot)
+    return part is None or bool(part.size)
 
 
 def _part(variable: Any) -> Part:
@@ -124,9 +110,4 @@ def _part(variable: Any) -> Part:
 
 def _alike(part: Part, slot: Any) -> Part:
     """The part in a slot of another shape than the variable that `part` is of."""
-    owner = max(range(len(part.lengths)), key=part.lengths.__getitem__)
-    return whole_part(slot.shape, owner, part.rank, len(part.lengths))
-
-
-def _values(gradient: Any) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return whole_part(slot.shape, part.owner, part.rank, len(part.lengths))

@@ -1,0 +1,72 @@
+"""The micro-batches of a pipeline whose stages are in several processes.
+
+Each process makes the graph of all stages, as `tfdist.strategies._pipeline_mesh` does for one process, and then writes
+its part of it (`tfdist.stages.cut`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.internals import tensorflow_functions
+from tfdist.stages import cut, ordering
+from tfdist.stages.exchange import Exchange
+from tfdist.stages.schedule import Schedule
+from tfdist.strategies._pipeline_mesh import PipelineMesh, say_that_they_meet
+
+
+class StageMesh(PipelineMesh):
+    """The micro-batches of a job, each of whose processes has a stage.
+
+    Args:
+        device: of this process.
+        micro_batches: of the job.
+        schedule: the order in which a stage computes them.
+        exchange: with the other processes.
+        rank: of this process, and of its stage.
+        stages: their number.
+        owners: the stage that has a variable, by the `id` of its handle; all processes have the others.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        micro_batches: int,
+        schedule: Schedule,
+        exchange: Exchange,
+        rank: int,
+        stages: int,
+        owners: Mapping[int, int],
+    ):
+        super().__init__([device] * stages, micro_batches, schedule)
+        self._exchange, self._rank, self._owners = exchange, rank, owners
+
+    def computed(self) -> None:
+        """Nothing: the part of this process is put in order."""
+
+    def written(self, write: Callable[[], Any]) -> Any:
+        whole_graph = tf.__internal__.FuncGraph("stages")
+        with whole_graph.as_default():
+            results = write()
+            flat = tf.nest.flatten(results, expand_composites=True)
+            whole_graph.outputs = [tf.convert_to_tensor(one) for one in flat if one is not None]
+        outputs = iter(self._part(whole_graph))
+        packed = [None if one is None else next(outputs) for one in flat]
+        return tf.nest.pack_sequence_as(results, packed, expand_composites=True)
+
+    def _part(self, graph: Any) -> list[Any]:
+        """Writes the part of this process into the present graph; returns the outputs of the whole one."""
+        outside, _ = tensorflow_functions.captured(graph)
+        places = [self._owners.get(id(one)) for one in outside]
+        stages, micro_batches = len(self.stage_devices), len(self.local)
+        whole = cut.whole(graph, places, self._schedule, stages, micro_batches)
+        with tf.device(self.devices[0]), self._exchange.sequence():
+            outputs = cut.Part(self._rank, self._exchange).write(whole.region, outside)
+        if whole.in_schedule:
+            ordering.order(tf.compat.v1.get_default_graph(), self._schedule, self.stage_devices, micro_batches)
+        elif self._schedule != "gpipe" and self._rank == 0:
+            say_that_they_meet(self._schedule)
+        return outputs
