@@ -56,9 +56,13 @@ class PipelineMesh(spmd.Mesh):
         with tf.device(self._device or self.devices[position]), contextlib.ExitStack() as stack:
             if self._stage is not None:
                 scope = tf.get_current_name_scope()
-                name = stage_names.scope(self._stage, position)
+                name = stage_names.scope(self._stage, self.number(position))
                 stack.enter_context(tf.name_scope(f"{scope}/{name}/" if scope else f"{name}/"))
             yield
+
+    def number(self, position: int) -> int:
+        """The number of a micro-batch among those that are put in order."""
+        return position
 
     def on_copy(self, position: int) -> contextlib.AbstractContextManager[None]:
         return tf.device(self._device)

@@ -29,6 +29,7 @@ class StageMesh(PipelineMesh):
         rank: of this process, and of its stage.
         stages: their number.
         owners: the stage that has a variable, by the `id` of its handle; all processes have the others.
+        agree: is told what this process has traced, and raises an error if another one has traced something else.
     """
 
     def __init__(
@@ -40,29 +41,37 @@ class StageMesh(PipelineMesh):
         rank: int,
         stages: int,
         owners: Mapping[int, int],
+        agree: Callable[[str], None],
     ):
         super().__init__([device] * stages, micro_batches, schedule)
-        self._exchange, self._rank, self._owners = exchange, rank, owners
+        self._exchange, self._rank = exchange, rank
+        self._owners, self._agree = owners, agree
+        self._steps = 0  # that are written together, so far
+
+    def compute(self) -> None:
+        self._steps += 1
+
+    def number(self, position: int) -> int:
+        return (self._steps - 1) * len(self.local) + position
 
     def computed(self) -> None:
         """Nothing: the part of this process is put in order."""
 
     def written(self, write: Callable[[], Any]) -> Any:
-        whole_graph = tf.__internal__.FuncGraph("stages")
-        with whole_graph.as_default():
-            results = write()
-            flat = tf.nest.flatten(results, expand_composites=True)
-            whole_graph.outputs = [tf.convert_to_tensor(one) for one in flat if one is not None]
-        outputs = iter(self._part(whole_graph))
+        self._steps = 0
+        whole = tf.function(write, autograph=False).get_concrete_function()
+        outputs = iter(self._part(whole.graph))
+        flat = tf.nest.flatten(whole.structured_outputs, expand_composites=True)
         packed = [None if one is None else next(outputs) for one in flat]
-        return tf.nest.pack_sequence_as(results, packed, expand_composites=True)
+        return tf.nest.pack_sequence_as(whole.structured_outputs, packed, expand_composites=True)
 
     def _part(self, graph: Any) -> list[Any]:
         """Writes the part of this process into the present graph; returns the outputs of the whole one."""
         outside, _ = tensorflow_functions.captured(graph)
         places = [self._owners.get(id(one)) for one in outside]
-        stages, micro_batches = len(self.stage_devices), len(self.local)
+        stages, micro_batches = len(self.stage_devices), self._steps * len(self.local)
         whole = cut.whole(graph, places, self._schedule, stages, micro_batches)
+        self._agree(whole.region.described())
         with tf.device(self.devices[0]), self._exchange.sequence():
             outputs = cut.Part(self._rank, self._exchange).write(whole.region, outside)
         if whole.in_schedule:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdist.core.inner_loop import Outcome, Program
+from tfdist.core.inner_loop import Outcome, Program, Steps
 from tfdist.core.partitioned_program import PartitionedPredictProgram, PartitionedProgram
+from tfdist.core.steps_per_call import AtNan
+from tfdist.internals import keras_optimizers
 from tfdist.strategies._delayed import DelayedProgram
+
+# With M micro-batches and S stages, a stage waits (S - 1) / (4 M + S - 1) of the time, and not (S - 1) / (M + S - 1).
+# More of them would take longer to trace.
+STEPS_TOGETHER = 4
 
 
 class _OfStage(Program):
@@ -28,4 +34,12 @@ class StagePredictProgram(_OfStage, PartitionedPredictProgram):
 
 
 class DelayedStageProgram(_OfStage, DelayedProgram):
-    """Trains with the schedule `2bw`."""
+    """Trains with the schedule `2bw`: a stage begins a step while later stages still compute the one before."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        optimizer, stages = steps.model.optimizer, strategy.world.world_size
+        meets = keras_optimizers.inner(optimizer) is not optimizer or bool(optimizer.global_clipnorm)
+        # What a step finds out of its loss is not known before the next one begins.
+        if not meets and steps.at_nan is AtNan.NOTHING and strategy.micro_batches >= stages - 1:
+            self.steps_together = STEPS_TOGETHER

@@ -16,7 +16,7 @@ from tfdist.cluster import consensus
 from tfdist.communicators import parts
 from tfdist.communicators.arrays import ArrayCommunicator
 from tfdist.data.pipeline.feed import Feed
-from tfdist.errors import ClusterError, UsageError
+from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
 from tfdist.stages import own_variables, placement, plan, previous_weights, separate
@@ -92,8 +92,21 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         self.exchange_of_stages = Exchange(self.communicator)
         stages = self.world.rank, self.world.world_size
         return StageMesh(
-            self.devices[0], self.micro_batches, self._schedule, self.exchange_of_stages, *stages, self._owners
+            self.devices[0],
+            self.micro_batches,
+            self._schedule,
+            self.exchange_of_stages,
+            *stages,
+            self._owners,
+            self._require_same_step,
         )
+
+    def _require_same_step(self, traced: str) -> None:
+        if len(set(consensus.all_gather_object(self, traced, "compares the step that it has traced"))) > 1:
+            raise DisagreementError(
+                "The processes of the job trace different steps of the model, of which each computes its stage",
+                "build the same model in all processes, and pass data of the same dtypes and shapes to each",
+            )
 
     @property
     def num_replicas(self) -> int:

@@ -239,15 +239,43 @@ say(done=True)
 """
 )
 
-REFUSED = (
+# Steps, losses and metrics of the user's own, in whatever stage they are.
+OWN_STEPS = (
     BEGINS
     + """
 import tensorflow as tf
 
 
-class OwnStep(keras.Model):
-    def train_step(self, data):
-        return super().train_step(data)
+class Sharpness(keras.Model):
+    def train_step(self, data):  # sharpness-aware minimization, whose norm is that of the gradients of all stages
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        norm = tf.linalg.global_norm(gradients)
+        moves = [0.05 * one / (norm + 1e-12) for one in gradients]
+        for weight, move in zip(weights, moves):
+            weight.assign_add(move)
+        with tf.GradientTape() as tape:
+            again = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(again, weights)
+        for weight, move in zip(weights, moves):
+            weight.assign_sub(move)
+        self.optimizer.apply_gradients(zip(gradients, weights))
+        return {"loss": loss, "norm": norm}
+
+
+class Norms(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        size = tf.reduce_mean(tf.abs(self.layers[1].kernel))  # of the first stage; the rest is computed in the last one
+        return tf.reduce_max((y - y_pred) ** 2) * tf.exp(sum(self.losses)) + size
+
+
+class Standardized(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        mean, variance = tf.nn.moments(y_pred, [0])
+        return tf.reduce_mean((y_pred - mean) * tf.math.rsqrt(variance + 0.1) * y)
 
 
 class Counts(layers.Layer):
@@ -260,6 +288,61 @@ class Counts(layers.Layer):
         return inputs
 
 
+def of(kind, *middle, **compiled):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((30,))
+    outputs = layers.Dense(20, "tanh", kernel_regularizer="l2")(inputs)
+    for layer in middle:
+        outputs = layer()(outputs)
+    model = kind(inputs, layers.Dense(7)(outputs))
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"} | compiled)
+    return model
+
+
+class OnlyStep(keras.Model):
+    def test_step(self, data):
+        x, y = data
+        return {"largest": tf.reduce_max(tf.abs(self(x, training=False) - y))}
+
+    def predict_step(self, data):
+        return {"twice": 2 * self(data, training=False), "first": data[:, 0]}
+
+
+norm = lambda: layers.BatchNormalization(momentum=0.5)
+made = {
+    "sharpness": lambda: of(Sharpness),
+    "norms": lambda: of(Norms),
+    # Some of their gradients are zero but for rounding, of which Adam would make whole steps.
+    "the whole batch": lambda: of(Standardized, optimizer="sgd"),
+    "batch norm": lambda: of(keras.Model, norm, norm, optimizer="sgd"),
+    "synchronized": lambda: of(keras.Model, lambda: layers.BatchNormalization(synchronized=True), optimizer="sgd"),
+    "dropout": lambda: of(keras.Model, lambda: layers.Dropout(0.3, seed=3), lambda: layers.Dropout(0.5, seed=4)),
+    "metrics in layers": lambda: of(keras.Model, Counts, lambda: layers.Dense(20), Counts, metrics=["mae"]),
+    "steps": lambda: of(OnlyStep),
+}
+for schedule in ("gpipe", "1f1b"):
+    own = tfdist.strategy("pipeline", seed=1, balance="memory", micro_batches=3, schedule=schedule)
+    for name, make in made.items():
+        model, stock = make(), make()
+        history = own.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]), **data).history
+        expected = stock.fit(x, y, epochs=2, validation_data=(x[:9], y[:9]), **data).history
+        assert list(history) == list(expected), (name, list(history), list(expected))
+        for key in expected:
+            np.testing.assert_allclose(history[key], expected[key], rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}")
+        found = own.predict(model, x, batch_size=8, verbose=0)
+        wanted = stock.predict(x, batch_size=8, verbose=0)
+        keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, err_msg=name), found, wanted)
+        with own.whole_state(model):
+            if own.world.is_chief:
+                for one, other in zip(model.get_weights(), stock.get_weights(), strict=True):
+                    np.testing.assert_allclose(one, other, atol=5e-5, err_msg=name)
+say(done=True)
+"""
+)
+
+REFUSED = (
+    BEGINS
+    + """
 def of(*found, **compiled):
     model = keras.Sequential([keras.Input((30,)), *found])
     model.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
@@ -281,15 +364,9 @@ def refused(model, **fit):
         say(refused=error.sentence, hint=error.hint)
 
 
-inputs = keras.Input((30,))
-own = OwnStep(inputs, layers.Dense(7)(layers.Dense(5)(inputs)))
-own.compile("sgd", "mse")
-refused(own)
 refused(of(layers.Dense(5), layers.Dense(7), run_eagerly=True))
 refused(shared())
 refused(of(layers.Flatten(), layers.Rescaling(1.0), layers.Dense(7)))
-refused(of(layers.Dense(5), layers.BatchNormalization(synchronized=True), layers.Dense(7)))
-refused(of(Counts(), layers.Dense(40), layers.Dense(7)))
 best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
 refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[best])
 refused(of(layers.Dense(5), layers.Dense(7)), callbacks=[keras.callbacks.ModelCheckpoint("a.keras", save_freq=2)])
@@ -308,12 +385,9 @@ for use in (model.get_weights, lambda: model.save("a.keras"), lambda: strategy.v
 )
 
 REASONS = [
-    "has a `train_step` of its own",
     "is compiled with `run_eagerly=True`",
     "The layer `twice` is in stage 0 and in stage 1",
     "has nothing to train",
-    "Micro-batches meet in the middle of a step",
-    "has metrics of its own",
     "`EarlyStopping` with `restore_best_weights` needs all weights in one process",
     "`ModelCheckpoint` within epochs needs all weights in one process",
     "and a batch has 1 examples",
@@ -328,7 +402,7 @@ REASONS = [
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
     scripts = {"trains": (TRAINS, []), "checkpoints": (CHECKPOINTS, [str(folder)]), "streams": (STREAMS, [])}
-    scripts |= {"refused": (REFUSED, []), "delayed": (DELAYED, [str(folder)])}
+    scripts |= {"own_steps": (OWN_STEPS, []), "refused": (REFUSED, []), "delayed": (DELAYED, [str(folder)])}
     return Several(folder, scripts, workers=2)
 
 
@@ -361,6 +435,10 @@ def test_checkpoints_and_saved_models_are_whole(results):
 
 def test_a_stream_of_unknown_length_with_an_update_in_a_branch_trains_as_one_device(results):
     assert all(found(printed) == [{"done": True}] for printed in results.printed("streams"))
+
+
+def test_steps_losses_and_metrics_of_the_users_own_train_as_one_device(results):
+    assert all(found(printed) == [{"done": True}] for printed in results.printed("own_steps"))
 
 
 def test_what_cannot_be_exact_is_refused_by_a_sentence_in_every_process(results):

@@ -105,14 +105,24 @@ class OneDeviceStep:
 
     def compute(self, state: Any, batch: Any, rows: Rows) -> Any:
         """Computes the step of a batch on the replicas of the strategy, in the present graph."""
-        placed, cost = self.placed(state, batch, rows), spmd.Cost()
+        return self.compute_together(state, [batch], rows)
+
+    def compute_together(self, state: Any, batches: Sequence[Any], rows: Rows) -> Any:
+        """Computes the steps of batches one after the other; returns what the last one returns."""
+        placed, costs = [self.placed(state, batch, rows) for batch in batches], [spmd.Cost() for _ in batches]
         sharded = rows if self.is_sharded(rows) else None
         variables = self.terms | dict(self._strategy.variables_in_parts(self._steps.model))
-        step = self.trace(), self.mesh, placed, sharded, cost, self._streams, variables
-        results = self.mesh.written(lambda: spmd.compute(*step))
-        if cost.flops >= self.cost.flops:  # the step of a full batch, and not of the last one
-            self.cost = cost
-        self._say(cost, rows)
+
+        def write() -> list[Any]:
+            return [
+                spmd.compute(self.trace(), self.mesh, one, sharded, cost, self._streams, variables)
+                for one, cost in zip(placed, costs, strict=True)
+            ]
+
+        results = self.mesh.written(write)[-1]
+        if costs[0].flops >= self.cost.flops:  # the step of a full batch, and not of the last one
+            self.cost = costs[0]
+        self._say(costs[0], rows)
         return results
 
     def _say(self, cost: spmd.Cost, rows: Rows) -> None:

@@ -34,7 +34,13 @@ from tfdist.spmd import Cost
 
 
 class PartitionedProgram(StepProgram):
-    """Runs `model.train_step` or `model.test_step` of one device on all replicas."""
+    """Runs `model.train_step` or `model.test_step` of one device on all replicas.
+
+    Attributes:
+        steps_together: the number of steps that a mesh computes as one, where so many follow each other.
+    """
+
+    steps_together = 1
 
     def __init__(self, strategy: Any, steps: Steps):
         super().__init__(strategy, steps)
@@ -141,6 +147,8 @@ class _Steps:
         with tf.device(HOST):
             yes = tf.constant(True)
             begun = tf.constant(0), yes, yes, yes, list(flat), self._no_logs()
+        if program.steps_together > 1 and self._fetches:
+            begun = self._in_groups(state, first, count, begun)
         invariants = tf.nest.map_structure(lambda one: one.shape, begun)
         invariants = (*invariants[:4], self._shapes(state), invariants[5])
         with mesh.branches() as note:
@@ -167,6 +175,27 @@ class _Steps:
                 tf.TensorShape([None, *one.shape[1:]]) if one.shape.rank else one.shape
                 for one in _flat(_without_optionals(batch))
             ]
+
+    def _in_groups(self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Runs groups of steps on batches of these sizes, as many as there are."""
+        batches = self._program._batches
+        numbers = range(self._program.steps_together)
+
+        def goes_on(done: tf.Tensor, more: tf.Tensor, alike: tf.Tensor, *_: Any) -> tf.Tensor:
+            with tf.device(HOST):
+                of_all = [self._is_known_alike(first + done + number) for number in numbers]
+                return tf.reduce_all([done + len(numbers) <= count, alike, *of_all])
+
+        def group(done: tf.Tensor, more: tf.Tensor, alike: tf.Tensor, finite: tf.Tensor, *_: Any) -> tuple[Any, ...]:
+            with tf.device(HOST):
+                fetched = [batches.fetch(state, first + done + number) for number in numbers]
+            logs = self._program._one_device.compute_together(state, fetched, self._rows)
+            with tf.device(HOST):
+                done += len(numbers)
+                alike = self._is_known_alike(first + done)
+            return done, more, alike, finite, [], logs
+
+        return tf.while_loop(goes_on, group, begun, parallel_iterations=1)
 
     def _goes_on(self, count: tf.Tensor, done: tf.Tensor, *conditions: tf.Tensor) -> tf.Tensor:
         # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
@@ -212,6 +241,12 @@ class _Steps:
             found_or_not: tuple[Any, ...] = tf.cond(wanted, fetch, lambda: (tf.constant(True), tf.constant(True), none))
             done(found_or_not[0])
         return found_or_not
+
+    def _is_known_alike(self, step: tf.Tensor) -> tf.Tensor:
+        """Whether the batch number `step` has the sizes of this graph, where that is known before it is fetched."""
+        rows = self._program._batches.lengths_of_step(step, self._program._strategy.division)
+        assert rows is not None
+        return self._is_alike(rows)
 
     def _is_alike(self, rows: Sequence[Any]) -> tf.Tensor:
         """Whether a batch has the sizes of this graph."""

@@ -58,10 +58,13 @@ def converting_to_numbers() -> Iterator[None]:
         yield
 
 
-def without_value(shape: Sequence[int], dtype: tf.DType, device: str, name: str | None = None) -> tf.Variable:
+def without_value(
+    shape: Sequence[int], dtype: tf.DType, device: str, name: str | None = None, trainable: bool = False
+) -> tf.Variable:
     """A variable that belongs to no strategy and takes no memory before something is assigned to it."""
+    lengths = list(shape)
     with tf.init_scope(), tf.device(device):
-        return resource_variable_ops.UninitializedVariable(trainable=False, shape=list(shape), dtype=dtype, name=name)
+        return resource_variable_ops.UninitializedVariable(trainable=trainable, shape=lengths, dtype=dtype, name=name)
 
 
 # Longer ones are slower: the C library asks the system for the memory of each, and every page of it is zeroed first.

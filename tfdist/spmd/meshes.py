@@ -69,7 +69,7 @@ class Mesh:
         """Called when a graph is computed."""
 
     def written(self, write: Callable[[], Any]) -> Any:
-        """The results of `write`, which computes a step in the present graph."""
+        """The results of `write`, which computes steps in the present graph."""
         return write()
 
     def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> contextlib.AbstractContextManager[Any]:

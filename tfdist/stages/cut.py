@@ -44,56 +44,27 @@ def whole(graph: Any, inputs: Sequence[Place], schedule: str, stages: int, micro
     """The graph of all stages, whose outputs are wanted in every process.
 
     Args:
-        graph: a `FuncGraph` of the step.
+        graph: of a function that computes the step.
         inputs: the place of each of its inputs, see `Region`.
         schedule: see `tfdist.stages.schedule`.
         stages: their number.
         micro_batches: their number.
     """
-    graph.control_outputs.extend(one for one in graph.get_operations() if _has_an_effect(one))
-    after = _of_effects(graph.get_operations())
-    in_time = {name: list(before) for name, before in after.items()}
-    for _, last, first in ordering.edges(tensorflow_functions.in_order(graph, after), schedule, stages, micro_batches):
+    operations = tensorflow_functions.in_order(graph)
+    after: dict[str, list[tf.Operation]] = {}
+    for _, last, first in ordering.edges(operations, schedule, stages, micro_batches):
         for operation in first:
-            in_time.setdefault(operation.name, []).extend(last)
+            after.setdefault(operation.name, []).extend(last)
     # What belongs to no task, as metrics, waits until no task can go on.
-    count = len(tensorflow_functions.in_order(graph, after))
-    operations = tensorflow_functions.in_order(graph, in_time, _is_of_a_task)
-    in_schedule = len(operations) == count
-    if not in_schedule:
-        operations = tensorflow_functions.in_order(graph, after)
-    region = Region(graph, inputs, operations, stages)
+    in_time = tensorflow_functions.in_order(graph, after, _is_of_a_task)
+    in_schedule = len(in_time) == len(operations)
+    region = Region(graph, inputs, in_time if in_schedule else operations, stages)
     region.send_outputs([None] * len(graph.outputs))
     return Whole(region, in_schedule)
 
 
 def _is_of_a_task(operation: tf.Operation) -> bool:
     return placement.task_of(operation.name) is not None
-
-
-def _has_an_effect(operation: tf.Operation) -> bool:
-    return operation.op_def.is_stateful and operation.type not in ("Placeholder", "ReadVariableOp", "ResourceGather")
-
-
-def _of_effects(operations: Sequence[tf.Operation]) -> dict[str, list[tf.Operation]]:
-    """What operations wait for so that each reads and changes a variable in the order in which they were made."""
-    found: dict[str, list[tf.Operation]] = {}
-    changed: dict[Any, tf.Operation] = {}
-    read: dict[Any, list[tf.Operation]] = {}
-    for operation in operations:
-        if not operation.op_def.is_stateful or operation.type == "Placeholder":
-            continue
-        before = found.setdefault(operation.name, [])
-        resources: set[Key | None] = {key(one) for one in operation.inputs if one.dtype == tf.resource}
-        for resource in resources or {None}:
-            if resource in changed:
-                before.append(changed[resource])
-            if _has_an_effect(operation):
-                before += read.pop(resource, [])
-                changed[resource] = operation
-            else:
-                read.setdefault(resource, []).append(operation)
-    return found
 
 
 class Part:

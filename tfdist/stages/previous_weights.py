@@ -120,7 +120,7 @@ def held_before(model: Any, variable: Any) -> list[tf.Variable]:
 def _like(newest: tf.Variable, path: str) -> tf.Variable:
     name = newest.name.partition(":")[0]
     with tensorflow_internals.without_strategy():
-        made = tensorflow_variables.without_value(newest.shape, newest.dtype, newest.device, name)
+        made = tensorflow_variables.without_value(newest.shape, newest.dtype, newest.device, name, trainable=True)
     _assign(made, newest)  # without elements in a process that has not got this variable
 
     def refuse(*arguments: Any, **named: Any) -> None:

@@ -11,6 +11,7 @@ Nothing is assumed of what an operation computes: what it reads is sent to where
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -75,6 +76,12 @@ class Region:
                 self._need(tensor, self._readers(operation, index))
         for tensor, place in zip(self.graph.outputs, places, strict=True):
             self._need(tensor, self._all if place is None else {place})
+
+    def described(self) -> str:
+        """A checksum of what is computed where, which is the same in all processes."""
+        lines = [(one.type, str(self.places.get(one.name)), len(one.outputs)) for one in self.operations]
+        inside = [branch.described() for branches in self.branches.values() for branch in branches]
+        return hashlib.sha256(repr((lines, inside)).encode()).hexdigest()
 
     @property
     def has_messages(self) -> bool:
