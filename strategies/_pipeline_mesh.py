@@ -65,6 +65,8 @@ class PipelineMesh(spmd.Mesh):
         return position
 
     def on_copy(self, position: int) -> contextlib.AbstractContextManager[None]:
+        if len(self.local) == 1:  # which is computed whole
+            return self.on_replica(position)
         return tf.device(self._device)
 
     def all_reduce(

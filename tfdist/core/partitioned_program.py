@@ -147,10 +147,10 @@ class _Steps:
         with tf.device(HOST):
             yes = tf.constant(True)
             begun = tf.constant(0), yes, yes, yes, list(flat), self._no_logs()
-        if program.steps_together > 1 and self._fetches:
-            begun = self._in_groups(state, first, count, begun)
         invariants = tf.nest.map_structure(lambda one: one.shape, begun)
         invariants = (*invariants[:4], self._shapes(state), invariants[5])
+        if program.steps_together > 1 and self._can_look_ahead:
+            begun = self._in_groups(state, first, count, begun, invariants)
         with mesh.branches() as note:
             done, more, alike, finite, batch, logs = tf.while_loop(
                 lambda done, more, alike, finite, batch, logs: self._goes_on(count, done, more, alike, finite),
@@ -176,26 +176,35 @@ class _Steps:
                 for one in _flat(_without_optionals(batch))
             ]
 
-    def _in_groups(self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Runs groups of steps on batches of these sizes, as many as there are."""
+    @property
+    def _can_look_ahead(self) -> bool:
+        """Whether the sizes of later batches are known without taking them from the steps that they are for."""
         batches = self._program._batches
-        numbers = range(self._program.steps_together)
+        return self._fetches or (batches.length_known and (batches.size is not None or batches.at_any_time))
 
-        def goes_on(done: tf.Tensor, more: tf.Tensor, alike: tf.Tensor, *_: Any) -> tf.Tensor:
-            with tf.device(HOST):
-                of_all = [self._is_known_alike(first + done + number) for number in numbers]
-                return tf.reduce_all([done + len(numbers) <= count, alike, *of_all])
+    def _in_groups(
+        self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: tuple[Any, ...], invariants: Any
+    ) -> tuple[Any, ...]:
+        """Runs groups of steps on batches of these sizes, as many as there are."""
+        together, fetch = self._program.steps_together, self._program._batches.fetch
 
-        def group(done: tf.Tensor, more: tf.Tensor, alike: tf.Tensor, finite: tf.Tensor, *_: Any) -> tuple[Any, ...]:
+        def goes_on(done: tf.Tensor, *conditions: Any) -> tf.Tensor:
             with tf.device(HOST):
-                fetched = [batches.fetch(state, first + done + number) for number in numbers]
-            logs = self._program._one_device.compute_together(state, fetched, self._rows)
-            with tf.device(HOST):
-                done += len(numbers)
-                alike = self._is_known_alike(first + done)
-            return done, more, alike, finite, [], logs
+                alike = [self._is_alike_at(state, first + done + number) for number in range(1, together)]
+                return tf.reduce_all([done + together <= count, *conditions[:3], *alike])
 
-        return tf.while_loop(goes_on, group, begun, parallel_iterations=1)
+        def group(done: tf.Tensor, more: Any, alike: Any, finite: tf.Tensor, flat: Any, _: Any) -> tuple[Any, ...]:
+            with tf.device(HOST):
+                held = fetch(state, first + done) if self._fetches else self._packed(flat)
+                later = [_without_optionals(fetch(state, first + done + number)) for number in range(1, together)]
+            logs = self._program._one_device.compute_together(state, [held, *later], self._rows)
+            with tf.device(HOST):
+                done += together
+                more, alike, batch = self._next(state, first + done, done < count, flat)
+            return done, more, alike, finite, batch, logs
+
+        loop = {"shape_invariants": invariants, "parallel_iterations": 1}
+        return tf.while_loop(goes_on, group, begun, **loop)
 
     def _goes_on(self, count: tf.Tensor, done: tf.Tensor, *conditions: tf.Tensor) -> tf.Tensor:
         # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
@@ -242,11 +251,15 @@ class _Steps:
             done(found_or_not[0])
         return found_or_not
 
-    def _is_known_alike(self, step: tf.Tensor) -> tf.Tensor:
-        """Whether the batch number `step` has the sizes of this graph, where that is known before it is fetched."""
-        rows = self._program._batches.lengths_of_step(step, self._program._strategy.division)
-        assert rows is not None
-        return self._is_alike(rows)
+    def _is_alike_at(self, state: Any, step: tf.Tensor) -> tf.Tensor:
+        """Whether the batch number `step` has the sizes of this graph."""
+        batches, division = self._program._batches, self._program._strategy.division
+        if batches.size is not None:
+            return tf.constant(True)
+        rows = batches.lengths_of_step(step, division)
+        return self._is_alike(
+            batches.lengths_of_parts(state, batches.fetch(state, step), division) if rows is None else rows
+        )
 
     def _is_alike(self, rows: Sequence[Any]) -> tf.Tensor:
         """Whether a batch has the sizes of this graph."""

@@ -141,7 +141,7 @@ def _graph_of(operation: tf.Operation, name: str) -> Any:
 def in_order(
     graph: Any,
     after: Mapping[str, Sequence[tf.Operation]] = types.MappingProxyType({}),
-    first: Callable[[tf.Operation], bool] = lambda operation: False,
+    priority: Callable[[tf.Operation], int] = lambda operation: 0,
 ) -> list[tf.Operation]:
     """The operations that the outputs and the effects of a function need, each behind those that it waits for.
 
@@ -150,7 +150,7 @@ def in_order(
     Args:
         graph: of the function.
         after: what operations wait for besides, by their names; where they wait for each other, some are left out.
-        first: whether an operation that waits for nothing comes before others of which this is not said.
+        priority: of operations that wait for nothing, those for which this is lower come first.
     """
     needed: set[tf.Operation] = set()
     waiting = [tensor.op for tensor in graph.outputs] + list(graph.control_outputs)
@@ -158,15 +158,15 @@ def in_order(
         operation = waiting.pop()
         if operation not in needed:
             needed.add(operation)
-            waiting += [*_before(operation), *after.get(operation.name, ())]
+            waiting += [*waits_for(operation), *after.get(operation.name, ())]
     left: dict[tf.Operation, int] = {}
     followers: dict[tf.Operation, list[tf.Operation]] = {}
     for operation in needed:
-        before = {*_before(operation), *after.get(operation.name, ())}
+        before = {*waits_for(operation), *after.get(operation.name, ())}
         left[operation] = len(before)
         for one in before:
             followers.setdefault(one, []).append(operation)
-    ready = [(not first(one), one._id, one) for one in needed if not left[one]]
+    ready = [(priority(one), one._id, one) for one in needed if not left[one]]
     heapq.heapify(ready)
     found = []
     while ready:
@@ -175,11 +175,12 @@ def in_order(
         for one in followers.get(operation, ()):
             left[one] -= 1
             if not left[one]:
-                heapq.heappush(ready, (not first(one), one._id, one))
+                heapq.heappush(ready, (priority(one), one._id, one))
     return found
 
 
-def _before(operation: tf.Operation) -> list[tf.Operation]:
+def waits_for(operation: tf.Operation) -> list[tf.Operation]:
+    """The operations for which one waits."""
     return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
 

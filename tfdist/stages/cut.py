@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,27 @@ def whole(graph: Any, inputs: Sequence[Place], schedule: str, stages: int, micro
     for _, last, first in ordering.edges(operations, schedule, stages, micro_batches):
         for operation in first:
             after.setdefault(operation.name, []).extend(last)
-    # What belongs to no task, as metrics, waits until no task can go on.
-    in_time = tensorflow_functions.in_order(graph, after, _is_of_a_task)
+    in_time = tensorflow_functions.in_order(graph, after, _priorities(operations, after))
     in_schedule = len(in_time) == len(operations)
     region = Region(graph, inputs, in_time if in_schedule else operations, stages)
     region.send_outputs([None] * len(graph.outputs))
     return Whole(region, in_schedule)
 
 
-def _is_of_a_task(operation: tf.Operation) -> bool:
-    return placement.task_of(operation.name) is not None
+def _priorities(
+    operations: Sequence[tf.Operation], after: Mapping[str, Sequence[tf.Operation]]
+) -> Callable[[tf.Operation], int]:
+    """Tasks come first, then what a task waits for, and then the rest, as metrics, for which no stage is to wait."""
+    of_tasks = [one for one in operations if placement.task_of(one.name) is not None]
+    found = dict.fromkeys((one.name for one in of_tasks), 0)
+    waiting = list(of_tasks)
+    while waiting:
+        operation = waiting.pop()
+        for one in (*tensorflow_functions.waits_for(operation), *after.get(operation.name, ())):
+            if one.name not in found:
+                found[one.name] = 1
+                waiting.append(one)
+    return lambda operation: found.get(operation.name, 2)
 
 
 class Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -105,6 +105,7 @@ class ArrayBatches(Batches):
     So the device of a replica receives the examples of its part, and not the arrays.
     """
 
+    at_any_time: ClassVar[bool] = True
     batch_size: int
     even: bool  # the batches are all of one size: a static shape makes a faster graph
     transform: FromHeld | None = None

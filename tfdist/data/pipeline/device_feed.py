@@ -85,6 +85,7 @@ class ResidentBatches(Batches):
         specs: of the arrays, flat; `None` for one that is left out.
     """
 
+    at_any_time: ClassVar[bool] = True
     whole: ArrayBatches
     specs: tuple[tf.TensorSpec | None, ...]
     length_known: bool = True

@@ -143,9 +143,11 @@ class Batches:
         length_known: every step that the loop asks for has a batch.
         own: the other processes of the job take no part in the steps.
         in_parts: each process has its part of a global batch alone.
+        at_any_time: each batch can be fetched at any time, and again.
     """
 
     length_known: bool
+    at_any_time: ClassVar[bool] = False
     own: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
 
