@@ -8,12 +8,12 @@ from keras import layers, ops
 
 import tfdist
 from tests.contract import cases, contestants, test_steps
+from tests.contract.towers import Tower
 from tests.planted_rules import mean_of_means, plant
 from tfdist.errors import DifferenceWarning, UsageError, VerificationError
 from tfdist.spmd.rules import Local
 from tfdist.strategies import _results as replica_results
 from tfdist.strategies import base
-from tfdist.strategies._towers import Tower
 
 REPLICAS = contestants.FEW
 EXAMPLES, BATCH = 19, 10

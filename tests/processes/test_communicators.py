@@ -135,9 +135,12 @@ def check_operations(folder, engines, workers, options=()):
         assert job.printed(f"over {engine}") == ["ALL RIGHT\n"] * workers
 
 
+# In jobs of their own, as strategies use them: Horovod's thread would call MPI beside mpi4py. Both in one process have
+# ended by SIGSEGV once, with Open MPI 4.1.4.
+@pytest.mark.parametrize("engine", ["MPI", "mpi4py"])
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_all_operations_over_mpi_give_every_process_what_they_promise(tmp_path, workers):
-    check_operations(tmp_path, ["MPI", "mpi4py"], workers, ("--mpi",))
+def test_all_operations_over_mpi_give_every_process_what_they_promise(tmp_path, workers, engine):
+    check_operations(tmp_path, [engine], workers, ("--mpi",))
 
 
 @pytest.mark.thorough  # with two processes `test_shared_jobs.py` runs them

@@ -322,8 +322,8 @@ made = {
 }
 for schedule in ("gpipe", "1f1b"):
     own = tfdist.strategy("pipeline", seed=1, balance="memory", micro_batches=3, schedule=schedule)
-    for name, make in made.items() if schedule == "gpipe" else [(one, made[one]) for one in ("sharpness", "batch norm")]:
-        model, stock = make(), make()
+    for name in made if schedule == "gpipe" else ["sharpness", "batch norm"]:
+        model, stock = made[name](), made[name]()
         history = own.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]), **data).history
         expected = stock.fit(x, y, epochs=2, validation_data=(x[:9], y[:9]), **data).history
         assert list(history) == list(expected), (name, list(history), list(expected))

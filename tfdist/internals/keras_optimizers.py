@@ -1,7 +1,7 @@
 """The private parts of Keras' optimizers that an update in parts reads and replaces; written for Keras 3.15.1.
 
-    slots_of(optimizer)                            the slots of each variable
-    updating(optimizer, variables, values, ...)    an update reads and writes other values in place of the variables'
+    slots_of(optimizer)                       the slots of each variable
+    updating(optimizer, variables, values)    an update reads and writes other values in place of the variables'
 
 `tests/processes/test_sharded_jobs.py` fails when Keras changes a part that this module uses.
 """
@@ -34,8 +34,6 @@ BY_ELEMENT: tuple[type, ...] = (
 )
 _AVERAGES = "_model_variables_moving_average"
 _NO_SLOTS = ("_variables", "_trainable_variables")
-
-Gradients = list[Any]
 
 
 def inner(optimizer: Any) -> Any:
@@ -82,13 +80,7 @@ def standing_for(variables: Sequence[Any], values: Sequence[tf.Variable]) -> Ite
 
 
 @contextlib.contextmanager
-def updating(
-    optimizer: Any,
-    variables: Sequence[Any],
-    values: Sequence[tf.Variable],
-    clip: Callable[[Callable[[Gradients], Gradients], Gradients], Gradients] | None = None,
-    all_finite: Callable[[tf.Tensor], tf.Tensor] | None = None,
-) -> Iterator[None]:
+def updating(optimizer: Any, variables: Sequence[Any], values: Sequence[tf.Variable]) -> Iterator[None]:
     """In this context an update of `variables` by `optimizer` reads and writes `values` in their place.
 
     Its other variables are plain ones, the copy of this process, and it belongs to no `tf.distribute.Strategy`.
@@ -97,26 +89,17 @@ def updating(
         optimizer: built.
         variables: those of its Keras variables that it may update; with moving averages, it averages all of these.
         values: in the place of each of them.
-        clip: is called, as `clip(original, gradients)`, to clip gradients.
-        all_finite: is told whether the gradients of this process are finite, for a `LossScaleOptimizer`, and returns
-            whether all are.
     """
     updates, keys = inner(optimizer), {}
     for variable, value in zip(variables, values, strict=True):
         keys[value._unique_id] = updates._var_key(variable)
     replaced: dict[str, Any] = {"_var_key": _known_by(updates._var_key, keys)}
-    if clip is not None:
-        original = updates._clip_gradients
-        replaced["_clip_gradients"] = lambda gradients: clip(original, list(gradients))
     if updates.use_ema:  # Keras pairs them by their order
         averages = getattr(updates, _AVERAGES)
         replaced[_AVERAGES] = [averages[updates._get_variable_index(variable)] for variable in variables]
         replaced["_trainable_variables"] = list(variables)
     own = [one for one in optimizer.variables if len(copies(one)) and one._value is not copies(one)[0]]
     with contextlib.ExitStack() as stack:
-        if all_finite is not None and updates is not optimizer:
-            check = optimizer.check_finite
-            stack.enter_context(_replaced(optimizer, {"check_finite": lambda g: all_finite(check(g))}))
         for one in {id(optimizer): optimizer, id(updates): updates}.values():
             stack.enter_context(_replaced(one, {"_distribution_strategy": _NO_STRATEGY}))
         stack.enter_context(_replaced(updates, replaced))

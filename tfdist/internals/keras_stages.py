@@ -15,10 +15,9 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 from keras.src.ops.function import Function
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 from tfdist.errors import UsageError
-from tfdist.internals.keras import is_of_keras, optimizers, set_tf_variable, tf_variable
+from tfdist.internals.keras import optimizers, set_tf_variable, tf_variable
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,6 @@ def functional_of(operation: Any) -> Any:
 
 def calls(model: Any) -> list[Call]:
     """The calls of a functional or sequential model in the order in which it makes them; nested models are opened."""
-    return _visited(model)[0]
-
-
-def outputs(model: Any) -> list[Any]:
-    """The symbolic outputs of a functional or sequential model, as its `calls` return them."""
-    return _visited(model)[1]
-
-
-def _visited(model: Any) -> tuple[list[Call], list[Any]]:
     found: list[Call] = []
 
     def visit(functional: Any, path: tuple[str, ...], known: dict[int, Any]) -> list[Any]:
@@ -87,13 +77,8 @@ def _visited(model: Any) -> tuple[list[Call], list[Any]]:
         return [known[id(one)] for one in functional.outputs]
 
     functional = functional_of(model)
-    made = visit(functional, (), {id(one): one for one in functional.inputs})
-    return found, made
-
-
-def flat(outputs: Any) -> list[Any]:
-    """The tensors in what an operation returns, in the order of the `outputs` of its `Call`."""
-    return list(keras.tree.flatten(outputs))
+    visit(functional, (), {id(one): one for one in functional.inputs})
+    return found
 
 
 def _nodes(functional: Any) -> Iterator[Any]:
@@ -212,43 +197,6 @@ def _elsewhere(kind: Any) -> type:
 
 class _Left(type):
     """The kind of the classes of variables that were left."""
-
-
-def has_own_loss(model: Any) -> bool:
-    """Whether `model` overrides `compute_loss`."""
-    return type(model).compute_loss is not keras.Model.compute_loss
-
-
-def adds_losses(layer: Any) -> bool:
-    """Whether a layer may add losses of its own."""
-    regularizes = any(variable.regularizer is not None for variable in layer.trainable_variables)
-    return regularizes or layer.activity_regularizer is not None or not is_of_keras(type(layer))
-
-
-def leave_losses(variable: Any) -> None:
-    """The regularizer of `variable` is applied in another process."""
-    variable.regularizer = None
-
-
-def unpacked(data: Any) -> tuple[Any, Any, Any]:
-    """The inputs, targets and sample weights in what a step is given."""
-    return data_adapter_utils.unpack_x_y_sample_weight(data)
-
-
-def called(model: Any, x: Any, training: bool) -> Any:
-    """The outputs of `model`, called as Keras' own steps do."""
-    return model(x, training=training) if model._call_has_training_arg else model(x)
-
-
-def loss_of(model: Any, x: Any, y: Any, outputs: Any, sample_weight: Any, training: bool) -> Any:
-    """The loss of Keras' own steps."""
-    return model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=training)
-
-
-def note_loss(model: Any, loss: Any, x: Any) -> None:
-    """Notes the `loss` of a batch with inputs `x` for the reported mean, as Keras' own steps do."""
-    first = next(one for one in keras.tree.flatten(x) if one is not None)
-    model._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
 
 
 def move_slots(model: Any) -> None:

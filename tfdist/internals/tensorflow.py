@@ -376,16 +376,6 @@ def placeholders(spec: Any) -> Any:
     return tf.nest.pack_sequence_as(spec, flat, expand_composites=True)
 
 
-def replicas_in_time(device: str, count: int) -> tf.distribute.MirroredStrategy:
-    """A strategy of which only the threads are used: they trace `count` replicas side by side, all on `device`.
-
-    TensorFlow's own takes each device once.
-    """
-    strategy = tf.distribute.MirroredStrategy([device], cross_device_ops=tf.distribute.ReductionToOneDevice())
-    strategy.extended._devices *= count
-    return strategy
-
-
 def replace_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Has an operation of a graph take `tensor`, which may have been made after it, as its input number `index`."""
     operation._update_input(index % len(operation.inputs), tensor)
