@@ -6,7 +6,7 @@ its part of it (`tfdist.stages.cut`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ class StageMesh(PipelineMesh):
         exchange: with the other processes.
         rank: of this process, and of its stage.
         stages: their number.
-        owners: the stage that has a variable, by the `id` of its handle; all processes have the others.
+        owner: the stage that has the variable with a handle; `None` if all processes have it.
         agree: is told what this process has traced, and raises an error if another one has traced something else.
     """
 
@@ -40,12 +40,12 @@ class StageMesh(PipelineMesh):
         exchange: Exchange,
         rank: int,
         stages: int,
-        owners: Mapping[int, int],
+        owner: Callable[[tf.Tensor], int | None],
         agree: Callable[[str], None],
     ):
         super().__init__([device] * stages, micro_batches, schedule)
         self._exchange, self._rank = exchange, rank
-        self._owners, self._agree = owners, agree
+        self._owner, self._agree = owner, agree
         self._steps = 0  # that are written together, so far
 
     def compute(self) -> None:
@@ -68,7 +68,7 @@ class StageMesh(PipelineMesh):
     def _part(self, graph: Any) -> list[Any]:
         """Writes the part of this process into the present graph; returns the outputs of the whole one."""
         outside, _ = tensorflow_functions.captured(graph)
-        places = [self._owners.get(id(one)) for one in outside]
+        places = [self._owner(one) for one in outside]
         stages, micro_batches = len(self.stage_devices), self._steps * len(self.local)
         whole = cut.whole(graph, places, self._schedule, stages, micro_batches)
         self._agree(whole.region.described())

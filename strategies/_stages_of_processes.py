@@ -7,6 +7,7 @@ the micro-batches, and each process computes the operations of its stage (`tfdis
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         self._examples: int | None = None
         self._plans: dict[int, Plan] = {}  # by the `id` of the graph of the model
         self._told: list[str] = []  # the layers of each stage of the model that runs
-        self._owners: dict[int, int] = {}  # of variables, by the `id` of their handles
+        self._owners: dict[int, tuple[weakref.ref[tf.Variable], int]] = {}  # by the `id`s of handles
         self.as_one_device = schedule != delayed.NAME
         super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
         self.compare_first_step = False  # no process could compute the whole step
@@ -97,7 +98,7 @@ class StagesOfProcesses(socket_job.SocketStrategy):
             self._schedule,
             self.exchange_of_stages,
             *stages,
-            self._owners,
+            self._owner,
             self._require_same_step,
         )
 
@@ -138,7 +139,13 @@ class StagesOfProcesses(socket_job.SocketStrategy):
             part = parts.part_of(variable)
             if part is not None:
                 held = [*tensorflow_variables.copies(variable), *previous_weights.held_before(model, variable)]
-                self._owners.update({id(one.handle): part.owner for one in held})
+                self._owners.update({id(one.handle): (weakref.ref(one), part.owner) for one in held})
+
+    def _owner(self, handle: tf.Tensor) -> int | None:
+        """The stage that has the variable with this handle; `None` if all processes have it."""
+        variable, owner = self._owners.get(id(handle), (None, None))
+        held = None if variable is None else variable()
+        return owner if held is not None and held.handle is handle else None
 
     def placed(self, feed: Feed) -> Feed:
         self._examples = feed.batch_size or self._examples

@@ -343,9 +343,30 @@ say(done=True)
 REFUSED = (
     BEGINS
     + """
+import tensorflow as tf
+
+
+class Loops(keras.Model):
+    def train_step(self, data):
+        def body(turn):
+            for weight in self.trainable_variables:
+                weight.assign(0.9 * weight)
+            return turn + 1
+
+        tf.while_loop(lambda turn: turn < 3, body, [tf.constant(0)])
+        return {"loss": tf.reduce_mean(self(data[0]))}
+
+
 def of(*found, **compiled):
     model = keras.Sequential([keras.Input((30,)), *found])
     model.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
+    return model
+
+
+def loops():
+    inputs = keras.Input((30,))
+    model = Loops(inputs, layers.Dense(7)(layers.Dense(5)(inputs)))
+    model.compile("sgd", "mse")
     return model
 
 
@@ -365,6 +386,7 @@ def refused(model, **fit):
 
 
 refused(of(layers.Dense(5), layers.Dense(7), run_eagerly=True))
+refused(loops())
 refused(shared())
 refused(of(layers.Flatten(), layers.Rescaling(1.0), layers.Dense(7)))
 best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
@@ -386,6 +408,7 @@ for use in (model.get_weights, lambda: model.save("a.keras"), lambda: strategy.v
 
 REASONS = [
     "is compiled with `run_eagerly=True`",
+    "uses variables of several stages of the pipeline",
     "The layer `twice` is in stage 0 and in stage 1",
     "has nothing to train",
     "`EarlyStopping` with `restore_best_weights` needs all weights in one process",

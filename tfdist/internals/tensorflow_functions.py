@@ -1,6 +1,6 @@
 """The graphs of functions, read and written: their bodies, copies of operations in another graph, folded constants.
 
-Written for TensorFlow 2.21.0; `tests/spmd/test_functions.py` fails when TensorFlow changes a part that this uses.
+Written for TensorFlow 2.21.0; `tests/spmd/test_partitioner.py` fails when TensorFlow changes a part that this uses.
 """
 
 from __future__ import annotations
