@@ -203,10 +203,6 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         found: StageOptimizer | None = vars(optimizer).get(_OPTIMIZER)
         return found
 
-    def own_weights(self, model: Any) -> list[Any]:
-        """The trained variables of this process' stage."""
-        return [one for one in model.trainable_weights if (part := parts.part_of(one)) is not None and part.size]
-
     def finalize_variables(self, model: Any) -> None:
         of_stage = self.of_stage(model.optimizer)
         if of_stage is not None and keras_optimizers.inner(model.optimizer).use_ema:

@@ -19,6 +19,8 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import function_def_to_graph, op_def_registry
 
+from tfdist.internals import tensorflow_graphs
+
 # Attributes that belong to the graph in which an operation was traced.
 _OF_THE_GRAPH = frozenset(("_class", "_output_shapes", "_gradient_op_type", "_XlaMustCompile", "_xla_inferred_shapes"))
 
@@ -158,11 +160,11 @@ def in_order(
         operation = waiting.pop()
         if operation not in needed:
             needed.add(operation)
-            waiting += [*waits_for(operation), *after.get(operation.name, ())]
+            waiting += [*tensorflow_graphs.sources(operation), *after.get(operation.name, ())]
     left: dict[tf.Operation, int] = {}
     followers: dict[tf.Operation, list[tf.Operation]] = {}
     for operation in needed:
-        before = {*waits_for(operation), *after.get(operation.name, ())}
+        before = {*tensorflow_graphs.sources(operation), *after.get(operation.name, ())}
         left[operation] = len(before)
         for one in before:
             followers.setdefault(one, []).append(operation)
@@ -177,11 +179,6 @@ def in_order(
             if not left[one]:
                 heapq.heappush(ready, (priority(one), one._id, one))
     return found
-
-
-def waits_for(operation: tf.Operation) -> list[tf.Operation]:
-    """The operations for which one waits."""
-    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
 
 def create(

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow_functions
+from tfdist.internals import tensorflow_functions, tensorflow_graphs
 from tfdist.profiling import stages as stage_names
 from tfdist.stages import ordering, placement
 from tfdist.stages.exchange import Exchange
@@ -71,7 +71,7 @@ def _priorities(
     waiting = list(of_tasks)
     while waiting:
         operation = waiting.pop()
-        for one in (*tensorflow_functions.waits_for(operation), *after.get(operation.name, ())):
+        for one in (*tensorflow_graphs.sources(operation), *after.get(operation.name, ())):
             if one.name not in found:
                 found[one.name] = 1
                 waiting.append(one)

@@ -36,15 +36,15 @@ class Exchange:
     @contextlib.contextmanager
     def sequence(self) -> Iterator[None]:
         """The context in which messages are written into one graph; later exchanges come after them."""
-        self.begin()
+        self._begin()
         yield
-        self.end()
+        self._end()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Called before the messages of a graph."""
         self._begun.append((self._communicator.begin_messages(), []))
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Puts the messages of the present graph in order."""
         begin, done = self._begun.pop()
         self._communicator.order_messages(begin, done)
@@ -52,10 +52,10 @@ class Exchange:
     @contextlib.contextmanager
     def around_branches(self) -> Iterator[None]:
         """The context of a condition in whose branches there are messages, in the midst of those of a graph."""
-        self.end()
+        self._end()
         with self._communicator.around_branches():
             yield
-        self.begin()
+        self._begin()
 
     def note_branches(self, result: tf.Tensor) -> None:
         """Called with a result of the condition."""

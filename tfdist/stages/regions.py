@@ -26,7 +26,7 @@ Place = int | None  # a stage; `None` for all of them
 Key = tuple[str, int]  # of a tensor in its graph
 
 ONE_PROCESS = "train it in one process, whose stages are on devices"
-_CONDITIONS = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch")}
+_CONDITIONS = frozenset(("If", "StatelessIf"))
 _BACKWARD = "gradient_tape/"  # TensorFlow's, in the names of what a tape computes
 
 
@@ -145,7 +145,7 @@ class Region:
         """Has each stage compute its part of a condition, on a predicate that all have."""
         inputs = [self.of(tensor) for tensor in operation.inputs[1:]]
         branches = []
-        for attribute in _CONDITIONS[operation.type]:
+        for attribute in ("then_branch", "else_branch"):
             graph = tensorflow_functions.body(operation, attribute)
             branches.append(Region(graph, inputs, tensorflow_functions.in_order(graph), self._stages))
         self.branches[operation.name] = branches

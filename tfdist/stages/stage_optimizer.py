@@ -73,8 +73,7 @@ class StageOptimizer(DividedOptimizer):
     def as_if_whole(self) -> Iterator[None]:
         """The context in which an update of all variables is traced, with slots that other processes have."""
         elsewhere = [slot for slots in self._slots() for slot in slots if not _has(slot)]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(keras_optimizers.standing_for(elsewhere, [self._stand_in(one) for one in elsewhere]))
+        with keras_optimizers.standing_for(elsewhere, [self._stand_in(one) for one in elsewhere]):
             yield
 
     def _stand_in(self, slot: Any) -> tf.Variable:
