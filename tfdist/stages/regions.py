@@ -116,7 +116,9 @@ class Region:
 
     def _find(self, operation: tf.Operation) -> None:
         resources = {self.of(tensor) for tensor in operation.inputs if tensor.dtype == tf.resource}
-        if len(resources) > 1 and operation.type in _CONDITIONS:
+        # One of no stage may have effects within, as a `tf.print`, which must not be those of all processes.
+        of_none = operation.type == "If" and not resources - {None}
+        if operation.type in _CONDITIONS and (len(resources) > 1 or of_none):
             self._find_branches(operation)
             return
         if len(resources) > 1:
