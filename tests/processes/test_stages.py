@@ -340,6 +340,31 @@ say(done=True)
 """
 )
 
+EFFECTS = (
+    BEGINS
+    + """
+import tensorflow as tf
+
+seen = []
+
+
+class Tells(keras.Model):
+    def train_step(self, data):
+        def tell():
+            return tf.py_function(lambda: seen.append(1) or 0, [], tf.int32)
+
+        tf.cond(self.optimizer.iterations.value >= 0, tell, lambda: tf.constant(0))
+        return super().train_step(data)
+
+
+inputs = keras.Input((30,))
+model = Tells(inputs, layers.Dense(7)(layers.Dense(16)(inputs)))
+model.compile("sgd", "mse")
+strategy.fit(model, x[:32], y[:32], epochs=2, **data)
+say(seen=len(seen))
+"""
+)
+
 REFUSED = (
     BEGINS
     + """
@@ -425,6 +450,7 @@ REASONS = [
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
     scripts = {"trains": (TRAINS, []), "checkpoints": (CHECKPOINTS, [str(folder)]), "streams": (STREAMS, [])}
+    scripts |= {"effects": (EFFECTS, [])}
     scripts |= {"own_steps": (OWN_STEPS, []), "refused": (REFUSED, []), "delayed": (DELAYED, [str(folder)])}
     return Several(folder, scripts, workers=2)
 
@@ -462,6 +488,10 @@ def test_a_stream_of_unknown_length_with_an_update_in_a_branch_trains_as_one_dev
 
 def test_steps_losses_and_metrics_of_the_users_own_train_as_one_device(results):
     assert all(found(printed) == [{"done": True}] for printed in results.printed("own_steps"))
+
+
+def test_the_effects_of_a_condition_are_those_of_one_device(results):
+    assert [found(printed)[0]["seen"] for printed in results.printed("effects")] == [8, 0]
 
 
 def test_what_cannot_be_exact_is_refused_by_a_sentence_in_every_process(results):
