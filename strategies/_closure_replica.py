@@ -13,10 +13,9 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _sharded_variable as sharded_variable
-from tfdist.strategies import base
 
 
-class ClosureReplica(base.Replica):
+class ClosureReplica:
     """A worker's step on a whole batch; the variables are in this process, or on parameter servers.
 
     Args:
@@ -24,7 +23,6 @@ class ClosureReplica(base.Replica):
     """
 
     def __init__(self, scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext):
-        super().__init__()
         self._scope = scope
         self._home: str | None = None  # the device, mostly of a server, that counts the steps
         self._computed: list[Any] = []  # ends when the gradients are there

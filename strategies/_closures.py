@@ -13,6 +13,7 @@ The strategy has
     locks                             whether updates lock the variables
     schedule(function, arguments)     lets a free worker run a closure
     results_of(scheduled)             the results of such closures, as NumPy arrays, once all have ended
+    replica()                         what a step does besides Keras' own, see `tfdist.strategies._closure_replica`
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import fused_optimizers, metrics, randomness
+from tfdist.core import fused_optimizers, metrics
 from tfdist.core.inner_loop import Outcome, Program, StepProgram, Steps, joined
 from tfdist.core.metrics import Logs
 from tfdist.core.steps_per_call import AtNan
-from tfdist.data.pipeline.division import Division
+from tfdist.data.pipeline.division import WHOLE
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables
@@ -65,6 +66,7 @@ class ClosureProgram(StepProgram):
         self._given = steps.batches
         self._trains = steps.kind == "train"
         self._staleness = _Staleness()
+        self._metrics_updated: set[int] = set()  # the `id`s of the variables of metrics that steps have updated
         self._said = False
         self._operations = math.inf  # of a step, not known before it is traced
         # One closure after the other is exact in all that metrics count, and in what a step makes of it.
@@ -104,6 +106,11 @@ class ClosureProgram(StepProgram):
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._one_by_one else super()._own_metrics()
+
+    def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
+        if own_logs:
+            return metrics.results_in(self._strategy, self._model, own_logs, self._metrics_updated)
+        return super()._results(own_logs, after)
 
     def _add(self, parts: list[Sequence[np.ndarray]]) -> None:
         """Adds to the model's metrics what closures have, and forgets it."""
@@ -188,22 +195,23 @@ class ClosureProgram(StepProgram):
     def _worker_step(self, state: Any, batch: Any, held: held_variables.Held) -> tuple[tf.Tensor, Logs]:
         """One step of one worker: returns the step's staleness, and its logs."""
 
-        def on_replica(replica: Any) -> Any:
-            replica.begin(*self._batches.part(state, batch, replica.index, Division(replica.count)))
+        data, _ = self._batches.part(state, batch, 0, WHOLE)
+        replica = self._strategy.replica()
+
+        def computed() -> Any:
             with (
-                keras_variables.drawing_from(randomness.unseeded_of(self._strategy)),
+                keras_variables.drawing_from(self._strategy.unseeded()),
                 replica.updating(self._model),
                 replica.measuring_staleness(self._model.optimizer if self._trains else None) as staleness,
             ):
-                logs = self._step_function(replica)(replica.part)
+                logs = self._step_function()(data)
                 self._metrics_updated |= held.metrics_changed()
                 self._require_under_own_names(logs, held)
                 return staleness(), tf.nest.map_structure(_as_float, logs)
 
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, locking=self._strategy.locks)
         with update, self._own_metrics(), self._recomputation.traced():
-            (result,) = self._strategy.run(on_replica)
-        staleness, logs = result
+            staleness, logs = self._strategy.run(computed)
         return staleness, logs
 
     def _require_under_own_names(self, logs: Logs, held: held_variables.Held) -> None:
@@ -255,13 +263,9 @@ class ClosurePredictProgram(Program):
 
     def _predict(self, state: Any, count: tf.Tensor) -> Any:
         del count
-        batches = self._batches
-
-        def on_replica(replica: Any) -> Any:
-            data, _ = batches.part(state, batches.fetch(state, tf.constant(0)), replica.index, Division(replica.count))
-            return self._model.predict_step(data)
-
-        return self._strategy.run(on_replica)[0]
+        batch = self._batches.fetch(state, tf.constant(0))
+        data, _ = self._batches.part(state, batch, 0, WHOLE)
+        return self._strategy.run(lambda: self._model.predict_step(data))
 
 
 class Result(NamedTuple):

@@ -133,11 +133,6 @@ class MultiProcessStrategy(base.Strategy):
             "callback_timeout_seconds": self.callback_timeout_seconds,
         }
 
-    def run(self, step: base.Step) -> list[Any]:
-        """Runs the step of a process alone."""
-        with tf.device(self.devices[0]):
-            return [step(base.Replica())]
-
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         values = super().sum_metrics(variables, name)
         return values if self.world.world_size == 1 else summed(self.communicator, values, name)

@@ -6,8 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.internals import keras as keras_internals
-
 
 def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
     """The results of `strategy.run`, as one structure per replica of this process."""
@@ -15,11 +13,6 @@ def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
     flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
     flat = [values if len(values) == count else values * count for values in flat]  # one tensor is that of all replicas
     return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
-
-
-def joined_parts(strategy: tf.distribute.Strategy, *parts: Any) -> list[Any]:
-    """The examples of all replicas of this process in one tensor, for each of `parts`; for a merge call."""
-    return [keras_internals.join(list(strategy.experimental_local_results(part))) for part in parts]
 
 
 def current_index() -> int:

@@ -3,7 +3,8 @@
 Every strategy answers
 
     scope()                  where variables are made
-    run(step)                how `step(replica)` runs once on each replica of this process, inside a graph
+    mesh                     its replicas, which compute the step of one device; `None` if there is one replica
+    run(step)                how `step()` runs on that one replica
     check(model)             whether a model can be trained here
 
 one whose replicas are in several processes also
@@ -19,7 +20,7 @@ and one with an algorithm of its own
 
     program(steps)           the inner loop that runs the steps
 
-What a replica can do in a step is in `tfdist.core.replica`, what users call in `tfdist.strategies._keras_methods`, and
+What replicas exchange in a step is in `tfdist.spmd.meshes`, what users call in `tfdist.strategies._keras_methods`, and
 the loop in `tfdist.core.outer_loop`.
 """
 
@@ -38,11 +39,11 @@ from tfdist.cluster.world import World
 from tfdist.communicators import parts
 from tfdist.communicators import variables as shared_variables
 from tfdist.core import randomness, recomputation
-from tfdist.core.replica import Replica
 from tfdist.data.pipeline import device_feed, together
 from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
+from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _devices as device_choice
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from tfdist.core.verification_bounds import Bound
     from tfdist.spmd import Mesh, Placed
 
-Step = Callable[[Replica], Any]
+Step = Callable[[], Any]
 BatchNorm = Literal["global", "per_replica"]
 
 
@@ -203,7 +204,7 @@ class Strategy(KerasMethods):
     @property
     def alone(self) -> bool:
         """Whether there is one replica, which exchanges nothing with others."""
-        return False
+        return self.num_replicas == 1
 
     def runs_eagerly(self, model: Any) -> bool:
         """Whether the steps of `model` run operation by operation."""
@@ -239,9 +240,18 @@ class Strategy(KerasMethods):
     def keep_whole(self, model: Any, handles: Collection[int]) -> None:
         """Gives every process the whole of those `variables_in_parts` of which a step needs the whole."""
 
-    def run(self, step: Step) -> list[Any]:
-        """Calls `step(replica)` for each replica of this process and returns the results of the calls."""
-        raise NotImplementedError
+    def run(self, step: Step) -> Any:
+        """Calls `step()` where the only replica of this process computes, inside a graph; returns its result."""
+        with tf.device(self.devices[0]):
+            return step()
+
+    def unseeded(self) -> Any:
+        """The seed generator for Keras' random functions that are given no seed, made before a step is traced.
+
+        It is Keras' own. All processes of a job begin with the chief's state of it.
+        """
+        with tf.init_scope(), self.scope():
+            return keras_internals.global_seed_generator()
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all processes of the job, by rank; all processes must call it."""
@@ -295,6 +305,12 @@ class Strategy(KerasMethods):
                 )
             return (partitioned_program.PartitionedProgram, partitioned_program.PartitionedPredictProgram)[of_kind](
                 self, steps
+            )
+        if not self.alone:
+            raise UsageError(
+                f"The strategy `{self.name}` has {self.num_replicas} replicas, and says neither how they exchange "
+                "values nor who runs their steps",
+                "give it a property `mesh`, or a method `program`; docs/strategies.md tells of both",
             )
         return (inner_loop.StepProgram, inner_loop.PredictProgram)[of_kind](self, steps)
 
@@ -384,11 +400,3 @@ class OnThisProcess(Strategy):
         self.seed, self.seed_is_given, self.seed_is_settled = strategy.seed, strategy.seed_is_given, True
         # Variables that are made while it runs must be the same in all processes.
         self.broadcast_variables = strategy.broadcast_variables  # type: ignore[method-assign]
-
-    @property
-    def alone(self) -> bool:
-        return True
-
-    def run(self, step: Step) -> list[Any]:
-        with tf.device(self.devices[0]):
-            return [step(Replica())]

@@ -34,17 +34,8 @@ class CustomStrategy(base.Strategy):
     def mesh(self) -> Mesh:
         return self._mesh
 
-    @property
-    def alone(self) -> bool:
-        return len(self.devices) == 1
-
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.devices[0])
-
-    def run(self, step: base.Step) -> list[Any]:
-        """Runs the step of the one replica; several compute the partitioned step of one device."""
-        with tf.device(self.devices[0]):
-            return [step(base.Replica())]
 
 
 STRATEGY = CustomStrategy

@@ -106,9 +106,9 @@ class HogwildStrategy(base.Strategy):
             return closures.ClosurePredictProgram(self, steps)
         return closures.ClosureProgram(self, steps)
 
-    def run(self, step: base.Step) -> list[Any]:
-        with tf.device(self.devices[0]):
-            return [step(base.Replica() if self.alone else HogwildReplica(self._mutex))]
+    def replica(self) -> HogwildReplica:
+        """What a thread's step on a whole batch does."""
+        return HogwildReplica(self._mutex)
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Future[Any]:
         """Lets a free thread run the `tf.function` `function(*arguments)`."""

@@ -15,13 +15,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
+import keras
 import tensorflow as tf
 from pydantic import Field
 
 from tfdist.cluster import ports, rendezvous
 from tfdist.cluster.task import Task
 from tfdist.cluster.world import World
-from tfdist.core import randomness
 from tfdist.core.inner_loop import Program, Steps
 from tfdist.core.verification_bounds import Bound
 from tfdist.data.pipeline.division import Division
@@ -136,9 +136,8 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     @contextlib.contextmanager
     def tracing(self, model: Any) -> Iterator[None]:
-        generator = randomness.unseeded_of(self)
         # Not as for other strategies of TensorFlow: variables in parts, and their optimizers, need this one.
-        with keras_variables.drawing_from(generator), ClosureReplica(self.scope).updating(model):
+        with keras_variables.drawing_from(self.unseeded()), ClosureReplica(self.scope).updating(model):
             yield
 
     @property
@@ -171,6 +170,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             self._job, self._start_timeout_seconds, job_settings
         )
         self.mode.settle(self.num_workers)
+        self._unseeded: Any = None
         self._data = parameter_server_data.Data(self, self._job)
 
     @contextlib.contextmanager
@@ -207,9 +207,19 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             return closures.ClosurePredictProgram(self, steps)
         return self.mode.program(self, steps)
 
-    def run(self, step: base.Step) -> list[Any]:
+    def replica(self) -> ClosureReplica:
+        """What a worker's step on a whole batch does."""
+        return self.mode.replica()
+
+    def run(self, step: base.Step) -> Any:
         with tensorflow_internals.without_strategy():  # whose replicas do not meet, as those of `tf.distribute` do
-            return [step(self.mode.replica())]
+            return step()
+
+    def unseeded(self) -> Any:
+        if self._unseeded is None:  # Keras' own may be of the coordinator, and workers need one that servers hold
+            with tf.init_scope(), self.scope():
+                self._unseeded = keras.random.SeedGenerator(self.seed)
+        return self._unseeded
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""

@@ -41,9 +41,5 @@ class SingleStrategy(base.Strategy):
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.devices[0])
 
-    def run(self, step: base.Step) -> list[Any]:
-        with tf.device(self.devices[0]):
-            return [step(base.Replica())]
-
 
 STRATEGY = SingleStrategy

@@ -50,7 +50,7 @@ def in_a_graph(source, budget=None, first=1, **options):
     """The parts of both replicas of the last batches, in a graph that TensorFlow rewrites as it does a training's."""
     strategy = tfdist.strategy("custom", devices=["CPU:1", "CPU:2"], device_data_bytes=budget)
     feed = strategy.placed(source.feed("train", 8, seed=3, **options))
-    state, batches = feed.start(1, first), feed.batches.of_any_length()
+    state, batches = feed.start(1, first), feed.batches
 
     @tf.function
     def parts(step):

@@ -24,7 +24,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import collective_ops, random_ops, resource_variable_ops
+from tensorflow.python.ops import collective_ops
 
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -318,23 +318,6 @@ def test_what_is_put_around_gradients_functions_assignments_and_draws_has_the_pa
         "output_gradients",
         "unconnected_gradients",
     ]
-    function = tf.function(lambda: None)
-    assert function._autograph
-    assert callable(function._python_function)
-    assert function._experimental_autograph_options is None
-    assert tf.vectorized_map.__module__ == tensorflow_patches.parallel_for.__name__
-    for kind in (resource_variable_ops.BaseResourceVariable, resource_variable_ops.ResourceVariable):
-        for name in {"assign", "assign_add", "assign_sub"} & set(vars(kind)):
-            assert parameters(vars(kind)[name])[2:] == ["use_locking", "name", "read_value"]
-    assert parameters(random_seed.get_seed) == ["op_seed"]
-    for name in tensorflow_patches._DRAWS:
-        assert parameters(getattr(random_ops, name))[0] == "shape"
-
-
-def test_a_tape_that_records_is_seen():
-    assert not tensorflow_internals.tape_is_open()
-    with tf.GradientTape():
-        assert tensorflow_internals.tape_is_open()
 
 
 MANY_SILENT = """

@@ -65,14 +65,16 @@ def strategy(name: str, **options: Any) -> Strategy:
 
 
 def gather(tensor: Any) -> Any:
-    """The examples of `tensor` of all replicas, in a step; see `tfdist.core.replica_context.gather`."""
-    from tfdist.core import replica_context
+    """`tensor` itself: a step of one's own sees the whole global batch, and needs to gather nothing.
 
-    return replica_context.gather(tensor)
+    Kept for code that was written for steps on parts of a batch.
+    """
+    return tensor
 
 
 def all_reduce(tensor: Any) -> Any:
-    """The sum of `tensor` over the replicas, in a step; see `tfdist.core.replica_context.all_reduce`."""
-    from tfdist.core import replica_context
+    """`tensor` itself: a step of one's own sees the whole global batch, whose sums are those of all replicas.
 
-    return replica_context.all_reduce(tensor)
+    Kept for code that was written for steps on parts of a batch.
+    """
+    return tensor

@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves to `make test-all` the contestants that would show nothing new of a case of equality.
+    """Leaves to `make test-all` the contestants that would show nothing new, and of many cases all but one in turn.
 
     And puts side by side what is compared with the same training of stock Keras, which a process does once.
     """
@@ -29,9 +29,30 @@ def pytest_collection_modifyitems(items):
     for item in items:
         places.setdefault(_reference(item), len(places))
     items.sort(key=lambda item: places[_reference(item)])
-    for item in items:
-        if "contestant" in getattr(item, "fixturenames", ()) and not _shows_something_new(item):
+    held = [item for item in items if "contestant" in getattr(item, "fixturenames", ())]
+    quick = [item for item in held if _shows_something_new(item) and not item.get_closest_marker("thorough")]
+    of_others = set(map(id, held)) - set(map(id, _in_turn(quick)))
+    for item in held:
+        if id(item) in of_others:
             item.add_marker(pytest.mark.thorough)
+
+
+# From this number of cases on, a test of many cases tries each with one contestant.
+MANY_CASES = 4
+
+
+def _in_turn(items):
+    """Of a test of many cases each with one contestant, which they take in turn; of other tests all items."""
+    tests = {}
+    for item in items:
+        test, *case = _reference(item)
+        tests.setdefault(test, {}).setdefault(tuple(case), []).append(item)
+    chosen = []
+    for of_cases in tests.values():
+        for number, of_contestants in enumerate(of_cases.values()):
+            many = len(of_cases) >= MANY_CASES
+            chosen += [of_contestants[number % len(of_contestants)]] if many else of_contestants
+    return chosen
 
 
 # The outer loop, which calls callbacks and orders batches, is written once for all strategies.

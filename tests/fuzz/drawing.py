@@ -1,14 +1,7 @@
 """What can be fuzzed: a `Case` is one training, a value that can be printed, pasted into `test_found.py` and run again.
 
-Left out by construction, since it cannot equal one device (docs/contract.md, "Where a model cannot be equal"):
-
-- random draws: dropout, noise, random augmentation and shuffling by `fit`;
-- batch normalization without `synchronized=True`, and any layer that normalizes by the examples of its part;
-- what a step computes nonlinearly from its own part alone without `tfdist.all_reduce` or `tfdist.gather`: an assigned
-  sum, a predicate of `tf.cond`, a loss by hand that is a sum.
-
-Left out since tfdist refuses it in a sentence: an update, a gradient or an assignment in a branch or a loop of the
-graph.
+Left out, since other tests hold it: random draws and batch normalization without `synchronized=True`
+(`tests/contract/test_equality.py`), conditions and loops around updates (`tests/contract/test_users_steps.py`).
 
 Avoided, since they are artefacts of stock Keras and no measure:
 

@@ -5,50 +5,23 @@ replicas at once, where TensorFlow cannot make variables. So a step is rehearsed
 thrown away. Variables that are made meanwhile are made outside of that graph, in the strategy's scope, and nothing is
 computed. So every model is built as Keras builds it, whatever its step takes and returns.
 
-With `run_eagerly=True` nothing is traced: one replica makes its variables in its first step, as Keras does; several
-replicas rehearse the first step on its batch, and drop its assignments.
+With `run_eagerly=True` nothing is traced, and the first step makes its variables as Keras does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfdist.communicators import strategy_state
-from tfdist.core import exact_step, metrics, randomness, replica_context
-from tfdist.core.replica import Replica
+from tfdist.core import metrics
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, keras_variables, tensorflow_variables
+from tfdist.internals import keras_data, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
-
-
-class Rehearsal(Replica):
-    """A replica whose step makes variables and changes none."""
-
-    alone = False
-
-    def __init__(self, build: Callable[[Any, Sequence[Any]], None]):
-        super().__init__()
-        self._build = build
-
-    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        self._build(optimizer, list(variables))
-
-    def settle(self) -> None:
-        pass  # assignments are dropped
-
-    def apply(
-        self, apply: Callable[..., None], gradients: Sequence[Any], optimizer: Any, variables: Sequence[Any] | None
-    ) -> None:
-        del apply, gradients, optimizer, variables
-
-    def update_each_copy(self, function: Callable[[list[Any]], None], values: list[Any]) -> None:
-        del function, values
 
 
 def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
@@ -88,22 +61,11 @@ def _float_spec(value: Any) -> tf.TensorSpec:
     return tf.TensorSpec(getattr(value, "shape", ()), tf.float32)
 
 
-def build_eagerly(strategy: Strategy, model: Any, kind: str, batch: Any) -> None:
-    """As `build`, with the first `batch`, for several replicas whose steps are not traced."""
-    if not _is_needed(model, kind):
-        return
-    before = len(_variables(model))
-    with tensorflow_internals.variables_made_in(strategy.scope) as outside, keras_variables.assigning_nothing():
-        _rehearse(strategy, model, kind, batch, outside)
-    _broadcast_new(strategy, model, before)
-    if kind == "train":
-        strategy.divide_optimizers(model)
-
-
 def broadcast(strategy: Strategy, model: Any) -> None:
     """Gives the variables of a model and its optimizers the chief's values in every process, but what each has own."""
     state = strategy_state.of(model)
-    strategy.broadcast_variables([v for v in [*_variables(model), *state.shared] if not state.has_own(v)])
+    shared = [*_variables(model), *state.shared, strategy.unseeded().state]
+    strategy.broadcast_variables([v for v in shared if not state.has_own(v)])
 
 
 def spread(strategy: Strategy, model: Any) -> None:
@@ -137,37 +99,14 @@ def _is_needed(model: Any, kind: str) -> bool:
 
 
 def _rehearse(strategy: Strategy, model: Any, kind: str, batch: Any, outside: Any) -> Any:
-    """Traces the step and returns its result."""
-    if strategy.mesh is not None:
-        return _rehearse_on_one_device(strategy, model, kind, batch, outside)
-    exact_step.install()
-
-    def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-        with outside():
-            strategy.build_optimizer(model, optimizer, variables)
-
-    replica = Rehearsal(build_optimizer)
-    replica.unseeded = randomness.unseeded_of(strategy)
-    with replica_context.on_replica(replica):
-        return _rehearsed(model, kind, batch, build_optimizer)
-
-
-def _rehearse_on_one_device(strategy: Strategy, model: Any, kind: str, batch: Any, outside: Any) -> Any:
-    """Traces the step as it will be traced to be partitioned."""
-
-    def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-        with outside():
-            strategy.build_optimizer(model, optimizer, variables)
-
+    """Traces the step, as it will be traced, and returns its result."""
     with strategy.tracing(model):
-        return _rehearsed(model, kind, batch, build_optimizer)
-
-
-def _rehearsed(model: Any, kind: str, batch: Any, build_optimizer: Callable[[Any, Sequence[Any]], None]) -> Any:
-    if kind != "train" or keras_internals.has_own_step(model, kind):
-        return getattr(model, f"{kind}_step")(batch)
-    logs = keras_internals.forward(model, batch)  # Keras' own step makes no other variables than those of the optimizer
-    optimizer = model.optimizer
-    if optimizer is not None and not optimizer.built:
-        build_optimizer(optimizer, model.trainable_variables)
-    return logs
+        if kind != "train" or keras_internals.has_own_step(model, kind):
+            return getattr(model, f"{kind}_step")(batch)
+        # Keras' own step makes no other variables than those of the optimizer.
+        logs = keras_internals.forward(model, batch)
+        optimizer = model.optimizer
+        if optimizer is not None and not optimizer.built:
+            with outside():
+                strategy.build_optimizer(model, optimizer, model.trainable_variables)
+        return logs

@@ -1,10 +1,13 @@
-"""The inner loop: a graph that runs many steps of a model on every replica of a strategy.
+"""The inner loop: a graph that runs many steps of a model.
 
 Program.run(state, first, count)
     while step < count
         batch = fetch(state, step)
-        on each replica: train_step(its part of the batch), exact (see `tfdist.core.keras_steps`)
-    logs = the model's metrics, merged over the replicas by their state
+        train_step(batch)
+    logs = the model's metrics
+
+The loop here runs steps on one replica: of a strategy that has no other one, or of a process that trains apart. How
+several replicas compute the steps of one device is in `tfdist.core.partitioned_program`.
 """
 
 from __future__ import annotations
@@ -16,14 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import keras
 import tensorflow as tf
 
 from tfdist.cluster import consensus
-from tfdist.core import building, contributions, exact_step, fused_optimizers, metrics, randomness, recomputation
+from tfdist.core import fused_optimizers, metrics, part_of_batch, recomputation
 from tfdist.core.graph import Graph
 from tfdist.core.metrics import Logs
-from tfdist.core.replica import Replica
 from tfdist.core.steps_per_call import AtNan
 from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.feed import Batches
@@ -78,15 +79,6 @@ class Steps:
     compares_first: bool = False
 
 
-def as_traced(strategy: Strategy, model: Any, batches: Batches) -> Batches:
-    """`batches` with the static shapes that the graph of a step of `model` is traced for.
-
-    A static batch size hides how a scalar was computed (`tfdist.core.means_and_sums`), which is not known of own steps.
-    """
-    known = strategy.alone or strategy.mesh is not None or keras_internals.is_of_keras_alone(model)
-    return batches if known else batches.of_any_length()
-
-
 class Program:
     """An inner loop: runs the steps of an epoch in calls of several steps."""
 
@@ -105,7 +97,7 @@ class Program:
 class StepProgram(Program):
     """Runs `model.train_step` or `model.test_step`."""
 
-    meets_in_each_step: ClassVar[bool] = True  # replicas can exchange tensors within a step
+    meets_in_each_step: ClassVar[bool] = True  # what a step computes is of the global batch
 
     def __init__(self, strategy: Strategy, steps: Steps):
         self._strategy = strategy
@@ -118,8 +110,6 @@ class StepProgram(Program):
             self._finite_steps = tf.Variable(0, trainable=False, dtype=tf.int64)  # of a call that finds the first other
         self._recomputation = _recomputation(strategy, steps)
         self._own_logs = steps.own_logs
-        self._build = _builder(strategy, steps)
-        self._metrics_updated: set[int] = set()
         self._one_step, self._many_steps = self._make_functions()
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
@@ -192,7 +182,6 @@ class StepProgram(Program):
         done, finite = 0, True
         logs: Logs = {}
         for batch in self._batches.take(state, int(first), int(count)):
-            self._build(state, batch)
             finite, logs = self._step(state, batch)
             done += 1
             if not bool(finite):
@@ -200,31 +189,19 @@ class StepProgram(Program):
         return done, done == int(count) or not bool(finite), self._results(logs)
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
-        """One step on all replicas: whether the loop goes on, and the step's own logs."""
-
-        def on_replica(replica: Replica) -> Logs:
-            part = self._batches.part(state, batch, replica.index, self._strategy.division)
-            replica.begin(*part, randomness.unseeded_of(self._strategy))
-            logs, updated = exact_step.exactly(replica, self._model, self._step_function(replica))
-            self._metrics_updated |= updated
-            return _mean(logs, replica) if self._returns_own(logs) else logs
-
+        """One step: whether the loop goes on, and the step's own logs."""
+        data, share = self._batches.part(state, batch, 0, WHOLE)
+        step = self._step_function()
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, xla=self._with_xla)
-        with update, self._own_metrics(), self._recomputation.traced():
-            results = self._strategy.run(on_replica)
-        logs: Logs = {}
-        if self._returns_own(results[0]):
-            logs = results[0]  # the same on all replicas
-        return self._goes_on(), logs
+        with update, self._own_metrics(), self._recomputation.traced(), part_of_batch.of_share(share):
+            logs = self._strategy.run(lambda: step(data))
+            own_logs = part_of_batch.weighed(share, logs) if self._returns_own(logs) else {}
+        return self._goes_on(), own_logs
 
     def _goes_on(self) -> tf.Tensor:
         """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
         if self._at_nan is AtNan.STOP:
-            total = keras_internals.loss_tracker(self._model).total
-            whole = self._strategy.mesh is not None  # each process has the whole state of the metrics in its steps
-            return tf.math.is_finite(
-                metrics.own_part(total) if whole else metrics.value(self._strategy, total, "finite")
-            )
+            return tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
         if self._at_nan is AtNan.FIND:
             self._count_if_finite()
         with tf.device(HOST):
@@ -233,18 +210,17 @@ class StepProgram(Program):
     def _count_no_finite_steps(self) -> None:
         if self._at_nan is AtNan.FIND:
             with tf.device(self._strategy.devices[0]):
-                tf.raw_ops.AssignVariableOp(resource=self._finite_steps.handle, value=tf.constant(0, tf.int64))
+                self._finite_steps.assign(0)
 
     def _count_if_finite(self) -> None:
-        # Once the sum of the losses is not finite, it remains so. The raw operation, because replicas agree on what a
-        # step assigns by the method.
+        # Once the sum of the losses is not finite, it remains so.
         with tf.device(self._strategy.devices[0]):
             finite = tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
-            tf.raw_ops.AssignAddVariableOp(resource=self._finite_steps.handle, value=tf.cast(finite, tf.int64))
+            self._finite_steps.assign_add(tf.cast(finite, tf.int64))
 
     @property
     def _with_xla(self) -> bool:
-        # Replicas exchange tensors within a step, which XLA cannot compile. And it would merge what is computed again.
+        # XLA would merge what is computed again.
         recomputes = self._recomputation.wanted is not None
         return self._strategy.alone and not recomputes and keras_internals.wants_xla(self._model)
 
@@ -254,30 +230,21 @@ class StepProgram(Program):
 
     def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
         if self.meets_in_each_step:
-            return metrics.gathered(self._model)
+            return contextlib.nullcontext()
         return metrics.refused(self._model, self._strategy.name)
 
-    def _step_function(self, replica: Replica) -> Callable[[Any], Logs]:
+    def _step_function(self) -> Callable[[Any], Logs]:
         step = getattr(self._model, self._step_name)
         if self._with_xla:
             step = tf.function(step, jit_compile=True)
-        step = self._recomputation.marked(step, replica.index)
-        return functools.partial(self._checked_logs, step, replica)
+        return functools.partial(self._checked_logs, self._recomputation.marked(step))
 
-    def _checked_logs(self, step: Callable[[Any], Any], replica: Replica, data: Any) -> Logs:
+    def _checked_logs(self, step: Callable[[Any], Any], data: Any) -> Logs:
         logs = step(data)
         if not isinstance(logs, dict):
             raise UsageError(
                 f"`{self._step_name}` of the model `{self._model.name}` returned `{logs}`",
                 "return a dict of metrics and their values",
-            )
-        counts = [name for name, value in logs.items() if replica.count > 1 and _is_count(value)]
-        for name in set(counts) - metrics.names(self._model) if counts else ():
-            raise UsageError(
-                f"`{self._step_name}` of the model `{self._model.name}` returned whole numbers as `{name}`, of which "
-                "nobody knows whether those of the replicas are to be added",
-                "count in a metric, such as `keras.metrics.Sum`; or return what is a mean, or the same on all "
-                "replicas, as a float",
             )
         return logs
 
@@ -288,9 +255,7 @@ class StepProgram(Program):
         the last step, is computed.
         """
         with tf.control_dependencies([] if after is None else [after]):
-            if own_logs:
-                return metrics.results_in(self._strategy, self._model, own_logs, self._metrics_updated)
-            return metrics.results(self._strategy, self._model)
+            return own_logs or metrics.results(self._strategy, self._model)
 
 
 class PredictProgram(Program):
@@ -300,29 +265,19 @@ class PredictProgram(Program):
         self._strategy = strategy
         self._model = steps.model
         self._batches = steps.batches
-        self._eager = strategy.runs_eagerly(steps.model)
-        self._build = _builder(strategy, steps)
-        self._function = self._predict if self._eager else Graph(self._predict, strategy)
+        eager = strategy.runs_eagerly(steps.model)
+        self._function = self._predict if eager else Graph(self._predict, strategy)
 
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
         outputs = []
         for batch in self._batches.take(state, first, count):
-            if self._eager:
-                self._build(state, batch)
             outputs.append(self._function(state, batch))
         return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, batch: Any) -> Any:
-        def on_replica(replica: Replica) -> Any:
-            part = self._batches.part(state, batch, replica.index, self._strategy.division)
-            replica.begin(*part, randomness.unseeded_of(self._strategy))
-            outputs, _ = exact_step.exactly(replica, self._model, self._model.predict_step)
-            return keras_internals.tree.map_structure(replica.real_rows, outputs)
-
-        if self._batches.own or self._strategy.world.world_size == 1:
-            return joined(self._strategy.run(on_replica))
-        return self._strategy.run(lambda replica: replica.all_gather(on_replica(replica)))[0]
+        data, _ = self._batches.part(state, batch, 0, WHOLE)
+        return self._strategy.run(lambda: self._model.predict_step(data))
 
 
 def _recomputation(strategy: Strategy, steps: Steps) -> recomputation.Recomputation:
@@ -332,38 +287,8 @@ def _recomputation(strategy: Strategy, steps: Steps) -> recomputation.Recomputat
     return recomputation.Recomputation(wanted, steps.model, examples, eager=strategy.runs_eagerly(steps.model))
 
 
-def _builder(strategy: Strategy, steps: Steps) -> Callable[[Any, Any], None]:
-    """For eager steps of several replicas: a function that makes the missing variables with the first batch."""
-    done = strategy.alone
-
-    def build(state: Any, batch: Any) -> None:
-        nonlocal done
-        if not done:
-            data, _ = steps.batches.part(state, batch, 0, WHOLE)
-            building.build_eagerly(strategy, steps.model, steps.kind, data)
-        done = True
-
-    return build
-
-
 def joined(parts: list[Any]) -> Any:
     """Concatenates several structures of outputs."""
     if len(parts) == 1:
         return parts[0]
     return keras_internals.tree.map_structure(lambda *values: keras_internals.join(list(values)), *parts)
-
-
-def _mean(logs: Logs, replica: Replica) -> Logs:
-    """The logs of the global batch from the logs of each replica: means weighed by the shares, and sums."""
-
-    def part(value: Any) -> tf.Tensor:
-        value = tf.cast(keras.ops.convert_to_tensor(value), tf.float32)
-        return contributions.to_value(replica, value)
-
-    parts = tf.nest.map_structure(part, logs)
-    return tf.nest.pack_sequence_as(parts, replica.all_reduce(tf.nest.flatten(parts)))
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a step computed `value` as a whole number; Python's own numbers are the same on all replicas."""
-    return any(not isinstance(one, int | float) and tf.as_dtype(one.dtype).is_integer for one in tf.nest.flatten(value))

@@ -1,10 +1,9 @@
 """Metrics over all replicas: how they are updated in a step, reset, and read between the steps.
 
-The state of Keras' own metrics is a sum over the examples: each replica adds its own examples, and the state over all
-replicas is the sum of their states. A strategy supplies only how these sums are formed (`Strategy.sum_metrics`).
-
-The state of a user's own class may be something else: a maximum, a mean of batch means, a number of batches. For such a
-metric all replicas gather its arguments and make the same update. It is taken for a sum, without this cost, if
+A partitioned step updates metrics as one device does. Where processes train apart, or workers do not wait for each
+other, each adds its own examples to a part of a metric's state, and the state of all is the sum of these parts
+(`Strategy.sum_metrics`). That holds for Keras' own metrics. The state of a user's own class may be something else: a
+maximum, a mean of batch means, a number of batches. Such a metric is refused there, unless
 
 - the class, or the metric function, has the attribute `additive = True`; or
 - the metric function returns one value per example.
@@ -21,7 +20,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import contributions, keras_steps, replica_context
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.keras import tf_variable
@@ -56,13 +54,6 @@ def results_in(strategy: Strategy, model: Any, logs: Logs, updated: set[int]) ->
             result = _values(metric.result())
             merged |= {metric.name: result} | (result if isinstance(result, dict) else {})
     return logs | {name: value for name, value in merged.items() if name in logs}
-
-
-def value(strategy: Strategy, variable: Any, name: str) -> tf.Tensor:
-    """One variable of a metric, summed over all replicas; `name` tells the sum from others of the same step."""
-    with strategy.scope():
-        (total,) = strategy.sum_metrics([variable], name)
-    return total
 
 
 def own_part(variable: Any) -> tf.Tensor:
@@ -119,22 +110,14 @@ def _values(found: Any) -> Any:
     return tf.nest.map_structure(lambda one: one.value if isinstance(one, keras.Variable) else one, found)
 
 
-def gathered(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Steps that are traced in this context update the metrics of `model` that may be no sums with the global batch."""
-    return _updating(model, _update)
-
-
-def refused(model: Any, strategy_name: str) -> contextlib.AbstractContextManager[None]:
-    """Steps that are traced in this context refuse metrics that may be no sums: the processes do not meet in a step."""
-    return _updating(model, functools.partial(_refuse, strategy_name))
-
-
 @contextlib.contextmanager
-def _updating(model: Any, update: Callable[..., None]) -> Iterator[None]:
+def refused(model: Any, strategy_name: str) -> Iterator[None]:
+    """Steps that are traced in this context refuse metrics that may be no sums: the processes do not meet in a step."""
     own = [metric for metric in keras_internals.metrics_of(model) if not keras_internals.is_additive(metric)]
     for metric in own:
+        update = functools.partial(_refuse, strategy_name, metric, metric.update_state)
         # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
-        object.__setattr__(metric, "update_state", functools.partial(update, metric, metric.update_state))
+        object.__setattr__(metric, "update_state", update)
     try:
         yield
     finally:
@@ -142,27 +125,8 @@ def _updating(model: Any, update: Callable[..., None]) -> Iterator[None]:
             object.__delattr__(metric, "update_state")
 
 
-def _update(metric: Any, update_state: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    replica = replica_context.current()
-    if replica is None or _is_sum_of_examples(replica, metric, *arguments, **named):
-        update_state(*arguments, **named)
-        return
-    replica_context.require_meeting(replica, f"An update of the metric `{metric.name}`")
-    arguments, named = keras_steps.gathered((arguments, named))
-    arguments, named = keras_internals.tree.map_structure(
-        functools.partial(_global_scalar, replica), (arguments, named)
-    )
-    with replica.updates.whole(metric.variables), replica_context.on_replica(None):
-        update_state(*arguments, **named)
-
-
-def _is_sum_of_examples(replica: Any, metric: Any, *arguments: Any, **named: Any) -> bool:
-    values = keras_internals.values_per_example(replica, metric, *arguments, **named)
-    return values is not None and not contributions.is_joint(replica, values)
-
-
 def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    if keras_internals.values_per_example(None, metric, *arguments, **named) is None:
+    if not keras_internals.gives_values_per_example(metric, *arguments, **named):
         raise UsageError(
             f"The metric `{metric.name}` may be no sum over the examples, and the workers of `{strategy_name}` do "
             "not meet in each step to compute it",
@@ -170,10 +134,3 @@ def _refuse(strategy_name: str, metric: Any, update_state: Callable[..., Any], *
             "synchronous, such as `multiworker`",
         )
     update_state(*arguments, **named)
-
-
-def _global_scalar(replica: Any, value: Any) -> Any:
-    """A scalar that a step has computed, over the global batch; other values are returned as they are."""
-    if not tf.is_tensor(value) or value.shape.rank != 0 or not value.dtype.is_floating:
-        return value
-    return replica.all_reduce([contributions.to_value(replica, value)])[0]

@@ -220,7 +220,7 @@ def step_of(strategy: Any, model: Any, name: str, recomputed: Recomputation) -> 
     """The step called `name` as it is traced: with fused updates, returning logs that are not results of metrics."""
 
     def step(data: Any) -> Logs:
-        marked, optimizer = recomputed.marked(getattr(model, name), 0), model.optimizer
+        marked, optimizer = recomputed.marked(getattr(model, name)), model.optimizer
         if optimizer is not None:
             keras_patches.require_reduced_once(optimizer)
         place = strategy.place_of_update(optimizer)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tfdist.core import building, randomness, steps_per_call
-from tfdist.core.inner_loop import Program, Steps, as_traced
+from tfdist.core import building, steps_per_call
+from tfdist.core.inner_loop import Program, Steps
 from tfdist.core.partitioned_program import PartitionedProgram
 from tfdist.data.pipeline.feed import Feed
 from tfdist.internals import keras as keras_internals
@@ -46,17 +46,16 @@ def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Se
     programs = _made(model, kind).programs
     if key not in programs:
         build(strategy, model, kind, feed)
-        batches = as_traced(strategy, model, feed.batches)
         own_logs = _made(model, kind).own_logs
         compares = strategy.compare_first_step and not programs
-        programs[key] = strategy.program(Steps(model, kind, batches, at_nan, own_logs, feed.spec, compares))
+        programs[key] = strategy.program(Steps(model, kind, feed.batches, at_nan, own_logs, feed.spec, compares))
     return programs[key]
 
 
 def build(strategy: Strategy, model: Any, kind: str, feed: Feed) -> None:
     """Makes the variables that the steps of `kind` need, unless they were made before."""
     made = _made(model, kind)
-    randomness.unseeded_of(strategy)  # made here, since it cannot be made while a graph is traced
+    strategy.unseeded()  # made here, since it cannot be made while a graph is traced
     if not made.built:
         spec = feed.spec if strategy.mesh is None else keras_data.traced_spec(feed.spec, feed.batches.size)
         made.own_logs = building.build(strategy, model, kind, spec)

@@ -12,9 +12,6 @@ Source: Chen et al., Training deep nets with sublinear memory cost, arXiv 1604.0
 from __future__ import annotations
 
 import contextlib
-import functools
-import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +28,7 @@ BLOCKS = "blocks"
 # The length of an axis whose length is not known.
 UNKNOWN_LENGTH = 32
 
-_SCOPE = "tfdist_recomputing_{replica}"
-_REPLICA = re.compile(r"tfdist_recomputing_(\d+)")
+_SCOPE = "tfdist_recomputing"
 _BACKWARD = "tfdist_backward"
 # Operations whose results exist before a step.
 _OUT_OF_STEP = frozenset(("Const", "ReadVariableOp", "Placeholder"))
@@ -85,26 +81,21 @@ class Recomputation:
             known = list(dict.fromkeys(layer.name for layer in keras_internals.all_layers(model) if layer is not model))
             for name in wanted:
                 registry.require_known(name, f"layer of the model `{model.name}`", known)
-        _install()
 
-    def marked(self, step: Callable[[Any], Any], replica: int) -> Callable[[Any], Any]:
-        """`step`, whose operations are noted as those of a replica."""
+    def marked(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`step`, whose operations are noted, and those of its gradients among them."""
         if self.wanted is None:
             return step
 
         def call(data: Any) -> Any:
-            before, _thread.marks = _thread.marks, True
-            try:
-                with tf.name_scope(_SCOPE.format(replica=replica)):
-                    return step(data)
-            finally:
-                _thread.marks = before
+            with tf.name_scope(_SCOPE), tensorflow_patches.computing_gradients_in(lambda: tf.name_scope(_BACKWARD)):
+                return step(data)
 
         return call
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
-        """The context in which a step is traced on all replicas; its graph is changed at the end."""
+        """The context in which a step is traced; its graph is changed at the end."""
         if self.wanted is None:
             yield
             return
@@ -144,40 +135,21 @@ class Recomputation:
         return sorted(found)
 
 
-class _Thread(threading.local):
-    marks = False
-
-
-_thread = _Thread()
-
-
-@functools.cache
-def _install() -> None:
-    def scope() -> contextlib.AbstractContextManager[Any]:
-        return tf.name_scope(_BACKWARD) if _thread.marks else contextlib.nullcontext()
-
-    tensorflow_patches.around_tapes(scope)
-
-
 def _is_backward(operation: tf.Operation) -> bool:
     return _OF_A_TAPE in operation.name or _BACKWARD in operation.name
 
 
 def _forward_runs(operations: Sequence[tf.Operation]) -> list[list[tf.Operation]]:
-    """The forward passes: operations of one replica without a gradient between them, in order."""
-    runs: list[list[tf.Operation]] = []
-    open_runs: dict[str, list[tf.Operation]] = {}
+    """The forward passes: operations of a step without a gradient between them, in order."""
+    runs: list[list[tf.Operation]] = [[]]
     for operation in operations:
-        found = _REPLICA.findall(operation.name)
-        if not found:
+        if _SCOPE not in operation.name:
             continue
-        if _is_backward(operation):
-            open_runs.pop(found[-1], None)
-            continue
-        if found[-1] not in open_runs:
-            runs.append(open_runs.setdefault(found[-1], []))
-        open_runs[found[-1]].append(operation)
-    return runs
+        if not _is_backward(operation):
+            runs[-1].append(operation)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
 
 
 class _Uses:

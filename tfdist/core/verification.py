@@ -12,11 +12,8 @@ and the gradients, so that the first place where runs differ can be named.
 plus its size times the square root of the machine epsilon of the coarsest type that layers compute in, which is half of
 its digits. The size of a variable is the largest change that the steps made to it.
 
-**Random numbers** are usually drawn per example, so that those of one device and of several replicas differ. During a
-verification each replica draws for the whole global batch, with the seeds of one device, and takes the rows of its
-part. That holds for Keras' functions and layers and for the stateful operations of `tf.random`. Reported as different
-are numbers from `tf.random.stateless_*`, from `gamma`, `beta` and `binomial` with parameters per example, and a shuffle
-of the examples.
+**Random numbers** of a partitioned step are those of one device. Operations of `tf.random` keep their state in a graph,
+so that each run has a new one.
 """
 
 from __future__ import annotations
@@ -32,8 +29,8 @@ from tfdist.checkpointing import random_states
 from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
 from tfdist.communicators import strategy_state
-from tfdist.core import building, exact_step, metrics, randomness, rounding
-from tfdist.core.inner_loop import StepProgram, Steps, as_traced
+from tfdist.core import building, metrics, rounding
+from tfdist.core.inner_loop import StepProgram, Steps
 from tfdist.core.verification_causes import explained
 from tfdist.core.verification_report import Comparison, Report, Step
 from tfdist.core.verification_watch import MARK, Watch
@@ -73,10 +70,8 @@ def verify(
     Raises:
         VerificationError: the steps differ, in any of the processes.
     """
-    if strategy.mesh is None:
-        exact_step.install()
     groups = training_state.variables(model)
-    unseeded = [randomness.unseeded_of(strategy).state]
+    unseeded = [strategy.unseeded().state]
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
     held = _held(strategy, model)
@@ -91,8 +86,7 @@ def verify(
             steps = Steps(model, "train", BatchFeed.batches, own_logs=seen, spec=spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
         feed = in_one_call_from or BatchFeed(batches[0])
-        traced = as_traced(strategy, model, feed.batches)
-        program = strategy.program(Steps(model, "train", traced, own_logs=seen, spec=feed.spec))
+        program = strategy.program(Steps(model, "train", feed.batches, own_logs=seen, spec=feed.spec))
         metrics.reset(strategy, model)
         if in_one_call_from is None:
             found = _run(program, batches, compared)
@@ -112,9 +106,6 @@ def verify(
 
 def _build_eagerly(strategy: Strategy, model: Any, batch: Any, own_logs: Any) -> None:
     """Makes the variables that an eager step makes on its way, without a step."""
-    if strategy.mesh is None:
-        building.build_eagerly(strategy, model, "train", batch)
-        return
     feed = BatchFeed(batch)
     program = strategy.program(Steps(model, "train", feed.batches, own_logs=own_logs, spec=feed.spec))
     with keras_variables.assigning_nothing():
@@ -135,7 +126,7 @@ def restored(strategy: Strategy, model: Any) -> Iterator[None]:
 def _held(strategy: Strategy, model: Any) -> list[Any]:
     """The variables that steps change."""
     variables = [variable for members in training_state.variables(model).values() for variable in members]
-    return [*variables, randomness.unseeded_of(strategy).state, *keras_internals.tensorflow_variables(model)]
+    return [*variables, strategy.unseeded().state, *keras_internals.tensorflow_variables(model)]
 
 
 def require_as_one_device(strategy: Strategy) -> None:
@@ -159,12 +150,10 @@ def _on_one_device(
 ) -> list[list[Step]]:
     """The reference and the nudged runs; `compared` are the variables to compare, `held` those to restore."""
     runs = []
-    program: Any = None
     watch.noise = tf.Variable(0.0)
     for number in range(1 + _NUDGES):
         # Operations of `tf.random` keep their state in the graph, so that each run needs a new one.
-        if program is None or watch.keeps_state or strategy.mesh is not None:
-            program = StepProgram(strategy.on_this_process(), steps)
+        program = StepProgram(strategy.on_this_process(), steps)
         with _state_kept(held):
             if number:
                 _nudge(steps.model.variables, epsilon, number)
@@ -251,8 +240,7 @@ def _nudge(variables: Sequence[Any], epsilon: float, number: int) -> None:
 
 def _raise_if_different(strategy: Strategy, model: Any, report: Report) -> None:
     first = report.first
-    partitioned = strategy.mesh is not None
-    mine = None if first is None else [*explained(strategy.name, model, first, partitioned), first.layer]
+    mine = None if first is None else [*explained(strategy, first), first.layer]
     told = next((one for one in consensus.all_gather_object(strategy, mine) if one is not None), None)
     if told is None:
         return

@@ -23,8 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core import building, exact_step, metrics, programs, verification
-from tfdist.core.inner_loop import Steps, as_traced
+from tfdist.core import building, metrics, programs, verification
+from tfdist.core.inner_loop import Steps
 from tfdist.core.verification_report import Report, Shown
 from tfdist.core.verification_watch import Watch
 from tfdist.data.pipeline.array_feed import ArrayBatches
@@ -148,7 +148,6 @@ def verify(strategy: Strategy, model: Any, feed: Feed, steps: int) -> Report | B
             what, _, _ = error.sentence.partition("; the likely cause")
             sentence = f"`{strategy.name}` breaks its bound ({bound.equality}): {what}"
             raise VerificationError(sentence, _FAULT, error.layer, error.report) from error
-    exact_step.install()
     with verification.restored(strategy, model):
         report = bound.measured(strategy, model, feed, steps)
     report.require(model)
@@ -180,8 +179,7 @@ class Averaging(Bound):
         found = _Drift(strategy, model)
         with _Norms(strategy, model) as norms:
             seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
-            of_batch = as_traced(strategy, model, BatchFeed.batches)
-            program = strategy.program(Steps(model, "train", of_batch, own_logs=seen))
+            program = strategy.program(Steps(model, "train", BatchFeed.batches, own_logs=seen))
             metrics.reset(strategy, model)
             program.begin_epoch()
             for number, batch in enumerate(batches):

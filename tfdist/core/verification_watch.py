@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.core import randomness, replica_context
 from tfdist.internals import keras_patches
 from tfdist.internals.keras import tree
 
@@ -35,20 +34,17 @@ class Watch(contextlib.AbstractContextManager[None]):
     Args:
         strategy: that the model is trained with.
         model: the model.
-        sees: whether anything is recorded; if not, random numbers are drawn all the same for the whole global batch.
+        sees: whether anything is recorded.
 
     Attributes:
         seen: the layer, loss or variable that each recorded value belongs to, by the value's kind and name; `None` for
             the examples.
         noise: the noise that steps on one device add to their gradients, relative to the gradients' size.
-        keeps_state: a step draws random numbers by operations that keep their state in the graph.
     """
 
     def __init__(self, strategy: Strategy, model: Any, sees: bool = True):
         self.seen: dict[tuple[str, str], Any] = {}
-        self.keeps_state = False
         self.noise: tf.Variable | None = None
-        self._unseeded = randomness.unseeded_of(strategy)
         self._model = model
         self._sees = sees
         self._of_thread = _Seen()
@@ -71,10 +67,8 @@ class Watch(contextlib.AbstractContextManager[None]):
         self._of_thread.step = seen
         self._of_thread.graph = _graph()
         try:
-            with randomness.of_global_batch(data, self._unseeded) as drawn:
-                self._see_batch(data)
-                logs = step(data)
-            self.keeps_state = self.keeps_state or drawn.draws > 0
+            self._see_batch(data)
+            logs = step(data)
         finally:
             self._of_thread.step = None
         return {**logs, **seen} if isinstance(logs, dict) else logs
@@ -130,9 +124,6 @@ class Watch(contextlib.AbstractContextManager[None]):
         if rows.shape.rank:
             count = tf.cast(tf.maximum(tf.shape(rows)[0], 1), tf.float32)
             rows = tf.stack([tf.reduce_sum(rows), tf.reduce_sum(tf.abs(rows))]) / count
-            replica = replica_context.current()
-            if replica is not None and tf.is_symbolic_tensor(rows):
-                replica.means.append(rows)  # what this replica has computed is to be seen, and not what it should be
         seen[f"{MARK}{kind}: {name}"] = rows
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
+from keras.src import tree
 from keras.src.backend import config
 from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import random as tensorflow_random
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.losses import loss as loss_module
@@ -32,14 +31,13 @@ from tfdist.internals.keras_data import unpack_x_y_sample_weight
 
 SEEN_IN = "3.15.1"
 
-__all__ = ["ProgbarLogger", "global_state", "tree"]
+__all__ = ["ProgbarLogger", "global_seed_generator", "global_state", "tree"]
 
 # Functions that the loop uses as Keras' own `fit` does.
 concatenate = tensorflow_trainer.potentially_ragged_concat
 is_default = keras.src.utils.is_default
 join = tensorflow_trainer.concat
 apply_mask = loss_module.apply_mask
-squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 max_epochs = config.max_epochs
 max_steps_per_epoch = config.max_steps_per_epoch
 pythonify_logs = python_utils.pythonify_logs
@@ -59,16 +57,6 @@ OF_WHOLE_BATCH = {
 def is_of_keras(kind: Any) -> bool:
     """Whether Keras defines a class or a function."""
     return (getattr(kind, "__module__", None) or "").partition(".")[0] == "keras"
-
-
-def is_per_example(replica: Any, values: Any) -> bool:
-    """Whether the first axis of `values` holds the replica's examples, or a fixed number of parts of each example."""
-    shape = tf.TensorShape(getattr(values, "shape", ()))  # a Python number has no shape
-    if shape.rank is None or shape.rank == 0 or replica is None:
-        return shape.rank != 0
-    if shape[0] is None or replica.examples is None:
-        return shape[0] is None
-    return shape[0] % replica.examples == 0
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -94,13 +82,13 @@ def is_additive(metric: Any) -> bool:
     return of_keras and (function is None or (is_of_keras(function) and function not in OF_WHOLE_BATCH))
 
 
-def values_per_example(replica: Any, metric: Any, *arguments: Any, **named: Any) -> Any:
-    """What the function gives that `metric` is the mean of, if it gives a value per example; else `None`."""
+def gives_values_per_example(metric: Any, *arguments: Any, **named: Any) -> bool:
+    """Whether `metric` is a mean of what a function gives for each example, updated with these arguments."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
-        return None
+        return False
     names = dict(zip(("y_true", "y_pred"), arguments, strict=False)) | named
     values = metric._fn(names["y_true"], names["y_pred"], **metric._fn_kwargs)
-    return values if tf.is_tensor(values) and is_per_example(replica, values) else None
+    return bool(tf.is_tensor(values) and values.shape.rank != 0)
 
 
 def tf_variable(variable: Any) -> Any:
@@ -223,37 +211,6 @@ def reduction_axes(normalization: keras.layers.BatchNormalization) -> list[int]:
     return list(normalization._reduction_axes)
 
 
-def mask_of(tensor: Any) -> Any:
-    """The mask that is attached to `tensor`, `None` if there is none."""
-    return backend.get_keras_mask(tensor)
-
-
-def set_mask(tensor: Any, mask: Any) -> None:
-    """Attaches `mask` to `tensor`."""
-    backend.set_keras_mask(tensor, mask)
-
-
-def uniform(shape: Any, minimum: float, maximum: float, seed: Any) -> tf.Tensor:
-    """Like `keras.random.uniform`, but the sizes in `shape` may be tensors."""
-    return tensorflow_random.uniform(shape, minimum, maximum, seed=seed)
-
-
-def seed_generator(seed: int | None) -> Any:
-    """A seed generator that begins with `seed`; for `None`, Keras' global one, which functions without a seed use."""
-    return global_seed_generator() if seed is None else keras.random.SeedGenerator(seed)
-
-
-@contextlib.contextmanager
-def outside_of_stateless_scope() -> Iterator[None]:
-    """In this context assignments to Keras variables are written at once."""
-    scope = global_state.get_global_attribute("stateless_scope")
-    global_state.set_global_attribute("stateless_scope", None)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("stateless_scope", scope)
-
-
 def has_own_step(model: Any, kind: str) -> bool:
     """Whether `model` overrides the step of `kind`: "train", "test" or "predict"."""
     return _is_own(model, f"{kind}_step")
@@ -362,11 +319,6 @@ def take_to_verify(model: Any) -> bool:
     verify = vars(model).get(_TO_VERIFY, False)
     object.__setattr__(model, _TO_VERIFY, False)
     return bool(verify)
-
-
-def is_of_keras_alone(model: Any) -> bool:
-    """Whether Keras defines the classes of `model` and of all its layers, so that their losses are known."""
-    return all(is_of_keras(type(part)) for part in [model, *model._flatten_layers()])
 
 
 def fixed_batch_size(model: Any) -> int | None:

@@ -1,19 +1,14 @@
-"""The functions of Keras that tfdist replaces: permanently, for one optimizer or model, or within a context.
-
-`tfdist.core.keras_steps` uses `around` to replace them in the step of one replica among several.
-"""
+"""The functions of Keras that tfdist replaces: permanently, for one optimizer or model, or within a context."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow import nn as tensorflow_nn
-from keras.src.backend.tensorflow import random as tensorflow_random
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -29,38 +24,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-# The functions of Keras that can be replaced, see `around`.
+# The functions of Keras that can be replaced, see `around` and `replaced`.
 REPLACEABLE: dict[str, tuple[Any, str]] = {
-    "loss": (keras.losses.Loss, "__call__"),
     "reduce_weighted_values": (loss_module, "reduce_weighted_values"),
     "reduce_values": (loss_module, "reduce_values"),
-    "apply_mask": (loss_module, "apply_mask"),
-    "scale_loss": (loss_module, "scale_loss_for_distribution"),
-    "unscale_loss": (loss_module, "unscale_loss_for_distribution"),
     "mean_update_state": (keras.metrics.Mean, "update_state"),
-    "sum_update_state": (keras.metrics.Sum, "update_state"),
-    "add_loss": (keras.Layer, "add_loss"),
-    "get_own_losses": (keras.Layer, "_get_own_losses"),
-    "clear_losses": (keras.Layer, "_clear_losses"),
-    "compute_moments_sync": (tensorflow_nn, "_compute_moments_sync"),
-    "masked_moments": (keras.layers.BatchNormalization, "_moments"),
-    "apply": (BaseOptimizer, "apply"),
-    "apply_scaled": (keras.optimizers.LossScaleOptimizer, "apply"),
-    **{
-        name: (tensorflow_random, name)
-        for name in (
-            "beta",
-            "binomial",
-            "categorical",
-            "draw_seed",
-            "dropout",
-            "gamma",
-            "normal",
-            "randint",
-            "truncated_normal",
-            "uniform",
-        )
-    },
 }
 
 
@@ -74,6 +42,15 @@ def around(function: str, call: Callable[..., Any]) -> None:
         return call(original, *args, **named)
 
     setattr(owner, name, replaced)
+
+
+@contextlib.contextmanager
+def replaced(calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """In this context functions of Keras return `call(original, *args, **named)`; their names are in `REPLACEABLE`."""
+    with contextlib.ExitStack() as stack:
+        for function, call in calls.items():
+            stack.enter_context(_surrounded(*REPLACEABLE[function], call))
+        yield
 
 
 @functools.cache
@@ -279,7 +256,7 @@ def noting_outputs(names: Iterable[str], note: Callable[[str, Any], None]) -> It
 
 @contextlib.contextmanager
 def _surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """In this context the method `name` of `owner` returns `call(original, ...)`."""
+    """In this context the function or method `name` of `owner` returns `call(original, ...)`."""
     original, is_own = getattr(owner, name), name in vars(owner)
 
     @functools.wraps(original)

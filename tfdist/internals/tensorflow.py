@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import cross_device_ops, distribute_lib, one_device_strategy, sharded_variable, values
-from tensorflow.python.eager import context, record
+from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
@@ -96,11 +96,6 @@ def _depends_on(operation: tf.Operation, wanted: tf.Operation) -> bool:
         waiting += [each for name, each in before.items() if name not in seen]
         seen |= set(before)
     return False
-
-
-def tape_is_open() -> bool:
-    """Whether a `tf.GradientTape` is recording operations."""
-    return record.could_possibly_record()
 
 
 def serial_calls() -> contextlib.AbstractContextManager[None]:

@@ -53,7 +53,8 @@ def about_loss(model: keras.Model) -> str | None:
 def about_pixels(model: keras.Model, source: Source) -> str | None:
     """A warning if it is certain that the model gets pixels from 0 to 255 and does not scale them; else `None`."""
     scales = any(isinstance(layer, _SCALING) for layer in keras_internals.all_layers(model))
-    if not source.has_bytes or scales or not keras_internals.is_of_keras_alone(model):
+    of_keras = all(keras_internals.is_of_keras(type(layer)) for layer in keras_internals.all_layers(model))
+    if not source.has_bytes or scales or not of_keras:
         return None
     what = f"The examples of `{source.spec.name}` are whole numbers up to 255 (uint8), and nothing scales them"
     return f"{what}: divide them by 255, or begin the model with `keras.layers.Rescaling(1 / 255)`"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -110,10 +110,6 @@ class ArrayBatches(Batches):
     even: bool  # the batches are all of one size: a static shape makes a faster graph
     transform: FromHeld | None = None
     length_known: bool = True
-    length_is_known: bool = True  # in the graph, where the batches are even
-
-    def of_any_length(self) -> ArrayBatches:
-        return replace(self, length_is_known=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
         _, positions = state
@@ -121,7 +117,7 @@ class ArrayBatches(Batches):
             return tuple(self._rows(of_each, step) for of_each in positions)
 
     def _rows(self, of_each: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        if not (self.even and self.length_is_known):
+        if not self.even:
             # Processes that each bring their own arrays step on after the end of theirs, and int32 must not wrap.
             begin = tf.minimum(step, tf.shape(of_each)[0] // self.batch_size + 1) * self.batch_size
             return of_each[begin : begin + self.batch_size]

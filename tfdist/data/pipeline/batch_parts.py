@@ -16,13 +16,6 @@ def none_if_empty(value: Any) -> Any:
     return None if isinstance(value, tf.experimental.Optional) else value
 
 
-def of_any_length(tensor: Any) -> Any:
-    """`tensor`, in a graph that does not know how many examples it has."""
-    if not isinstance(tensor, tf.Tensor) or tensor.shape.rank in (None, 0) or tf.executing_eagerly():
-        return tensor
-    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
-
-
 def at_least_one(value: Any) -> Any:
     """`value`, or an example of zeros where it has none, and those of other processes are not here."""
     if not has_examples(value) or (isinstance(value, tf.Tensor) and value.shape[0]):

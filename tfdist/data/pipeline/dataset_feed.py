@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -176,10 +176,6 @@ class DatasetBatches(Batches):
     """A batch is fetched from the iterator; each replica slices its part."""
 
     length_known: bool
-    length_is_known: bool = field(default=True, kw_only=True)
-
-    def of_any_length(self) -> DatasetBatches:
-        return replace(self, length_is_known=False)
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         del step
@@ -194,8 +190,6 @@ class DatasetBatches(Batches):
             flat = tree.flatten(batch)
             begin, end, share = batch_parts.bounds(batch_parts.common_length(flat), index, division)
             parts = [batch_parts.slice_examples(tensor, begin, end) for tensor in flat]
-            if not self.length_is_known:
-                parts = [batch_parts.of_any_length(part) for part in parts]
         return tree.pack_sequence_as(batch, parts), share
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:

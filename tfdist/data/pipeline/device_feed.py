@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import tensorflow as tf
@@ -93,9 +93,6 @@ class ResidentBatches(Batches):
     @property
     def size(self) -> int | None:
         return self.whole.size
-
-    def of_any_length(self) -> ResidentBatches:
-        return replace(self, whole=self.whole.of_any_length())
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         return self.whole.fetch(state, step)
@@ -191,10 +188,6 @@ class PrefetchedBatches(Batches):
     first_replica: int = 0
     in_parts: ClassVar[bool] = True
     length_known: bool = True
-    length_is_known: bool = True
-
-    def of_any_length(self) -> PrefetchedBatches:
-        return replace(self, length_is_known=False)
 
     @property
     def size(self) -> int | None:
@@ -229,8 +222,6 @@ class PrefetchedBatches(Batches):
         parts, size = batch
         held, extras = parts[index % self.local_replicas]
         data = self.whole.transformed(held, (None, *extras))
-        if not self.length_is_known:
-            data = tree.map_structure(batch_parts.of_any_length, data)
         if division.count == 1:
             return data, 1.0
         if self.whole.even:

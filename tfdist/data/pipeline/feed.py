@@ -190,10 +190,6 @@ class Batches:
         """The examples of this process, where each has its part of a batch alone; there may be none."""
         raise NotImplementedError
 
-    def of_any_length(self) -> Batches:
-        """The same, but that a graph does not know the lengths of parts, which then show where it uses them."""
-        return self
-
     def take(self, state: Any, first: int, count: int) -> Iterator[Any]:
         """Up to `count` batches from number `first` on, fetched one by one outside of a graph."""
         for step in range(first, first + count):

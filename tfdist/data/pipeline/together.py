@@ -181,9 +181,6 @@ class SharedBatches(Batches):
     numbers_of_all: NumbersOfAll
     endless: bool
 
-    def of_any_length(self) -> SharedBatches:
-        return replace(self, whole=self.whole.of_any_length())
-
     @property
     def length_known(self) -> bool:  # type: ignore[override]
         return self.whole.length_known
@@ -248,9 +245,6 @@ class JoinedBatches(Batches):
     length_known: bool
     numbers_of_all: NumbersOfAll
     in_parts: ClassVar[bool] = True
-
-    def of_any_length(self) -> JoinedBatches:
-        return replace(self, part_of=self.part_of.of_any_length())
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         mine = self.part_of.fetch(state, step)
