@@ -96,6 +96,46 @@ for ranks in [(0, 1), (0,), (1,)]:
 print("ALL RIGHT")
 """
 
+# Nobody sets a seed: each process begins with a generator of its own.
+UNSEEDED = """
+import random
+import sys
+import warnings
+import tfdist
+
+strategy = tfdist.strategy(sys.argv[1], seed=0)
+import keras
+import numpy as np
+from tfdist.errors import DifferenceWarning
+
+warnings.simplefilter("error", DifferenceWarning)
+random.seed(strategy.world.rank)
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(19, 4)).astype("float32"), rng.normal(size=(19, 1)).astype("float32")
+
+
+class NoisyWeights(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(4,), initializer="ones")
+
+    def call(self, x):
+        return x * (self.scale + keras.random.normal((4,)))
+
+
+for anew in (False, True):
+    if anew:
+        keras.backend.clear_session(free_memory=False)  # Keras makes another generator
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), NoisyWeights(), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    for _ in range(2):
+        keras.random.normal((strategy.world.rank,))  # what a process draws between two trainings
+        strategy.fit(model, x, y, batch_size=10, epochs=2, verbose=0)
+        values = b"".join(weight.tobytes() for weight in model.get_weights())
+        assert len(set(strategy.exchange(values))) == 1
+print("ALL RIGHT")
+"""
+
 # Each dtype holds a number that is another one in the next smaller dtype, and in float32.
 VARIABLES = """
 import sys
@@ -188,6 +228,7 @@ def job(request, tmp_path_factory):
         "drift": (DRIFTS, [strategy]),
         "variables": (VARIABLES, [strategy]),
         "states": (STATES, [strategy]),
+        "unseeded": (UNSEEDED, [strategy]),
     }
     if strategy == "multiworker":
         scripts["alike"] = (test_data.FIT_ALIKE, [strategy])
@@ -210,6 +251,10 @@ def test_variables_of_every_dtype_get_the_chiefs_values_bit_by_bit(job):
 
 def test_weights_that_one_process_changes_alone_are_told_and_become_those_of_the_chief(job):
     assert job.printed("drift") == ["ALL RIGHT\n"] * 2
+
+
+def test_draws_without_a_seed_are_the_same_in_all_processes(job):
+    assert job.printed("unseeded") == ["ALL RIGHT\n"] * 2
 
 
 def test_the_state_of_a_model_travels_once_at_a_start_and_at_a_resume(job):
