@@ -204,7 +204,7 @@ class Strategy(KerasMethods):
     @property
     def alone(self) -> bool:
         """Whether there is one replica, which exchanges nothing with others."""
-        return self.num_replicas == 1
+        return self.mesh is None and self.num_replicas == 1
 
     def runs_eagerly(self, model: Any) -> bool:
         """Whether the steps of `model` run operation by operation."""
@@ -241,15 +241,12 @@ class Strategy(KerasMethods):
         """Gives every process the whole of those `variables_in_parts` of which a step needs the whole."""
 
     def run(self, step: Step) -> Any:
-        """Calls `step()` where the only replica of this process computes, inside a graph; returns its result."""
+        """The result of `step()`, called where the only replica of this process computes, inside a graph."""
         with tf.device(self.devices[0]):
             return step()
 
     def unseeded(self) -> Any:
-        """The seed generator for Keras' random functions that are given no seed, made before a step is traced.
-
-        It is Keras' own. All processes of a job begin with the chief's state of it.
-        """
+        """Keras' seed generator for draws without a seed; processes of a job begin with the chief's state of it."""
         with tf.init_scope(), self.scope():
             return keras_internals.global_seed_generator()
 

@@ -34,6 +34,10 @@ class CustomStrategy(base.Strategy):
     def mesh(self) -> Mesh:
         return self._mesh
 
+    @property
+    def alone(self) -> bool:
+        return len(self.devices) == 1
+
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.devices[0])
 

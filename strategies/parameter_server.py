@@ -207,6 +207,10 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             return closures.ClosurePredictProgram(self, steps)
         return self.mode.program(self, steps)
 
+    @property
+    def alone(self) -> bool:
+        return False  # other workers update the same variables
+
     def replica(self) -> ClosureReplica:
         """What a worker's step on a whole batch does."""
         return self.mode.replica()

@@ -34,10 +34,6 @@ class SingleStrategy(base.Strategy):
         wanted = 1 if wanted is None else wanted
         return super().choose_devices(_gpus.hide_others(wanted) if self._exclusive else wanted)
 
-    @property
-    def alone(self) -> bool:
-        return True
-
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.devices[0])
 
