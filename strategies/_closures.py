@@ -195,10 +195,10 @@ class ClosureProgram(StepProgram):
     def _worker_step(self, state: Any, batch: Any, held: held_variables.Held) -> tuple[tf.Tensor, Logs]:
         """One step of one worker: returns the step's staleness, and its logs."""
 
-        data, _ = self._batches.part(state, batch, 0, WHOLE)
         replica = self._strategy.replica()
 
         def computed() -> Any:
+            data, _ = self._batches.part(state, batch, 0, WHOLE)
             with (
                 keras_variables.drawing_from(self._strategy.unseeded()),
                 replica.updating(self._model),
@@ -263,9 +263,12 @@ class ClosurePredictProgram(Program):
 
     def _predict(self, state: Any, count: tf.Tensor) -> Any:
         del count
-        batch = self._batches.fetch(state, tf.constant(0))
-        data, _ = self._batches.part(state, batch, 0, WHOLE)
-        return self._strategy.run(lambda: self._model.predict_step(data))
+
+        def computed() -> Any:
+            data, _ = self._batches.part(state, self._batches.fetch(state, tf.constant(0)), 0, WHOLE)
+            return self._model.predict_step(data)
+
+        return self._strategy.run(computed)
 
 
 class Result(NamedTuple):

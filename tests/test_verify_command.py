@@ -158,8 +158,15 @@ OF_SEVERAL_EXAMPLES = (
 )
 
 
-@pytest.mark.parametrize("strategy", ["custom", "pipeline"])
-@pytest.mark.parametrize("model", OF_SEVERAL_EXAMPLES)
+# In `make test` in turn.
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        pytest.param(model, strategy, marks=() if (number + index) % 2 == 0 else pytest.mark.thorough)
+        for number, model in enumerate(OF_SEVERAL_EXAMPLES)
+        for index, strategy in enumerate(("custom", "pipeline"))
+    ],
+)
 def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step_is_partitioned(
     verified, model, strategy
 ):

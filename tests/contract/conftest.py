@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves to `make test-all` the contestants that would show nothing new, and of many cases all but one in turn.
+    """Leaves to `make test-all` the contestants that would show nothing new, and of several cases all but one in turn.
 
     And puts side by side what is compared with the same training of stock Keras, which a process does once.
     """
@@ -37,12 +37,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.thorough)
 
 
-# From this number of cases on, a test of many cases tries each with one contestant.
-MANY_CASES = 4
-
-
 def _in_turn(items):
-    """Of a test of many cases each with one contestant, which they take in turn; of other tests all items."""
+    """Of a test of several cases each with one contestant, which they take in turn; of other tests all items."""
     tests = {}
     for item in items:
         test, *case = _reference(item)
@@ -50,8 +46,8 @@ def _in_turn(items):
     chosen = []
     for of_cases in tests.values():
         for number, of_contestants in enumerate(of_cases.values()):
-            many = len(of_cases) >= MANY_CASES
-            chosen += [of_contestants[number % len(of_contestants)]] if many else of_contestants
+            in_turn = [of_contestants[number % len(of_contestants)]]
+            chosen += in_turn if len(of_cases) > 1 else of_contestants
     return chosen
 
 

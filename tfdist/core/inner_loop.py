@@ -190,18 +190,23 @@ class StepProgram(Program):
 
     def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
         """One step: whether the loop goes on, and the step's own logs."""
-        data, share = self._batches.part(state, batch, 0, WHOLE)
-        step = self._step_function()
+
+        def computed() -> Logs:
+            data, share = self._batches.part(state, batch, 0, WHOLE)
+            with part_of_batch.of_share(share):
+                logs = self._step_function()(data)
+            return part_of_batch.weighed(share, logs) if self._returns_own(logs) else {}
+
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, xla=self._with_xla)
-        with update, self._own_metrics(), self._recomputation.traced(), part_of_batch.of_share(share):
-            logs = self._strategy.run(lambda: step(data))
-            own_logs = part_of_batch.weighed(share, logs) if self._returns_own(logs) else {}
+        with update, self._own_metrics(), self._recomputation.traced():
+            own_logs = self._strategy.run(computed)
         return self._goes_on(), own_logs
 
     def _goes_on(self) -> tf.Tensor:
         """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
         if self._at_nan is AtNan.STOP:
-            return tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
+            with tf.device(self._strategy.devices[0]):  # the host would be sent the sum
+                return tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
         if self._at_nan is AtNan.FIND:
             self._count_if_finite()
         with tf.device(HOST):
@@ -276,8 +281,11 @@ class PredictProgram(Program):
         return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
 
     def _predict(self, state: Any, batch: Any) -> Any:
-        data, _ = self._batches.part(state, batch, 0, WHOLE)
-        return self._strategy.run(lambda: self._model.predict_step(data))
+        def computed() -> Any:
+            data, _ = self._batches.part(state, batch, 0, WHOLE)
+            return self._model.predict_step(data)
+
+        return self._strategy.run(computed)
 
 
 def _recomputation(strategy: Strategy, steps: Steps) -> recomputation.Recomputation:
