@@ -17,6 +17,7 @@ from tests.planted_rules import mean_of_means, plant
 from tfdist.core import steps_per_call
 from tfdist.data.pipeline import adapters
 from tfdist.errors import DataError, UnknownNameError, UsageError, VerificationError
+from tfdist.strategies import base
 
 X, Y = np.ones((10, 2), "float32"), np.ones((10, 1), "float32")
 EACH = pytest.mark.parametrize("name", ["single", "mirrored", "custom"])
@@ -361,3 +362,23 @@ def test_a_pass_over_a_generator_begins_with_its_first_batches_and_loses_one_at_
     expected = [np.mean(batches) for batches in ((0, 1, 2), (0, 1, 4), (0, 1, 6))]
     np.testing.assert_allclose(history.history["val_loss"], expected)
     assert drawn == list(range(8))
+
+
+class Unsaid(base.Strategy):
+    """A strategy of one's own that does not say how its replicas exchange values."""
+
+    name = "unsaid"
+
+
+@pytest.mark.parametrize("kind", ["fit", "predict"])
+def test_a_strategy_of_several_replicas_without_a_mesh_and_a_program_is_refused(kind):
+    strategy = Unsaid(devices=2)
+    model = model_of(strategy)
+    with refuses(UsageError, "`unsaid` has 2 replicas", "nor who runs their steps", "give it a property `mesh`"):
+        getattr(strategy, kind)(model, *((X, Y) if kind == "fit" else (X,)), verbose=0)
+
+
+def test_a_strategy_of_one_replica_needs_neither():
+    strategy = Unsaid(devices=1)
+    history = strategy.fit(model_of(strategy), X, Y, epochs=2, verbose=0).history
+    assert history["loss"][1] < history["loss"][0]
