@@ -148,7 +148,10 @@ def test_trains_as_without_recomputation(name, how, copied):
         {"name": "custom", "devices": 2},
         {"name": "mirrored", "devices": 2},
         {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"]},
-        {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"], "schedule": "1f1b"},
+        pytest.param(
+            {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"], "schedule": "1f1b"},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=lambda options: "-".join(map(str, list(options.values())[:3])) + options.get("schedule", ""),
 )

@@ -374,7 +374,14 @@ def data_of(kind):
 
 
 @contestants.among({"custom": (2,)} | contestants.OF_THE_JOB)
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "generator", "dataset of a generator"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "arrays",
+        "generator",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("dataset", "dataset of a generator")),
+    ],
+)
 def test_a_training_is_the_same_with_and_without_a_verification_before_it(kind, contestant):
     def trained(verify):
         strategy = start(contestant)
