@@ -25,10 +25,11 @@ QUICK = [
     "sparse gradients, adam",
     "own train_step",
 ]
-QUICK_STEPS = "sharpness or pairs or summed or LargestError or convolutions or circle or drawn"
-QUICK_USERS_STEPS = "queue or dropout or whole_numbers or condition or numpy or order or printing or single_example"
-QUICK_BY_HAND = "CLIP or keeps or (summed and steps) or (gathered and summed)"
-QUICK_BETWEEN_STEPS = "super or on_epoch_begin or on_train_begin or on_test_end or count"
+QUICK_STEPS = "sharpness or pairs or LargestError or drawn"
+QUICK_USERS_STEPS = "queue or dropout or condition or numpy or printing"
+QUICK_BY_HAND = "CLIP or keeps"
+QUICK_BUILDING = "ragged or rehearsal"
+QUICK_BETWEEN_STEPS = "super or on_train_begin or count"
 QUICK_CALLBACKS = (
     "EarlyStopping or CSVLogger or TerminateOnNaN or all_hooks or backup_and_restore or once_an_epoch"
     " or (not_finite and arrays)"
@@ -69,13 +70,13 @@ def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
         BY_HAND: QUICK_BY_HAND,
         CALLBACKS: QUICK_CALLBACKS,
         ORDER: QUICK_CALLBACKS,
-        BUILDING: "test",
+        BUILDING: QUICK_BUILDING,
         BETWEEN_STEPS: QUICK_BETWEEN_STEPS,
     }
     chosen = " or ".join(f"({Path(part).stem} and ({names}))" for part, names in parts.items())
     also = f"test_equality or test_same_call or {chosen}"
     last = run_together("multiworker", 2, *cases, *parts, "-k", also, cwd=tmp_path)
-    assert int(re.search(r"(\d+) passed", last)[1]) >= len(cases) + 40, last
+    assert int(re.search(r"(\d+) passed", last)[1]) >= len(cases) + 20, last
 
 
 @pytest.mark.thorough
