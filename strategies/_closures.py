@@ -23,9 +23,11 @@ import dataclasses
 import functools
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -342,6 +344,17 @@ class _Staleness:
         if not self._steps:
             return {}
         return {"staleness_mean": self._total / self._steps, "staleness_max": float(self._max)}
+
+
+_generators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def unseeded_of(strategy: Any) -> Any:
+    """The seed generator for draws of Keras without a seed on the workers of `strategy`."""
+    if strategy not in _generators:
+        with tf.init_scope(), strategy.scope():
+            _generators[strategy] = keras.random.SeedGenerator(strategy.seed)
+    return _generators[strategy]
 
 
 def refuse_accumulation(model: Any, what: str) -> None:

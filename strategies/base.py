@@ -43,7 +43,6 @@ from tfdist.data.pipeline import device_feed, together
 from tfdist.data.pipeline.division import Division
 from tfdist.data.pipeline.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.strategies import _devices as device_choice
@@ -246,9 +245,8 @@ class Strategy(KerasMethods):
             return step()
 
     def unseeded(self) -> Any:
-        """Keras' seed generator for draws without a seed; processes of a job begin with the chief's state of it."""
-        with tf.init_scope(), self.scope():
-            return keras_internals.global_seed_generator()
+        """The seed generator for draws of Keras without a seed, made outside of graphs; `None` for Keras' own."""
+        return None
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all processes of the job, by rank; all processes must call it."""

@@ -106,6 +106,9 @@ class HogwildStrategy(base.Strategy):
             return closures.ClosurePredictProgram(self, steps)
         return closures.ClosureProgram(self, steps)
 
+    def unseeded(self) -> Any:
+        return None if self.alone else closures.unseeded_of(self)  # Keras' own is of one thread
+
     def replica(self) -> HogwildReplica:
         """What a thread's step on a whole batch does."""
         return HogwildReplica(self._mutex)

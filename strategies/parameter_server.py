@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-import keras
 import tensorflow as tf
 from pydantic import Field
 
@@ -170,7 +169,6 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             self._job, self._start_timeout_seconds, job_settings
         )
         self.mode.settle(self.num_workers)
-        self._unseeded: Any = None
         self._data = parameter_server_data.Data(self, self._job)
 
     @contextlib.contextmanager
@@ -220,10 +218,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
             return step()
 
     def unseeded(self) -> Any:
-        if self._unseeded is None:  # Keras' own may be of the coordinator, and workers need one that servers hold
-            with tf.init_scope(), self.scope():
-                self._unseeded = keras.random.SeedGenerator(self.seed)
-        return self._unseeded
+        return closures.unseeded_of(self)  # Keras' own is of the coordinator
 
     def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
         """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""

@@ -1,6 +1,7 @@
 """Points 3 and 4: every example once, in an order that follows from the seed and the epoch alone; seen by counting."""
 
 import math
+import random
 import warnings
 
 import keras
@@ -254,3 +255,34 @@ def test_a_ported_script_begins_with_the_weights_that_it_began_with():
 def test_without_a_seed_the_order_follows_keras_random_seed(contestant):
     first, second = (Observed(contestant, 9, seed=None).epochs(batch_size=BATCH) for _ in range(2))
     assert_same(first, second, tolerance=0)
+
+
+class Noisy(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x + keras.random.normal((4,)) if training else x
+
+
+class NoisyInACondition(keras.layers.Layer):
+    def call(self, x, training=False):
+        return tf.cond(tf.reduce_sum(x) < 1e9, lambda: x + keras.random.normal((4,)), lambda: x) if training else x
+
+
+DRAWING = {"nothing": keras.layers.Identity, "a number": Noisy, "a number in a condition": NoisyInACondition}
+
+
+@contestants.among(contestants.FEW)
+@pytest.mark.parametrize("drawing", DRAWING)
+def test_what_is_drawn_in_and_after_a_training_is_what_stock_keras_draws(drawing, same_as_stock):
+    """Keras makes the generator for draws without a seed at the first of them, with a number of Python's `random`."""
+
+    def run(contestant):
+        keras.backend.clear_session(free_memory=False)
+        strategy = start(contestant)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), DRAWING[drawing](), layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=False)
+        x = np.random.default_rng(0).normal(size=(19, 4)).astype("float32")
+        history = strategy.fit(model, x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0).history
+        return history, model.get_weights(), random.random(), float(keras.random.uniform(())), layers.Dense(2)(x)
+
+    same_as_stock(run)

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 import numpy as np
 import tensorflow as tf
-from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops
 
 from tfdist.checkpointing.format import Entry
 from tfdist.checkpointing.state import assign_all
-from tfdist.internals.keras import global_state
+from tfdist.internals import keras_variables
 from tfdist.internals.tensorflow_variables import copies
 
 
@@ -31,7 +30,7 @@ def snapshot() -> list[Entry]:
             ("numpy", np.asarray(key, "uint32")),
             ("numpy_rest", np.array([position, has_gauss, cached], "float64")),
         ]
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    generator = keras_variables.generator_of_unseeded()
     if generator is not None:
         found.append(("keras", copies(generator.state)[0].numpy()))
     generator = getattr(stateful_random_ops, "global_generator", None)
@@ -47,7 +46,9 @@ def restore(entries: Iterable[Entry]) -> None:
     """Restores the generators from the result of `snapshot`."""
     found = {entry.name: entry.value for entry in entries if entry.group == "random"}
     if "keras" in found:  # before Python's, from which a new generator draws its seed
-        assign_all(seed_generator.global_seed_generator().state, found["keras"])
+        assign_all(keras_variables.global_seed_generator().state, found["keras"])
+    else:
+        keras_variables.forget_generator_of_unseeded()
     if "tensorflow" in found:
         if getattr(stateful_random_ops, "global_generator", None) is None:
             generator = tf.random.Generator.from_state(found["tensorflow"], int(found["tensorflow_kind"]))

@@ -10,14 +10,17 @@ With `run_eagerly=True` nothing is traced, and the first step makes its variable
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist.cluster import consensus
 from tfdist.communicators import strategy_state
 from tfdist.core import metrics
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, tensorflow_variables
+from tfdist.internals import keras_data, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
@@ -64,8 +67,32 @@ def _float_spec(value: Any) -> tf.TensorSpec:
 def broadcast(strategy: Strategy, model: Any) -> None:
     """Gives the variables of a model and its optimizers the chief's values in every process, but what each has own."""
     state = strategy_state.of(model)
-    shared = [*_variables(model), *state.shared, strategy.unseeded().state]
+    shared = [*_variables(model), *state.shared, *_state_of_unseeded(strategy)]
     strategy.broadcast_variables([v for v in shared if not state.has_own(v)])
+
+
+def _state_of_unseeded(strategy: Strategy) -> list[Any]:
+    """The state of Keras' generator for draws without a seed, if the chief has one; else the others forget theirs."""
+    if strategy.world.world_size == 1:
+        return []
+    if consensus.broadcast_from_chief(strategy, keras_variables.generator_of_unseeded() is not None):
+        return [keras_variables.global_seed_generator().state]
+    keras_variables.forget_generator_of_unseeded()
+    return []
+
+
+@contextlib.contextmanager
+def traced(strategy: Strategy, model: Any) -> Iterator[None]:
+    """The context in which a step of `model` is traced for one device.
+
+    If it is the first that draws without a seed, all processes are given the chief's state of the generator.
+    """
+    before = keras_variables.generator_of_unseeded()
+    with keras_variables.drawing_in_graphs(), strategy.tracing(model):
+        yield
+    made = keras_variables.generator_of_unseeded()
+    if made is not before:
+        strategy.broadcast_variables([made.state])
 
 
 def spread(strategy: Strategy, model: Any) -> None:
@@ -100,7 +127,7 @@ def _is_needed(model: Any, kind: str) -> bool:
 
 def _rehearse(strategy: Strategy, model: Any, kind: str, batch: Any, outside: Any) -> Any:
     """Traces the step, as it will be traced, and returns its result."""
-    with strategy.tracing(model):
+    with traced(strategy, model):
         if kind != "train" or keras_internals.has_own_step(model, kind):
             return getattr(model, f"{kind}_step")(batch)
         # Keras' own step makes no other variables than those of the optimizer.

@@ -30,6 +30,7 @@ from tfdist.data.pipeline.division import WHOLE
 from tfdist.data.pipeline.feed import Batches
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class StepProgram(Program):
 
         def computed() -> Logs:
             data, share = self._batches.part(state, batch, 0, WHOLE)
-            with part_of_batch.of_share(share):
+            with part_of_batch.of_share(share), keras_variables.drawing_in_graphs():
                 logs = self._step_function()(data)
             return part_of_batch.weighed(share, logs) if self._returns_own(logs) else {}
 
@@ -283,7 +284,8 @@ class PredictProgram(Program):
     def _predict(self, state: Any, batch: Any) -> Any:
         def computed() -> Any:
             data, _ = self._batches.part(state, batch, 0, WHOLE)
-            return self._model.predict_step(data)
+            with keras_variables.drawing_in_graphs():
+                return self._model.predict_step(data)
 
         return self._strategy.run(computed)
 

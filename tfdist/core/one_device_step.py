@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.core import fused_optimizers, metrics
+from tfdist.core import building, fused_optimizers, metrics
 from tfdist.core.inner_loop import Steps
 from tfdist.core.metrics import Logs
 from tfdist.core.recomputation import Recomputation
@@ -79,7 +79,7 @@ class OneDeviceStep:
             assert tf.executing_eagerly()
             own_batch_norm = self._strategy.batch_norm == "per_replica"
             norms = keras_batch_norm.of_each_replica(per_replica.PREFIX) if own_batch_norm else contextlib.nullcontext()
-            with self._strategy.tracing(self._steps.model), keras_variables.looking_up_rows(), norms:
+            with building.traced(self._strategy, self._steps.model), keras_variables.looking_up_rows(), norms:
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
             self._divide_metrics()

@@ -55,7 +55,7 @@ def program(strategy: Strategy, model: Any, kind: str, feed: Feed, callbacks: Se
 def build(strategy: Strategy, model: Any, kind: str, feed: Feed) -> None:
     """Makes the variables that the steps of `kind` need, unless they were made before."""
     made = _made(model, kind)
-    strategy.unseeded()  # made here, since it cannot be made while a graph is traced
+    strategy.unseeded()  # made here, outside of the graphs that workers trace
     if not made.built:
         spec = feed.spec if strategy.mesh is None else keras_data.traced_spec(feed.spec, feed.batches.size)
         made.own_logs = building.build(strategy, model, kind, spec)

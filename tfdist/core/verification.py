@@ -19,6 +19,7 @@ so that each run has a new one.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from tfdist.checkpointing import random_states
 from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
 from tfdist.communicators import strategy_state
-from tfdist.core import building, metrics, rounding
+from tfdist.core import building, metrics, randomness, rounding
 from tfdist.core.inner_loop import StepProgram, Steps
 from tfdist.core.verification_causes import explained
 from tfdist.core.verification_report import Comparison, Report, Step
@@ -71,17 +72,18 @@ def verify(
         VerificationError: the steps differ, in any of the processes.
     """
     groups = training_state.variables(model)
-    unseeded = [strategy.unseeded().state]
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
     held = _held(strategy, model)
     epsilon = rounding.coarsest(strategy, model)
     watch = Watch(strategy, model, sees=inside)
     with _state_kept(held), watch:
+        # From which all processes make the generator of draws without a seed, if there is none.
+        random.seed(consensus.broadcast_from_chief(strategy, randomness.seed_of_random()))
         seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
         if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
             _build_eagerly(strategy, model, batches[0], seen)
-        with tensorflow_internals.without_strategy(), _plain(model, [*variables, *unseeded]):
+        with tensorflow_internals.without_strategy(), _plain(model, [*variables, *_of_workers(strategy)]):
             spec = BatchFeed(batches[0]).spec
             steps = Steps(model, "train", BatchFeed.batches, own_logs=seen, spec=spec)
             reference, *nudged = _on_one_device(strategy, steps, batches, compared, held, watch, epsilon)
@@ -126,7 +128,13 @@ def restored(strategy: Strategy, model: Any) -> Iterator[None]:
 def _held(strategy: Strategy, model: Any) -> list[Any]:
     """The variables that steps change."""
     variables = [variable for members in training_state.variables(model).values() for variable in members]
-    return [*variables, strategy.unseeded().state, *keras_internals.tensorflow_variables(model)]
+    return [*variables, *_of_workers(strategy), *keras_internals.tensorflow_variables(model)]
+
+
+def _of_workers(strategy: Strategy) -> list[Any]:
+    """The state of the seed generator that is the strategy's own."""
+    generator = strategy.unseeded()
+    return [] if generator is None else [generator.state]
 
 
 def require_as_one_device(strategy: Strategy) -> None:

@@ -21,7 +21,6 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.utils import python_utils
 
@@ -31,7 +30,7 @@ from tfdist.internals.keras_data import unpack_x_y_sample_weight
 
 SEEN_IN = "3.15.1"
 
-__all__ = ["ProgbarLogger", "global_seed_generator", "global_state", "tree"]
+__all__ = ["ProgbarLogger", "global_state", "tree"]
 
 # Functions that the loop uses as Keras' own `fit` does.
 concatenate = tensorflow_trainer.potentially_ragged_concat

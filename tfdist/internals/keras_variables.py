@@ -15,7 +15,7 @@ from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import numpy as tensorflow_numpy
 from keras.src.initializers.random_initializers import RandomInitializer
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -245,6 +245,43 @@ def in_place_of(variables: Sequence[Any], others: Sequence[Any]) -> Iterator[Non
     finally:
         for variable, value in zip(variables, before, strict=True):
             set_tf_variable(variable, value)
+
+
+def generator_of_unseeded() -> Any:
+    """Keras' seed generator for draws without a seed; `None` before the first of them."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def forget_generator_of_unseeded() -> None:
+    """Keras makes another generator at the next draw without a seed."""
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
+
+
+class _Unmade:
+    """Stands for Keras' generator, which is made outside of all graphs when it is first drawn from."""
+
+    def __getattr__(self, name: str) -> Any:
+        forget_generator_of_unseeded()
+        with tf.init_scope():
+            return getattr(global_seed_generator(), name)
+
+
+@contextlib.contextmanager
+def drawing_in_graphs() -> Iterator[None]:
+    """In this context, and this thread, the first draw without a seed may be in a graph, also within a loop of it.
+
+    Keras makes its generator at that draw, with a number from Python's `random`: not before, since the weights that it
+    draws afterwards would be others. Its variable cannot be made in a loop of a graph.
+    """
+    if generator_of_unseeded() is not None:
+        yield
+        return
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _Unmade())
+    try:
+        yield
+    finally:
+        if isinstance(generator_of_unseeded(), _Unmade):
+            forget_generator_of_unseeded()
 
 
 @contextlib.contextmanager
