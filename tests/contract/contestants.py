@@ -36,16 +36,6 @@ SPEEDS = {2: "3,1", 3: "5,2,1"}
 # `local_sgd`, whose processes begin in lock-step, and never come to train apart.
 IN_LOCK_STEP = "local_sgd_in_lock_step"
 
-# Those that compute the step of one device, partitioned for their replicas; the others divide it by rules of their own.
-PARTITIONED = {
-    *("custom", "mirrored", "horovod", "multiworker", "mpi", "parameter_server_bsp", IN_LOCK_STEP),
-    *UNEVEN,
-    *SHARDED,
-    *(PIPELINES if WORLD.world_size == 1 else ()),
-    *STAGED,
-    *(name for name in RECOMPUTING if name != "single_recompute"),
-}
-
 # However many this job has.
 OF_THE_JOB = {
     **dict.fromkeys(("horovod", "multiworker", "mpi", IN_LOCK_STEP, *STAGED, *SHARDED), (WORLD.world_size,)),
@@ -86,12 +76,6 @@ EACH_COUNT = OF_THE_JOB | {
     "pipeline": (3,),
     "stock_mirrored": (2,),
 }
-
-
-def is_partitioned(contestant):
-    """Whether several replicas of a contestant compute the partitioned step of one device."""
-    name, count = contestant
-    return name in PARTITIONED and count > 1
 
 
 def among(replicas):

@@ -291,16 +291,12 @@ def test_a_step_that_returns_no_dict_is_refused(contestant, returned):
         strategy.fit(model, X, Y, **ARGUMENTS)
 
 
-def test_a_count_that_a_step_returns_is_of_the_batch_or_is_refused(contestant):
+def test_a_count_that_a_step_returns_is_of_the_batch(contestant):
     if contestant[0] == "stock_mirrored":
         pytest.skip("it answers with a mean")
     count = returning(lambda logs, data: logs | {"n": keras.ops.sum(keras.ops.ones_like(data[0], "int32"))})
     strategy, model = made(contestant, count)
-    if contestant[1] > 1 and contestant[0] != "parameter_server" and not contestants.is_partitioned(contestant):
-        with pytest.raises(UsageError, match="whole numbers as `n`"):
-            strategy.fit(model, X, Y, **ARGUMENTS)
-    else:
-        assert strategy.fit(model, X, Y, **ARGUMENTS).history["n"] == [12]
+    assert strategy.fit(model, X, Y, **ARGUMENTS).history["n"] == [12]
 
 
 @contestants.among({"single": (1,), "custom": (2,)})

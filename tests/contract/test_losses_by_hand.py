@@ -281,8 +281,7 @@ class Compiled(Normalized):
 @pytest.mark.parametrize("model", [Normalized, Compiled])
 @pytest.mark.parametrize("layer", [OwnNormalization, layers.BatchNormalization])
 def test_a_layer_that_normalizes_by_the_batch_is_that_of_one_device(model, layer, contestant, same_as_stock):
-    if contestants.is_partitioned(contestant) or contestant[1] == 1:
-        same_as_stock(lambda one: trained(one, lambda: model(layer()), epochs=1))
+    same_as_stock(lambda one: trained(one, lambda: model(layer()), epochs=1))
 
 
 @contestants.among({"custom": (2,), "mirrored": (2,)})

@@ -666,9 +666,10 @@ IN_BRANCHES = [UpdateInABranch, StepsInALoop, AssignmentInABranch, CountOfExampl
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("make", IN_BRANCHES)
 def test_what_a_step_does_in_a_branch_or_a_loop_is_that_of_one_device(make, contestant, same_as_stock):
-    if contestants.is_partitioned(contestant) or contestant == ("single", 1):
-        with contestants.in_one_stage():
-            same_as_stock(lambda one: trained(one, make))
+    if contestant[0] == "stock_mirrored":
+        pytest.skip("it refuses updates there")
+    with contestants.in_one_stage():
+        same_as_stock(lambda one: trained(one, make))
 
 
 def graphs():

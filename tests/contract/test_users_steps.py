@@ -239,8 +239,6 @@ def trained(contestant, make):
 @contestants.among(REPLICAS)
 @pytest.mark.parametrize("make", STEPS, ids=lambda one: one.__name__)
 def test_a_step_is_that_of_one_device(make, contestant, same_as_stock):
-    if contestant[1] > 1 and not contestants.is_partitioned(contestant) and contestant[0] != "parameter_server":
-        pytest.skip("divides steps by rules of its own")
     if contestant[0] == "parameter_server" and make.__name__ in WITH_STREAMS:
         pytest.skip("each worker has streams of random numbers of its own")
     same_as_stock(lambda one: trained(one, make))
@@ -277,7 +275,7 @@ def functions():
     return found
 
 
-@contestants.among({"custom": (2,), "mirrored": (2,)})
+@contestants.among({"single": (1,), "custom": (2,), "mirrored": (2,), "custom_recompute": (2,)})
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_function_of_tensorflow_or_keras_is_another_one_after_a_training(contestant, fails):
     def fail(values):

@@ -76,7 +76,7 @@ def verify(
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
     held = _held(strategy, model)
     epsilon = rounding.coarsest(strategy, model)
-    watch = Watch(strategy, model, sees=inside)
+    watch = Watch(model, sees=inside)
     with _state_kept(held), watch:
         # From which all processes make the generator of draws without a seed, if there is none.
         random.seed(consensus.broadcast_from_chief(strategy, randomness.seed_of_random()))

@@ -177,7 +177,7 @@ class Averaging(Bound):
     def measured(self, strategy: Strategy, model: Any, feed: Feed, steps: int) -> BoundReport:
         batches = feed.first(steps)
         found = _Drift(strategy, model)
-        with _Norms(strategy, model) as norms:
+        with _Norms(model) as norms:
             seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
             program = strategy.program(Steps(model, "train", BatchFeed.batches, own_logs=seen))
             metrics.reset(strategy, model)
@@ -296,8 +296,8 @@ class _Drift:
 class _Norms(Watch):
     """In this context, the model's `train_step` also adds up the squares of this rank's own gradients."""
 
-    def __init__(self, strategy: Strategy, model: Any):
-        super().__init__(strategy, model)
+    def __init__(self, model: Any):
+        super().__init__(model)
         # Not among the step's logs, of which all ranks together have one mean.
         self._squares = tf.Variable(0.0, trainable=False)
 

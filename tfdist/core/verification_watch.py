@@ -9,15 +9,12 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.internals import keras_patches
 from tfdist.internals.keras import tree
-
-if TYPE_CHECKING:
-    from tfdist.strategies.base import Strategy
 
 # The prefix of the recorded values among the logs of a step.
 MARK = "tfdist verification: "
@@ -32,7 +29,6 @@ class Watch(contextlib.AbstractContextManager[None]):
     """In this context, the model's `train_step` also returns the outputs of its layers, its losses and its gradients.
 
     Args:
-        strategy: that the model is trained with.
         model: the model.
         sees: whether anything is recorded.
 
@@ -42,7 +38,7 @@ class Watch(contextlib.AbstractContextManager[None]):
         noise: the noise that steps on one device add to their gradients, relative to the gradients' size.
     """
 
-    def __init__(self, strategy: Strategy, model: Any, sees: bool = True):
+    def __init__(self, model: Any, sees: bool = True):
         self.seen: dict[tuple[str, str], Any] = {}
         self.noise: tf.Variable | None = None
         self._model = model

@@ -15,6 +15,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer as trainer_module
 
 from tfdist.errors import UsageError
+from tfdist.internals.surrounding import surrounded
 
 
 class _Thread(threading.local):
@@ -49,7 +50,7 @@ def replaced(calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """In this context functions of Keras return `call(original, *args, **named)`; their names are in `REPLACEABLE`."""
     with contextlib.ExitStack() as stack:
         for function, call in calls.items():
-            stack.enter_context(_surrounded(*REPLACEABLE[function], call))
+            stack.enter_context(surrounded(*REPLACEABLE[function], call))
         yield
 
 
@@ -235,7 +236,7 @@ def watching(model: Any, see: See) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, call in around:
-            stack.enter_context(_surrounded(owner, name, call))
+            stack.enter_context(surrounded(owner, name, call))
         yield
 
 
@@ -250,27 +251,8 @@ def noting_outputs(names: Iterable[str], note: Callable[[str, Any], None]) -> It
             note(layer.name, outputs)
         return outputs
 
-    with _surrounded(keras.Layer, "__call__", call) if wanted else contextlib.nullcontext():
+    with surrounded(keras.Layer, "__call__", call) if wanted else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def _surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """In this context the function or method `name` of `owner` returns `call(original, ...)`."""
-    original, is_own = getattr(owner, name), name in vars(owner)
-
-    @functools.wraps(original)
-    def method(*args: Any, **named: Any) -> Any:
-        return call(original, *args, **named)
-
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
 
 
 @functools.cache

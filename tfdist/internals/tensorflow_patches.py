@@ -14,6 +14,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import collective_ops
 
+from tfdist.internals.surrounding import surrounded
+
 # The collectives of `tf.distribute.MultiWorkerMirroredStrategy`, in its steps and when it makes a variable.
 COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")
 
@@ -21,24 +23,20 @@ COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_re
 @contextlib.contextmanager
 def computing_gradients_in(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """In this context, and this thread, each `tf.GradientTape.gradient` computes in the context `context()`."""
-    original, thread = tf.GradientTape.gradient, threading.get_ident()
+    thread = threading.get_ident()
 
-    @functools.wraps(original)
-    def gradient(*arguments: Any, **named: Any) -> Any:
+    def call(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         with context() if threading.get_ident() == thread else contextlib.nullcontext():
             return original(*arguments, **named)
 
-    tf.GradientTape.gradient = gradient
-    try:
+    with surrounded(tf.GradientTape, "gradient", call):
         yield
-    finally:
-        tf.GradientTape.gradient = original
 
 
 def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Tensor]], tf.Tensor]) -> None:
     """From now on `around(make, inputs)` makes each collective operation of TensorFlow's strategies."""
 
-    def surrounded(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    def counted(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         @functools.wraps(original)
         def call(first: Any, *arguments: Any, **named: Any) -> tf.Tensor:
             # The receiver of a broadcast passes a shape in place of a tensor.
@@ -48,7 +46,7 @@ def around_collectives(around: Callable[[Callable[[], tf.Tensor], Sequence[tf.Te
         return call
 
     for name in COLLECTIVES:
-        setattr(collective_ops, name, surrounded(getattr(collective_ops, name)))
+        setattr(collective_ops, name, counted(getattr(collective_ops, name)))
 
 
 def around_variables(
