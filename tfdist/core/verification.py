@@ -131,6 +131,12 @@ def _held(strategy: Strategy, model: Any) -> list[Any]:
     return [*variables, *_of_workers(strategy), *keras_internals.tensorflow_variables(model)]
 
 
+def _drawing_as(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
+    """The context in which one device draws without a seed from the generator that workers draw from, if they do."""
+    generator = strategy.unseeded()
+    return contextlib.nullcontext() if generator is None else keras_variables.drawing_from(generator)
+
+
 def _of_workers(strategy: Strategy) -> list[Any]:
     """The state of the seed generator that is the strategy's own."""
     generator = strategy.unseeded()
@@ -162,7 +168,7 @@ def _on_one_device(
     for number in range(1 + _NUDGES):
         # Operations of `tf.random` keep their state in the graph, so that each run needs a new one.
         program = StepProgram(strategy.on_this_process(), steps)
-        with _state_kept(held):
+        with _state_kept(held), _drawing_as(strategy):
             if number:
                 _nudge(steps.model.variables, epsilon, number)
                 watch.noise.assign(epsilon * (-1) ** number)
