@@ -272,7 +272,7 @@ DRAWING = {"nothing": keras.layers.Identity, "a number": Noisy, "a number in a c
 
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("drawing", DRAWING)
-def test_what_is_drawn_in_and_after_a_training_is_what_stock_keras_draws(drawing, same_as_stock):
+def test_what_is_drawn_in_and_after_a_training_is_what_stock_keras_draws(drawing, contestant, same_as_stock):
     """Keras makes the generator for draws without a seed at the first of them, with a number of Python's `random`."""
     if contestant[0].startswith("parameter_server") and drawing != "nothing":
         pytest.skip("workers draw from a generator that servers hold")
