@@ -261,7 +261,8 @@ class _Unmade:
     """Stands for Keras' generator, which is made outside of all graphs when it is first drawn from."""
 
     def __getattr__(self, name: str) -> Any:
-        forget_generator_of_unseeded()
+        if generator_of_unseeded() is self:
+            forget_generator_of_unseeded()
         with tf.init_scope():
             return getattr(global_seed_generator(), name)
 
