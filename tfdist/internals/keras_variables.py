@@ -263,8 +263,20 @@ class _Unmade:
     def __getattr__(self, name: str) -> Any:
         if generator_of_unseeded() is self:
             forget_generator_of_unseeded()
-        with tf.init_scope():
+        with tf.init_scope(), tensorflow_internals.without_strategy():
             return getattr(global_seed_generator(), name)
+
+
+def _keep_in_one_copy(generator: Any) -> None:
+    """Gives a generator, which the scope of a strategy of TensorFlow may have made, a variable of no strategy.
+
+    It outlives that strategy: the steps of another one would read and update a copy on each device of the former.
+    """
+    if isinstance(tf_variable(generator.state), tf.distribute.DistributedValues):
+        with tf.init_scope(), tensorflow_internals.without_strategy():
+            copy = tensorflow_internals.local_copy(tf_variable(generator.state))
+            with tf.device(copy.device):
+                set_tf_variable(generator.state, tf.Variable(copy, trainable=False, name=copy.name.split(":")[0]))
 
 
 @contextlib.contextmanager
@@ -274,7 +286,10 @@ def drawing_in_graphs() -> Iterator[None]:
     Keras makes its generator at that draw, with a number from Python's `random`: not before, since the weights that it
     draws afterwards would be others. Its variable cannot be made in a loop of a graph.
     """
-    if generator_of_unseeded() is not None:
+    made = generator_of_unseeded()
+    if made is not None:
+        if not isinstance(made, _Unmade):
+            _keep_in_one_copy(made)
         yield
         return
     global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, _Unmade())
