@@ -106,6 +106,7 @@ import tfdist
 strategy = tfdist.strategy(sys.argv[1], seed=0)
 import keras
 import numpy as np
+import tensorflow as tf
 from tfdist.errors import DifferenceWarning
 
 warnings.simplefilter("error", DifferenceWarning)
@@ -122,14 +123,33 @@ class NoisyWeights(keras.layers.Layer):
         return x * (self.scale + keras.random.normal((4,)))
 
 
-for ranks_that_draw in [(), (0, 1), (0,), (1,)]:
+class OfTensorFlow(keras.layers.Layer):
+    # Its variable and its generator are none of Keras'.
+
+    def __init__(self):
+        super().__init__()
+        self.generator = tf.random.Generator.from_non_deterministic_state()
+        self.shift = tf.Variable(rng_of_process.normal(size=4), dtype=tf.float32)
+
+    def call(self, x):
+        mean = tf.reduce_mean(x, 0)
+        self.shift.assign(0.9 * self.shift + 0.1 * mean + ANCHOR)
+        return x + self.shift + self.generator.normal([4]) + tf.random.get_global_generator().normal([4])
+
+
+rng_of_process = np.random.default_rng(strategy.world.rank)
+with strategy.scope():
+    ANCHOR = tf.Variable(rng_of_process.normal(size=4), dtype=tf.float32)
+for number, ranks_that_draw in enumerate([(), (0, 1), (0,), (1,)]):
     keras.backend.clear_session(free_memory=False)  # Keras makes another generator
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), NoisyWeights(), keras.layers.Dense(1)])
+        layer = [OfTensorFlow, NoisyWeights][number % 2]()
+        model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01), "mse")
     for _ in range(2):
         if strategy.world.rank in ranks_that_draw:  # before a training, and between two
             keras.random.normal((1,))
+            tf.random.get_global_generator().normal([1])
         strategy.fit(model, x, y, batch_size=10, epochs=2, verbose=0)
         values = b"".join(weight.tobytes() for weight in model.get_weights())
         assert len(set(strategy.exchange(values))) == 1

@@ -152,8 +152,8 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
             raise error
 
 
-def require_equal_variables(peers: ProcessGroup, described: Sequence[str]) -> None:
-    """Compares the dtypes and shapes of the variables of the processes.
+def require_equal_variables(peers: ProcessGroup, described: Sequence[str], of: str = "the model") -> None:
+    """Compares the dtypes and shapes of the variables of the processes, which are those `of` something.
 
     Raises:
         DisagreementError: they differ; raised in every process, with the first one that differs.
@@ -164,8 +164,8 @@ def require_equal_variables(peers: ProcessGroup, described: Sequence[str]) -> No
     at = next(index for index, these in enumerate(itertools.zip_longest(*found)) if len(set(these)) > 1)
     values = [these[at] if at < len(these) else "missing" for these in found]
     raise DisagreementError(
-        f"The processes of the job disagree on the model: variable {at + 1} is {_by_process(peers, values)}",
-        "build the same model, on the same data, in all processes",
+        f"The processes of the job disagree on {of}: variable {at + 1} is {_by_process(peers, values)}",
+        "build the same model, with the same steps, on the same data, in all processes",
     )
 
 

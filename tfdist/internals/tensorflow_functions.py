@@ -78,6 +78,11 @@ def shape(handle: tf.Tensor) -> tuple[int, ...]:
     return tuple(axis.size for axis in _content(handle).shape.dim)
 
 
+def described(handle: tf.Tensor) -> str:
+    """The dtype and shape of a variable, by its handle, such as "float32 [4,3]"."""
+    return f"{tf.as_dtype(_content(handle).dtype).name} [{','.join(map(str, shape(handle)))}]"
+
+
 def value(handle: tf.Tensor) -> np.ndarray:
     """A copy of what a variable holds, by its handle."""
     return np.array(read(handle))
