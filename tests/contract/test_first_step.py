@@ -88,3 +88,10 @@ def test_what_has_effects_does_not_run_twice(contestant):
     Counts.calls = 0
     trained(contestant, lambda: network(Counts()))
     assert Counts.calls == 4  # two epochs of two batches
+
+
+@contestants.among({"custom": (2,)})
+def test_many_trainings_are_not_said_to_trace_one_function_again_and_again(contestant, caplog):
+    for _ in range(6):  # TensorFlow speaks from the fifth on
+        trained(contestant, network)
+    assert not [record for record in caplog.records if "retracing" in record.getMessage()]

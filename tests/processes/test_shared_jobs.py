@@ -140,11 +140,19 @@ class OfTensorFlow(keras.layers.Layer):
 rng_of_process = np.random.default_rng(strategy.world.rank)
 with strategy.scope():
     ANCHOR = tf.Variable(rng_of_process.normal(size=4), dtype=tf.float32)
-for number, ranks_that_draw in enumerate([(), (0, 1), (0,), (1,)]):
+
+class NoisyInTraining(NoisyWeights):
+    def call(self, x, training=False):
+        return super().call(x) if training else x
+
+
+CASES = [
+    (NoisyInTraining, ()), (NoisyWeights, (0, 1)), (NoisyWeights, (0,)), (NoisyInTraining, (1,)), (OfTensorFlow, (0,)),
+]
+for layer, ranks_that_draw in CASES:
     keras.backend.clear_session(free_memory=False)  # Keras makes another generator
     with strategy.scope():
-        layer = [OfTensorFlow, NoisyWeights][number % 2]()
-        model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((4,)), layer(), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01), "mse")
     for _ in range(2):
         if strategy.world.rank in ranks_that_draw:  # before a training, and between two

@@ -46,7 +46,7 @@ def restore(entries: Iterable[Entry]) -> None:
     """Restores the generators from the result of `snapshot`."""
     found = {entry.name: entry.value for entry in entries if entry.group == "random"}
     if "keras" in found:  # before Python's, from which a new generator draws its seed
-        assign_all(keras_variables.global_seed_generator().state, found["keras"])
+        assign_all(keras_variables.made_generator_of_unseeded().state, found["keras"])
     else:
         keras_variables.forget_generator_of_unseeded()
     if "tensorflow" in found:

@@ -113,7 +113,7 @@ def _state_of_unseeded(strategy: Strategy) -> list[Any]:
     if strategy.world.world_size == 1:
         return []
     if consensus.broadcast_from_chief(strategy, keras_variables.generator_of_unseeded() is not None):
-        return [keras_variables.global_seed_generator().state]
+        return [keras_variables.made_generator_of_unseeded().state]
     keras_variables.forget_generator_of_unseeded()
     return []
 
@@ -122,14 +122,18 @@ def _state_of_unseeded(strategy: Strategy) -> list[Any]:
 def traced(strategy: Strategy, model: Any) -> Iterator[None]:
     """The context in which a step of `model` is traced for one device.
 
-    If it is the first that draws without a seed, all processes are given the chief's state of the generator.
+    All processes have the chief's state of the generator for draws without a seed, also if the step is the first that
+    draws from it.
     """
+    with tf.init_scope():  # the step may be traced in a graph that is thrown away
+        strategy.broadcast_variables(_state_of_unseeded(strategy))
     before = keras_variables.generator_of_unseeded()
     with keras_variables.drawing_in_graphs(), strategy.tracing(model):
         yield
     made = keras_variables.generator_of_unseeded()
     if made is not before:
-        strategy.broadcast_variables([made.state])
+        with tf.init_scope():
+            strategy.broadcast_variables([made.state])
 
 
 def spread(strategy: Strategy, model: Any) -> None:

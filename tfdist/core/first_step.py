@@ -19,6 +19,7 @@ of which three copies are in memory meanwhile.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -164,11 +165,12 @@ class FirstStep:
     ) -> list[np.ndarray] | None:
         """The values after the step of one device, which are put back; `None` if the batch is too large for it."""
 
-        @tf.function(autograph=False)
         def step(state: Any, batch: Any) -> Any:
             self._one_device.mesh.compute()
             return self._one_device.trace()(self._one_device.whole_batch(state, batch))
 
+        # TensorFlow warns of retracing by a function's code, which all trainings share, unless it is wrapped.
+        computed = tf.function(functools.partial(step), autograph=False)
         try:
             for variable, value in zip(variables, before, strict=True):
                 if variable.part is not None:
@@ -178,7 +180,7 @@ class FirstStep:
                 tf.device(self._one_device.mesh.home),
                 tensorflow_functions.optimized(disable_meta_optimizer=True),
             ):
-                step(state, batch)
+                computed(state, batch)
             return [tensorflow_functions.value(variable.handle) for variable in variables]
         except tf.errors.ResourceExhaustedError:
             return None

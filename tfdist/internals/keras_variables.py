@@ -252,19 +252,24 @@ def generator_of_unseeded() -> Any:
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
+def made_generator_of_unseeded() -> Any:
+    """Keras' seed generator for draws without a seed, made if need be: outside of all graphs, and of no strategy."""
+    with tf.init_scope(), tensorflow_internals.without_strategy():
+        return global_seed_generator()
+
+
 def forget_generator_of_unseeded() -> None:
     """Keras makes another generator at the next draw without a seed."""
     global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
 
 
 class _Unmade:
-    """Stands for Keras' generator, which is made outside of all graphs when it is first drawn from."""
+    """Stands for Keras' generator, which is made when it is first drawn from."""
 
     def __getattr__(self, name: str) -> Any:
         if generator_of_unseeded() is self:
             forget_generator_of_unseeded()
-        with tf.init_scope(), tensorflow_internals.without_strategy():
-            return getattr(global_seed_generator(), name)
+        return getattr(made_generator_of_unseeded(), name)
 
 
 def _keep_in_one_copy(generator: Any) -> None:
