@@ -1,6 +1,7 @@
 """`strategy.verify` passes what is equal, names what is not, and leaves a model as it was."""
 
 import functools
+import random
 
 import keras
 import numpy as np
@@ -391,6 +392,36 @@ def test_a_training_is_the_same_with_and_without_a_verification_before_it(kind, 
         history = model.fit(**data_of(kind), epochs=2, verbose=0).history
         draws = [float(np.random.random()), float(keras.random.uniform(()))]
         return history, [value.tolist() for value in model.get_weights()], draws
+
+    assert trained(True) == trained(False)
+
+
+@contestants.among({"custom": (2,), "mirrored": (2,)} | contestants.OF_THE_JOB)
+def test_variables_and_generators_of_the_script_are_after_it_what_they_were(contestant):
+    """Keras does not know them: a layer's function has them from the code around it."""
+
+    def trained(verify):
+        keras.backend.clear_session(free_memory=False)
+        strategy = start(contestant)
+        with strategy.scope():
+            count, names = tf.Variable(0.0), tf.Variable("none")
+            generator = tf.random.Generator.from_seed(3)
+
+            class Counts(layers.Layer):
+                def call(self, x, training=False):
+                    if not training:
+                        return x
+                    count.assign_add(1.0)
+                    names.assign(tf.strings.as_string(count))
+                    return x + 0.1 * count + generator.normal([6]) + keras.random.normal((6,))
+
+            model = network(Counts())
+        if verify:
+            assert verified(strategy, lambda: model, steps=2).first is None
+            assert (float(count), names.numpy()) == (0, b"none")
+        history = strategy.fit(model, X, Y, batch_size=BATCH, epochs=2, verbose=0).history
+        draws = [random.random(), float(keras.random.uniform(()))]
+        return history, [value.tolist() for value in model.get_weights()], float(count), names.numpy(), draws
 
     assert trained(True) == trained(False)
 

@@ -134,10 +134,14 @@ class OfTensorFlow(keras.layers.Layer):
     def call(self, x):
         mean = tf.reduce_mean(x, 0)
         self.shift.assign(0.9 * self.shift + 0.1 * mean + ANCHOR)
-        return x + self.shift + self.generator.normal([4]) + tf.random.get_global_generator().normal([4])
+        NOTE.assign(tf.strings.join([NOTE, "!"]))
+        shift = self.shift * tf.cast(FACTOR, tf.float32) * tf.cast(tf.strings.length(NOTE), tf.float32)
+        drawn = self.generator.normal([4]) + tf.random.get_global_generator().normal([4])
+        return x + 0.1 * shift + drawn
 
 
 rng_of_process = np.random.default_rng(strategy.world.rank)
+FACTOR, NOTE = tf.Variable(strategy.world.rank + 1, dtype=tf.bfloat16), tf.Variable("." * strategy.world.rank)
 with strategy.scope():
     ANCHOR = tf.Variable(rng_of_process.normal(size=4), dtype=tf.float32)
 

@@ -11,23 +11,20 @@ With `run_eagerly=True` nothing is traced, and the first step makes its variable
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfdist.cluster import consensus
 from tfdist.communicators import strategy_state
-from tfdist.communicators.variables import broadcast_array
-from tfdist.core import metrics
+from tfdist.core import captured_variables, metrics
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_data, keras_variables, tensorflow_functions, tensorflow_variables
+from tfdist.internals import keras_data, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 
 if TYPE_CHECKING:
     from tfdist.strategies.base import Strategy
-
-_CAPTURED = "_tfdist_captured"
 
 
 def build(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
@@ -62,6 +59,20 @@ def _built(strategy: Strategy, model: Any, kind: str, spec: Any) -> Any:
     return tf.nest.map_structure(_float_spec, logs)
 
 
+def captured(strategy: Strategy, model: Any, spec: Any) -> list[captured_variables.CapturedVariable]:
+    """The copies of the variables that a training step of a built `model` uses, and Keras does not know.
+
+    None of a step that is not traced.
+    """
+    if strategy.runs_eagerly(model):
+        return []
+    with tensorflow_internals.scratch_graph(strategy.scope) as outside:
+        batch = tensorflow_internals.placeholders(keras_data.without_optionals(spec))
+        _rehearse(strategy, model, "train", batch, outside)
+        graph = tf.compat.v1.get_default_graph()
+    return captured_variables.copies(strategy, captured_variables.of_graph(strategy, model, graph))
+
+
 def _float_spec(value: Any) -> tf.TensorSpec:
     """The spec of a value in the logs of a step; a number of Python is a scalar."""
     return tf.TensorSpec(getattr(value, "shape", ()), tf.float32)
@@ -72,40 +83,7 @@ def broadcast(strategy: Strategy, model: Any) -> None:
     state = strategy_state.of(model)
     shared = [*_variables(model), *state.shared, *_state_of_unseeded(strategy)]
     strategy.broadcast_variables([v for v in shared if not state.has_own(v)])
-    _broadcast_captured(strategy, vars(model).get(_CAPTURED, {}).values())
-
-
-def broadcast_captured(strategy: Strategy, model: Any, graph: Any) -> None:
-    """Gives the variables that the graph of a step uses, and Keras does not know, the chief's values, now and later.
-
-    They are the `tf.Variable`s of a layer or of a script, and the states of TensorFlow's generators, some of which
-    begin with another number in each process. Later trainings begin with the chief's too; see `broadcast`.
-
-    Raises:
-        DisagreementError: the processes use variables of different shapes or dtypes.
-    """
-    if strategy.world.world_size == 1:
-        return
-    state = strategy_state.of(model)
-    with strategy.tracing(model):  # which knows variables as the traced step does
-        kept = [*_variables(model), *model.metrics_variables, *state.shared, *state.own]
-        known = {id(tensorflow_variables.copies(one)[0].handle) for one in kept} | set(
-            strategy.variables_in_parts(model)
-        )
-    others = {id(one): one for one in tensorflow_functions.variables_of(graph) if id(one) not in known}
-    described = list(map(tensorflow_functions.described, others.values()))
-    consensus.require_equal_variables(strategy, described, "what a step uses besides the model")
-    _broadcast_captured(strategy, others.values())
-    # Past Keras' attribute tracking, so that it is not saved with the model.
-    object.__setattr__(model, _CAPTURED, vars(model).get(_CAPTURED, {}) | others)
-
-
-def _broadcast_captured(strategy: Strategy, handles: Iterable[Any]) -> None:
-    for handle in handles:
-        content = tensorflow_functions.value(handle)
-        broadcast_array(content, strategy.broadcast)
-        for copy in [handle] if strategy.mesh is None else strategy.mesh.captured(handle):
-            tensorflow_functions.set_value(copy, content)
+    captured_variables.broadcast(strategy, model)
 
 
 def _state_of_unseeded(strategy: Strategy) -> list[Any]:

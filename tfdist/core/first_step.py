@@ -216,9 +216,14 @@ class FirstStep:
 
 
 def _root_mean_square(values: np.ndarray, others: np.ndarray) -> float:
-    """That of the differences; what is not finite counts as different where it is another one."""
+    """That of the differences; what is not finite counts as different where it is another one.
+
+    Strings that are not equal differ by 1.
+    """
     if not values.size:
         return 0.0
+    if values.dtype == object:
+        return float(np.sqrt(np.mean(values != others)))
     with np.errstate(invalid="ignore", over="ignore"):
         differences = (_as_floats(values) - _as_floats(others)).ravel()
         total = float(np.vdot(differences, differences).real)
@@ -235,4 +240,4 @@ def _as_floats(values: np.ndarray) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> float:
-    return float(np.max(np.abs(_as_floats(values)), initial=0.0))
+    return 0.0 if values.dtype == object else float(np.max(np.abs(_as_floats(values)), initial=0.0))

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.core import building, fused_optimizers, metrics
+from tfdist.core import building, captured_variables, fused_optimizers, metrics
 from tfdist.core.inner_loop import Steps
 from tfdist.core.metrics import Logs
 from tfdist.core.recomputation import Recomputation
@@ -82,7 +82,7 @@ class OneDeviceStep:
             with building.traced(self._strategy, self._steps.model), keras_variables.looking_up_rows(), norms:
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
-            building.broadcast_captured(self._strategy, self._steps.model, self._traced.graph)
+            captured_variables.broadcast(self._strategy, self._steps.model, self._traced.graph)
             self._divide_metrics()
             self._keep_whole()
         return self._traced

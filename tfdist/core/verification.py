@@ -74,7 +74,7 @@ def verify(
     groups = training_state.variables(model)
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
-    held = _held(strategy, model)
+    held = _held(strategy, model, BatchFeed(batches[0]).spec)
     epsilon = rounding.coarsest(strategy, model)
     watch = Watch(model, sees=inside)
     with _state_kept(held), watch:
@@ -115,20 +115,25 @@ def _build_eagerly(strategy: Strategy, model: Any, batch: Any, own_logs: Any) ->
 
 
 @contextlib.contextmanager
-def restored(strategy: Strategy, model: Any) -> Iterator[None]:
-    """The context at whose end the variables of `model` and its strategy, and all random states, are as before."""
+def restored(strategy: Strategy, model: Any, spec: Any) -> Iterator[None]:
+    """The context at whose end the variables of `model` and its strategy, and all random states, are as before.
+
+    So are other variables that a step of a batch of `spec` uses.
+    """
     before = strategy_state.of(model)
-    with _state_kept([*_held(strategy, model), *before.own]):
+    with _state_kept([*_held(strategy, model, spec), *before.own]):
         try:
             yield
         finally:
             strategy_state.keep(model, before)
 
 
-def _held(strategy: Strategy, model: Any) -> list[Any]:
+def _held(strategy: Strategy, model: Any, spec: Any) -> list[Any]:
     """The variables that steps change."""
     variables = [variable for members in training_state.variables(model).values() for variable in members]
-    return [*variables, *_of_workers(strategy), *keras_internals.tensorflow_variables(model)]
+    with _random_states_kept():
+        captured = building.captured(strategy, model, spec)
+    return [*variables, *_of_workers(strategy), *keras_internals.tensorflow_variables(model), *captured]
 
 
 def _drawing_as(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +178,8 @@ def _on_one_device(
                 _nudge(steps.model.variables, epsilon, number)
                 watch.noise.assign(epsilon * (-1) ** number)
             steps.model.reset_metrics()
-            runs.append(_run(program, batches, compared))
+            with tensorflow_variables.first_copies():  # of what the step captures from the script
+                runs.append(_run(program, batches, compared))
     watch.noise = None
     return runs
 
@@ -227,13 +233,21 @@ def _state_kept(variables: Sequence[Any]) -> Iterator[None]:
         return [copy for variable in variables for copy in tensorflow_variables.copies(variable)]
 
     values = [copy.numpy() for copy in held()]
-    random_state, eager = random_states.snapshot(), tensorflow_internals.eager_random_state()
+    with _random_states_kept():
+        try:
+            yield
+        finally:
+            for copy, value in zip(held(), values, strict=True):
+                copy.assign(value)
 
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Restores the states of the generators of Python, NumPy, Keras and TensorFlow at the end of the context."""
+    random_state, eager = random_states.snapshot(), tensorflow_internals.eager_random_state()
     try:
         yield
     finally:
-        for copy, value in zip(held(), values, strict=True):
-            copy.assign(value)
         random_states.restore(random_state)
         tensorflow_internals.restore_eager_random_state(eager)
 

@@ -148,7 +148,7 @@ def verify(strategy: Strategy, model: Any, feed: Feed, steps: int) -> Report | B
             what, _, _ = error.sentence.partition("; the likely cause")
             sentence = f"`{strategy.name}` breaks its bound ({bound.equality}): {what}"
             raise VerificationError(sentence, _FAULT, error.layer, error.report) from error
-    with verification.restored(strategy, model):
+    with verification.restored(strategy, model, feed.spec):
         report = bound.measured(strategy, model, feed, steps)
     report.require(model)
     return report

@@ -85,12 +85,13 @@ def described(handle: tf.Tensor) -> str:
 
 def value(handle: tf.Tensor) -> np.ndarray:
     """A copy of what a variable holds, by its handle."""
-    return np.array(read(handle))
+    content = read(handle)
+    return np.array(content.numpy(), content.dtype.as_numpy_dtype)  # NumPy refuses tensors that are bfloat16 scalars
 
 
-def set_value(handle: tf.Tensor, content: np.ndarray) -> None:
+def set_value(handle: tf.Tensor, content: Any) -> None:
     """Sets what a variable holds, by its handle."""
-    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(content, _content(handle).dtype))
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.convert_to_tensor(content, _content(handle).dtype))
 
 
 def can_run_twice(graph: Any) -> bool:
