@@ -398,6 +398,31 @@ class Shuffling(InBatches):
         return stored()[number]
 
 
+class Queue(keras.layers.Layer):
+    """Adds the mean of the last means, and noise; what it remembers is in variables that Keras does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue, self.notes = tf.Variable(tf.zeros([3, 4])), {"last": tf.Variable("none")}
+        self.generator = tf.random.Generator.from_seed(3)
+
+    def held(self):
+        return [self.queue, self.notes["last"], self.generator.state]
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+        self.queue.assign(tf.concat([tf.reduce_mean(x, 0, keepdims=True), self.queue[:-1]], 0))
+        self.notes["last"].assign(tf.strings.as_string(self.queue[0, 0]))
+        return x + tf.reduce_mean(self.queue, 0) + self.generator.normal([4])
+
+
+def with_queue():
+    model = keras.Sequential([keras.Input((4,)), Queue(), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
 class Nothing(keras.callbacks.Callback):
     """Does nothing."""
 
@@ -423,6 +448,15 @@ class TestResume:
         weights, history = self.unbroken(strategy, EVERY)
         assert_same_bits(values(found.model), weights)
         assert found.history == history
+
+    @pytest.mark.parametrize("strategy", ["single", "mirrored"])
+    def test_with_variables_and_generators_of_tensorflow_in_layers(self, strategy, tmp_path):
+        unbroken = run(strategy, [Checkpoint(tmp_path / "unbroken", EVERY)], with_queue)
+        killed(10, strategy, [Checkpoint(tmp_path / "broken", EVERY)], with_queue)
+        found = resumed(strategy, [Checkpoint(tmp_path / "broken", EVERY, resume=True)], with_queue)
+        assert_same_bits(values(found.model), values(unbroken.model))
+        for ours, theirs in zip(found.model.layers[0].held(), unbroken.model.layers[0].held(), strict=True):
+            np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
 
     def test_what_callbacks_do_as_an_epoch_begins_is_not_done_twice(self, tmp_path):
         unbroken = run(callbacks=[Jitter(), Checkpoint(tmp_path / "unbroken", EVERY)])

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tfdist.callbacks.clock import ClockedCallback
-from tfdist.checkpointing import random_states, resume, writer
+from tfdist.checkpointing import held_variables, random_states, resume, writer
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.checkpointing.position import Position
@@ -349,7 +349,7 @@ class Checkpoint(ClockedCallback):
             callbacks=states,
             data=None if data is None or self._data is None else self._data.position_in_passes,
         )
-        entries += [*arrays, *random_states.snapshot(), *(data or [])]
+        entries += [*held_variables.snapshot(self.model), *arrays, *random_states.snapshot(), *(data or [])]
         self._writer.start(functools.partial(self._store.write, header, entries))
 
     def _finish_write(self) -> None:

@@ -90,7 +90,7 @@ class Entry:
     """One array of a checkpoint.
 
     Attributes:
-        group: "model", "optimizer", "metrics", "random", "callbacks" or "data".
+        group: "model", "optimizer", "metrics", "held", "random", "callbacks" or "data".
         name: the path of a variable, or another name.
         value: `[*shape]`, or `[replicas, *shape]` where each replica has its own part.
         by_replica: whether each replica has its own part.

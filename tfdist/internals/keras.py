@@ -267,17 +267,17 @@ def optimizers(model: Any) -> list[Any]:
 
     The inner optimizer of another one, such as of `LossScaleOptimizer`, is left out.
     """
-    found = _held(model, BaseOptimizer, first=getattr(model, "optimizer", None))
+    found = held(model, BaseOptimizer, first=getattr(model, "optimizer", None))
     inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found}
     return [optimizer for optimizer in found if id(optimizer) not in inner]
 
 
 def tensorflow_variables(model: Any) -> list[Any]:
     """The `tf.Variable`s that `model` and its layers hold besides Keras variables."""
-    return _held(model, tf.Variable)
+    return held(model, tf.Variable)
 
 
-def _held(model: Any, kind: type, first: Any = None) -> list[Any]:
+def held(model: Any, kind: type, first: Any = None) -> list[Any]:
     """The instances of `kind` that `model` and its layers hold in attributes, lists and dicts, after `first`."""
     found = {} if first is None else {id(first): first}
     return list(
