@@ -76,7 +76,11 @@ class TestTheResultDoesNotDependOnWhereTheArraysAre:
         assert_same(trained(name, devices, budget, data), trained(name, devices, READ_WHERE_THEY_ARE, data), 1e-6)
 
     @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
-    @pytest.mark.parametrize(("name", "devices"), STRATEGIES[:2], ids=["single", "custom"])
+    @pytest.mark.parametrize(
+        ("name", "devices"),
+        [pytest.param(*STRATEGIES[0], marks=pytest.mark.thorough), STRATEGIES[1]],
+        ids=["single", "custom"],
+    )
     def test_of_a_training_that_is_resumed_within_an_epoch(self, name, devices, budget, tmp_path):
         data = pictures(41)
         with pytest.raises(InterruptionError):

@@ -73,7 +73,7 @@ IMAGENET, CIFAR = zoo.images(224, 224, 3, classes=1000), zoo.images(32, 32, 3, c
         ("vgg16", IMAGENET, 138.4e6),
         ("resnet20", CIFAR, 0.27e6),
         ("resnet18", IMAGENET, 11.7e6),
-        ("resnet50", IMAGENET, 25.6e6),
+        pytest.param("resnet50", IMAGENET, 25.6e6, marks=pytest.mark.thorough),
         ("unet", zoo.masks(572, 572, 1, classes=2), 31.0e6),
         ("segnet", zoo.masks(360, 480, classes=11), 29.4e6),
     ],

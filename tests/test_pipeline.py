@@ -285,9 +285,9 @@ def delayed(optimizer="adam", **compile_options):
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *(pytest.param(n, {}, marks=() if n in ("sgd", "all of adam") else pytest.mark.thorough) for n in DELAYED),
+        *(pytest.param(n, {}, marks=() if n == "all of adam" else pytest.mark.thorough) for n in DELAYED),
         ("adam", {"devices": 3}),
-        ("adam", {"devices": 1}),
+        pytest.param("adam", {"devices": 1}, marks=pytest.mark.thorough),
         ("sgd", {"recompute": "blocks"}),
     ],
 )

@@ -112,7 +112,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize(
-    "task", [pytest.param(t, marks=() if t in ("segmentation", "translation") else pytest.mark.thorough) for t in SHOWN]
+    "task", [pytest.param(t, marks=() if t == "segmentation" else pytest.mark.thorough) for t in SHOWN]
 )
 def test_the_command_trains_every_task_and_shows_it(tmp_path, task):
     model, options, file = SHOWN[task]

@@ -450,7 +450,7 @@ def test_an_unknown_device_is_named_with_the_known_ones(tmp_path, options):
     assert "`CPU:0`" in refuse(tmp_path, "--strategy", "custom", *QUICK, "--run-dir", "r", *options)
 
 
-@pytest.mark.parametrize("strategy", ["custom", "mirrored"])
+@pytest.mark.parametrize("strategy", ["custom", pytest.param("mirrored", marks=pytest.mark.thorough)])
 def test_a_remainder_and_batches_smaller_than_the_replicas_train(tmp_path, strategy):
     options = ["--model", "cnn", "--dataset", "digits", "--devices", 2, "--epochs", 1]
     for size, limit in ((8, 65), (1, 3)):

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+import tfdist
 from tests.contract import contestants
 from tests.contract.comparison import assert_same, start
 
@@ -230,3 +231,29 @@ def test_a_rehearsal_changes_nothing(contestant, eagerly):
     strategy.fit(model, X, Y, batch_size=19, verbose=0, callbacks=[First()])
     assert_same(seen[0], before)
     assert int(model.optimizer.iterations.numpy()) == 1
+
+
+class AlwaysNoisy(keras.layers.Layer):
+    def call(self, x):
+        return x + keras.random.normal((4,))
+
+
+@contestants.among(contestants.FEW)
+def test_a_training_on_one_device_draws_on_after_one_of_another_strategy(contestant, same_as_stock):
+    """Keras' generator for draws without a seed may be made in the scope of a strategy, which it outlives."""
+    if contestant[0].startswith("parameter_server"):
+        pytest.skip("workers draw from a generator that servers hold")
+
+    def run(contestant):
+        keras.backend.clear_session(free_memory=False)
+        x = np.random.default_rng(0).normal(size=(19, 4)).astype("float32")
+        found = []
+        for strategy in (start(contestant), tfdist.strategy("single"), start(contestant)):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((4,)), AlwaysNoisy(), layers.Dense(1)])
+                model.compile("sgd", "mse", jit_compile=False)
+            history = strategy.fit(model, x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0).history
+            found.append((history, model.get_weights()))
+        return found
+
+    same_as_stock(run)

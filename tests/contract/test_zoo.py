@@ -15,7 +15,11 @@ from tests.contract.comparison import STOCK, assert_same, start
 from tfdist import models, tasks
 from tfdist.core import programs
 
-QUICK = [("stateful_rnn", "float32"), ("unet", "float32"), ("nbow", "mixed_float16")]
+QUICK = [
+    ("stateful_rnn", "float32"),
+    pytest.param("unet", "float32", marks=pytest.mark.thorough),
+    ("nbow", "mixed_float16"),
+]
 # Many batch normalizations, one after the other, over few numbers at the lowest pixels: a rounding of the pictures
 # changes the weights of `segnet` by a hundredth in these six steps, in stock Keras too. In float64 there is enough
 # left to compare.
