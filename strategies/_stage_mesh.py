@@ -7,7 +7,7 @@ its part of it (`tfdist.stages.cut`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -31,6 +31,8 @@ class StageMesh(PipelineMesh):
         owner: the stage that has the variable with a handle; `None` if all processes have it.
         agree: is told what this process has traced, and raises an error if another one has traced something else.
     """
+
+    every_process_assigns: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -258,7 +258,6 @@ def job(request, tmp_path_factory):
     scripts = {
         "predictions": (test_any_model.OUTPUTS, [strategy, "{}"]),
         "single batches": (test_any_model.ON_BATCH, [strategy]),
-        "verify": (VERIFIES, [strategy]),
         "drift": (DRIFTS, [strategy]),
         "variables": (VARIABLES, [strategy]),
         "states": (STATES, [strategy]),
@@ -266,7 +265,8 @@ def job(request, tmp_path_factory):
     }
     if strategy == "multiworker":
         scripts["alike"] = (test_data.FIT_ALIKE, [strategy])
-    # The last one, since it changes constants.
+    # The last ones, since they change a rule and constants.
+    scripts["verify"] = (VERIFIES, [strategy])
     scripts["operations"] = (test_communicators.SCRIPT, [ENGINES[strategy]])
     return Several(tmp_path_factory.mktemp(strategy), scripts)
 

@@ -59,7 +59,7 @@ def copies(strategy: Strategy, handles: Iterable[tf.Tensor]) -> list[CapturedVar
 
 
 def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
-    """Gives what the steps of `model` capture the chief's values in every process.
+    """Gives what the steps of `model` capture the chief's values in every process, if the chief has all of them.
 
     Args:
         strategy: of the processes, which all call it.
@@ -69,7 +69,8 @@ def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
     Raises:
         DisagreementError: the processes use variables of different shapes or dtypes.
     """
-    if strategy.world.world_size == 1:
+    mesh = strategy.mesh
+    if strategy.world.world_size == 1 or (mesh is not None and not mesh.every_process_assigns):
         return
     before = vars(model).get(_KEPT, {})
     if graph is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -35,7 +35,10 @@ class Mesh:
         devices: of these replicas.
         copies: how many copies of a replicated value this process has, 1 or as many as devices.
         home: the device on which one of them could compute the whole step; `None` for several devices.
+        every_process_assigns: whether each process of the job makes all assignments of a step.
     """
+
+    every_process_assigns: ClassVar[bool] = True
 
     def __init__(self, devices: Sequence[str]):
         self.count = len(devices)
