@@ -31,6 +31,7 @@ def _mpi():
     require_mpi()
 
 
+@pytest.mark.thorough  # as those of `horovod` over MPI
 def test_two_processes_compute_what_one_device_does(tmp_path):
     cases = [*equality_cases("mpi", 2, QUICK), own_optimizers("mpi", 2)]
     assert f"{len(cases)} passed" in run_together("mpi", 2, *cases, cwd=tmp_path, options=OVER_MPI)

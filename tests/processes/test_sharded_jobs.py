@@ -186,11 +186,11 @@ def together(strategy, shard, workers, *tests, cwd):
     return run_together(f"{strategy}_shard_{shard}", workers, *tests, cwd=cwd, options=by)
 
 
-# Each stage by one strategy; the other pairs are among `test_all_cases_of_equality`.
+# Of the other pairs, gradients are divided in the next tests; all are among `test_all_cases_of_equality`.
 @pytest.mark.parametrize(
     ("strategy", "shard"),
     [
-        ("multiworker", "gradients"),
+        pytest.param("multiworker", "gradients", marks=pytest.mark.thorough),
         ("horovod", "optimizer"),
         pytest.param("mpi", "gradients", marks=pytest.mark.thorough),
     ],

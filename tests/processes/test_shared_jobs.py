@@ -316,6 +316,7 @@ def test_two_processes_verify_together(job):
         assert "NAMED The output of the layer `norm`" in printed
 
 
+@pytest.mark.thorough  # a job of its own
 @pytest.mark.parametrize("job", ["multiworker"], indirect=True)
 def test_what_draws_without_a_seed_gives_every_process_the_same_batches(job):
     for printed in job.printed("alike"):
