@@ -145,6 +145,7 @@ FACTOR, NOTE = tf.Variable(strategy.world.rank + 1, dtype=tf.bfloat16), tf.Varia
 with strategy.scope():
     ANCHOR = tf.Variable(rng_of_process.normal(size=4), dtype=tf.float32)
 
+
 class NoisyInTraining(NoisyWeights):
     def call(self, x, training=False):
         return super().call(x) if training else x

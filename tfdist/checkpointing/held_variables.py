@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpointing.format import Entry
+from tfdist.communicators.variables import described
 from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow_variables import copies
 
@@ -20,13 +21,14 @@ _GROUP = "held"
 
 def snapshot(model: Any) -> list[Entry]:
     """The values of this process."""
-    return [Entry(_GROUP, _described(one), _array(copies(one)[0])) for one in _held(model)]
+    held = _held(model)
+    return [Entry(_GROUP, name, _array(copies(one)[0])) for name, one in zip(described(held), held, strict=True)]
 
 
 def difference(model: Any, entries: Iterable[Entry]) -> tuple[str, str] | None:
     """What a checkpoint has, and what `model` has, where they differ; older checkpoints have nothing of the kind."""
     theirs = [entry.name for entry in entries if entry.group == _GROUP]
-    ours = list(map(_described, _held(model)))
+    ours = described(_held(model))
     if not theirs or theirs == ours:
         return None
     return tuple("variables of TensorFlow " + (", ".join(these) or "(none)") for these in (theirs, ours))  # type: ignore[return-value]
@@ -45,10 +47,6 @@ def _held(model: Any) -> list[Any]:
     generators = keras_internals.held(model, tf.random.Generator)
     found = [*keras_internals.held(model, tf.Variable), *(generator.state for generator in generators)]
     return list({id(one): one for one in found}.values())
-
-
-def _described(variable: Any) -> str:
-    return f"{variable.dtype.name} [{','.join(map(str, variable.shape))}]"
 
 
 def _array(variable: Any) -> np.ndarray:
