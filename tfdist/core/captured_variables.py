@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpointing import state as training_state
 from tfdist.cluster import consensus
 from tfdist.communicators import strategy_state
 from tfdist.communicators.variables import broadcast_array
-from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_functions, tensorflow_variables
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ class CapturedVariable:
 
 def of_graph(strategy: Strategy, model: Any, graph: Any) -> list[tf.Tensor]:
     """The handles of the variables that the graph of a step of `model` captures, and Keras does not know."""
-    state = strategy_state.of(model)
-    of_optimizers = [v for optimizer in keras_internals.optimizers(model) for v in optimizer.variables]
-    kept = [*model.variables, *model.metrics_variables, *of_optimizers, *state.shared, *state.own]
+    kept = [*itertools.chain(*training_state.variables(model).values()), *strategy_state.of(model).own]
     with strategy.tracing(model):  # which knows variables as the traced step does
         known = {id(tensorflow_variables.copies(one)[0].handle) for one in kept}
     known |= set(strategy.variables_in_parts(model))
