@@ -8,6 +8,7 @@ import tfdist
 from tfdist import strategies
 from tfdist.communicators import compression, strategy_state
 from tfdist.core import outer_rules, verification
+from tfdist.data.pipeline.batch_feed import BatchFeed
 from tfdist.errors import UnknownNameError, UsageError
 
 
@@ -17,9 +18,17 @@ def made(optimizer="sgd"):
     return model
 
 
-def fit(strategy, model, **options):
+def examples():
     x = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
-    return strategy.fit(model, x, x.sum(1), batch_size=5, verbose=0, **options)
+    return x, x.sum(1)
+
+
+def fit(strategy, model, **options):
+    return strategy.fit(model, *examples(), batch_size=5, verbose=0, **options)
+
+
+def restored(strategy, model):
+    return verification.restored(strategy, model, BatchFeed(examples()).spec)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -81,7 +90,7 @@ def test_verifying_leaves_nothing_for_a_rule_to_remember():
         strategy, model = tfdist.strategy("local_sgd", outer="slowmo", sync_every=2, seed=1), made()
         fit(strategy, model, shuffle=False)
         if verified:
-            with verification.restored(strategy, model):
+            with restored(strategy, model):
                 fit(strategy, model, shuffle=False)
         fit(strategy, model, shuffle=False)
         return model.get_weights()
@@ -92,7 +101,7 @@ def test_verifying_leaves_nothing_for_a_rule_to_remember():
 
 def test_a_verification_of_a_new_model_leaves_it_without_a_memory():
     strategy, model = tfdist.strategy("local_sgd", outer="slowmo", sync_every=2), made()
-    with verification.restored(strategy, model):
+    with restored(strategy, model):
         fit(strategy, model)
         assert strategy_state.of(model).shared
     assert not strategy_state.of(model).shared
