@@ -25,11 +25,12 @@ from typing import Any
 
 import psutil
 
-from tfdist.cluster import heartbeat_links, rendezvous
-from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
-from tfdist.cluster.task import Task
-from tfdist.cluster.world import World
 from tfdist.errors import ClusterError
+from tfdist.jobs import rendezvous
+from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
+from tfdist.jobs.heartbeat import links as heartbeat_links
+from tfdist.jobs.task import Task
+from tfdist.jobs.world import World
 
 SETTINGS = {"TensorFlow": "2.21.0", "Keras": "3.15.1"}
 SILENT_SECONDS = 10.0

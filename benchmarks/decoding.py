@@ -46,7 +46,7 @@ def pictures_per_second(folder: Path, count: int, batch_size: int, workers: int,
 
 def job(folder: Path, count: int, batch_size: int, kind: str) -> None:
     """One process of a job: trains three epochs, and prints the rate of the last two."""
-    from tfdist.cluster.world import World
+    from tfdist.jobs.world import World
 
     cores = sorted(os.sched_getaffinity(0))  # one core if the launcher has divided them
     os.sched_setaffinity(0, {cores[World.detect(os.environ).rank % len(cores)]})

@@ -1,7 +1,7 @@
 """What an agreement and a sum cost over sockets, by the number of processes.
 
 `--processes` starts real ones, which import no TensorFlow: one line per number of processes and of bytes, with the tree
-and with the ring, as on hosts of their own, in the memory of one host, and what `tfdist.transport.costs` chooses there.
+and with the ring, as on hosts of their own, in the memory of one host, and what `tfdist.groups.sockets.costs` chooses.
 `--operation` measures a reduce-scatter or an all-gather instead of a sum, `--before FOLDER` another checkout of the
 project too, in turns. `--simulated` runs each process of the job as a thread of a few real processes, through the same
 code over the same sockets, so that one machine can show an agreement of thousands: its time is what all of them compute
@@ -113,9 +113,9 @@ def work(rank: int, size: int, kib: list[int], operation: str) -> None:
     """One real process; rank 0 prints the seconds of each operation."""
     import numpy as np
 
-    from tfdist.transport import costs
-    from tfdist.transport.messages import Mailbox
-    from tfdist.transport.sockets import Sockets
+    from tfdist.groups.sockets import costs
+    from tfdist.groups.sockets.messages import Mailbox
+    from tfdist.groups.sockets.sockets import Sockets
 
     def exchange(message: bytes) -> list[bytes]:
         print(json.dumps(message.hex()), flush=True)
@@ -160,7 +160,7 @@ def _seconds(operation: Callable[[], Any], exchange: Exchange, rank: int) -> flo
 
 def _world(size: int, rank: int, hosts: Sequence[int] | None = None) -> Any:
     """The job as `rank` sees it; `hosts` are the numbers of the hosts, which all mean this machine."""
-    from tfdist.cluster.world import World
+    from tfdist.jobs.world import World
 
     hosts = [0] * size if hosts is None else hosts
     cluster = {"worker": [f"127.0.0.{1 + host}:{PORT + index}" for index, host in enumerate(hosts)]}
@@ -202,7 +202,7 @@ def _simulate(size: int) -> None:
 
 @dataclasses.dataclass
 class Peers:
-    """The other processes, as `tfdist.cluster.consensus` reaches them."""
+    """The other processes, as `tfdist.jobs.consensus` reaches them."""
 
     world: Any
     exchange: Exchange
@@ -212,9 +212,9 @@ class Peers:
 
 def simulate(size: int, ranks: range, pipe: Connection) -> None:
     """One operating system's process: each of `ranks` is a thread."""
-    from tfdist.cluster import consensus
-    from tfdist.transport.messages import Mailbox
-    from tfdist.transport.sockets import Sockets
+    from tfdist.groups.sockets.messages import Mailbox
+    from tfdist.groups.sockets.sockets import Sockets
+    from tfdist.jobs import consensus
 
     # The threads of a process take turns: one core is enough for them, and they give way where they wait anyhow.
     cores = sorted(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import race
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input.division import Division
 
 BATCH_SIZE = 1024
 SEED = 1
@@ -26,7 +26,7 @@ SEED = 1
 
 def of_order(examples: int) -> dict[str, float]:
     """Seconds and MiB of the order of two epochs and its parts, in a process of its own."""
-    from tfdist.data.pipeline import order
+    from tfdist.data.input import order
 
     before, batches = peak_mib(), examples // BATCH_SIZE
     found = {}
@@ -43,8 +43,8 @@ def of_source(examples: int) -> dict[str, float]:
     """Seconds and MiB of the pipeline of an indexed source, in a process of its own."""
     import numpy as np
 
-    from tfdist.cluster.world import World
     from tfdist.data import DataSpec, IndexedSource
+    from tfdist.jobs.world import World
 
     spec = DataSpec("large", "classification", (8,), 10, {"train": examples, "validation": 0, "test": 0})
 

@@ -57,7 +57,7 @@ def apart(job: Job, turns: Turns) -> None:
     half = dataclasses.replace(job, examples=job.examples // PROCESSES)
 
     def train(own: Any) -> None:
-        from tfdist.communicators.mpi import MpiCommunicator
+        from tfdist.groups.mpi import MpiCommunicator
 
         _count_steps_of_all(own, wait_for_all=MpiCommunicator().barrier)
         contestants._tfdist(half, own, "single", threads=1)

@@ -35,9 +35,10 @@ def measure(job: race.Job, repeats: int) -> None:
 
     import tfdist
     from benchmarks import contestants
-    from tfdist.communicators import opaque
-    from tfdist.communicators.mpi import MpiCommunicator
-    from tfdist.core import fused_optimizers, gradient_reduction
+    from tfdist.data_parallel import gradient_reduction
+    from tfdist.groups import opaque
+    from tfdist.groups.mpi import MpiCommunicator
+    from tfdist.optimizers import fused as fused_optimizers
 
     mpi = MpiCommunicator()
     strategy = tfdist.strategy("horovod", seed=job.seed, timeout_seconds=3600.0)

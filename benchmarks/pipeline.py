@@ -97,7 +97,7 @@ def balance(arguments: argparse.Namespace) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     from dataclasses import replace
 
-    from tfdist.stages import plan as plans
+    from tfdist.pipeline_parallel import plan as plans
 
     model, *_ = made(arguments.model, arguments.batch_size)
     part = arguments.batch_size // MICRO_BATCHES
@@ -137,7 +137,7 @@ def stage(plan: Any, number: int, batch_size: int) -> Callable[[], Any]:
 
     from tfdist.internals import keras_stages
     from tfdist.internals.keras import tf_variable
-    from tfdist.stages import costs
+    from tfdist.pipeline_parallel import costs
 
     calls: Sequence[Any] = plan.calls_of(number)
     inside = {id(one) for call in calls for one in call.outputs}

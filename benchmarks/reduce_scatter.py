@@ -21,8 +21,8 @@ def measure(rank: int, size: int, megabytes: list[float], repeats: int, pipe: Co
     """One process; rank 0 prints the table."""
     import numpy as np
 
-    from tfdist.cluster.world import World
-    from tfdist.communicators.sockets import SocketCommunicator
+    from tfdist.groups.socket_group import SocketCommunicator
+    from tfdist.jobs.world import World
 
     def exchange(message: bytes) -> list[bytes]:
         pipe.send(message)

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
-from tfdist.cluster.world import World
 from tfdist.errors import UsageError
-from tfdist.strategies import _traits
-from tfdist.strategies._traits import Traits
+from tfdist.interface import traits as _traits
+from tfdist.interface.traits import Traits
+from tfdist.jobs.world import World
 
 if TYPE_CHECKING:
-    from tfdist.strategies.base import Strategy
+    from tfdist.interface.strategy import Strategy
 
 
 def names() -> list[str]:
@@ -96,7 +96,7 @@ def _ours(name: str) -> type[Strategy]:
 
 
 def _users_own(reference: str) -> type[Strategy]:
-    from tfdist.strategies.base import Strategy
+    from tfdist.interface.strategy import Strategy
 
     found = registry.resolve(reference, "strategy")
     if not (isinstance(found, type) and issubclass(found, Strategy)):

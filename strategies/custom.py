@@ -14,9 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.interface.traits import Traits
 from tfdist.spmd import Mesh
 from tfdist.strategies import base
-from tfdist.strategies._traits import Traits
 
 
 class CustomStrategy(base.Strategy):

@@ -5,7 +5,7 @@
     gosgd      each sends its weights to a random process, now and then                   asynchronous
     adpsgd     each averages with a random neighbour, while steps go on                   asynchronous
 
-The sources are named in `tfdist.core.gossip_rules`.
+The sources are named in `tfdist.relaxed.gossip_rules`.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from tfdist.core import gossip_rules, topologies
-from tfdist.core.inner_loop import Program, Steps
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.interface.program import Program, Steps
+from tfdist.interface.traits import Traits
 from tfdist.options import require_owned
-from tfdist.strategies import _apart as apart
-from tfdist.strategies import _gossip as programs
-from tfdist.strategies._averages import Averages, trained_weights
-from tfdist.strategies._outer import Shown
-from tfdist.strategies._traits import Traits
+from tfdist.relaxed import apart, gossip_rules, topologies
+from tfdist.relaxed import gossip as programs
+from tfdist.relaxed.averages import Averages, trained_weights
+from tfdist.relaxed.outer import Shown
 
 
 class GossipStrategy(apart.ApartStrategy):
     """Trains on all processes of a job, which exchange weights with few others around each step.
 
-    A meeting, see `tfdist.strategies._apart`, forms the mean over the processes, and each goes on with its own weights.
+    A meeting, see `tfdist.relaxed.apart`, forms the mean over the processes, and each goes on with its own weights.
     Each process keeps the state of its optimizer.
 
     Args:
         algorithm: "dpsgd", "sgp", "gosgd" or "adpsgd".
         topology: of `dpsgd` and `adpsgd`: "ring", "grid", "exponential" or "full", or a doubly stochastic matrix, see
-            `tfdist.core.topologies`; "ring" if not said.
+            `tfdist.relaxed.topologies`; "ring" if not said.
         probability: of `gosgd`, that a process sends after a step; 0.01 if not said.
         engine: what carries the weights: "sockets", "mpi", or "auto", which is MPI in processes that `mpirun` has
             started, else sockets.
-        options: see `tfdist.strategies._apart.ApartStrategy`.
+        options: see `tfdist.relaxed.apart.ApartStrategy`.
     """
 
     name = "gossip"

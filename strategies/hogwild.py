@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster.cores import cores
-from tfdist.core.inner_loop import Program, Steps
-from tfdist.core.verification_bounds import Bound, Staleness
-from tfdist.data.pipeline.array_feed import ArrayFeed
-from tfdist.data.pipeline.feed import Feed
+from tfdist.data.input.array_feed import ArrayFeed
+from tfdist.data.input.feed import Feed
 from tfdist.errors import UsageError
+from tfdist.interface.bound import Bound, Staleness
+from tfdist.interface.program import Program, Steps
+from tfdist.interface.traits import Traits
+from tfdist.jobs.cores import cores
 from tfdist.options import Count
-from tfdist.strategies import _closures as closures
+from tfdist.parameter_server import closures
+from tfdist.parameter_server.closure_data import IndexedArrays
+from tfdist.parameter_server.closure_replica import ClosureReplica
 from tfdist.strategies import base
-from tfdist.strategies._closure_data import IndexedArrays
-from tfdist.strategies._closure_replica import ClosureReplica
-from tfdist.strategies._traits import Traits
 
 _numbers = itertools.count()
 

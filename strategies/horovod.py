@@ -14,12 +14,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfdist.cluster.world import World
-from tfdist.communicators import Communicator, gloo
-from tfdist.communicators import horovod as engine
-from tfdist.communicators import horovod_timeline as timelines
-from tfdist.strategies import _reducing as reducing
-from tfdist.strategies._traits import Traits
+from tfdist.data_parallel import reducing
+from tfdist.groups import Communicator, gloo
+from tfdist.groups import horovod as engine
+from tfdist.groups import horovod_timeline as timelines
+from tfdist.interface.traits import Traits
+from tfdist.jobs.world import World
 
 # The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step. At each
 # look rank 0 hears from every other process.
@@ -31,8 +31,8 @@ class HorovodStrategy(reducing.ReducingStrategy):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
-        timeline: the file to write Horovod's timeline of this job to, see `tfdist.communicators.horovod_timeline`.
-        options: see `tfdist.strategies._reducing.ReducingStrategy`.
+        timeline: the file to write Horovod's timeline of this job to, see `tfdist.groups.horovod_timeline`.
+        options: see `tfdist.data_parallel.reducing.ReducingStrategy`.
     """
 
     name = "horovod"
@@ -76,7 +76,7 @@ def _settings(world_size: int, timeout_seconds: float) -> dict[str, str]:
         "HOROVOD_CYCLE_TIME": f"{cycle_ms:g}",
         # Gradients come packed; Horovod's own packing would copy them once more.
         "HOROVOD_FUSION_THRESHOLD": "0",
-        # It takes a busy process for a dead one; `tfdist.cluster.heartbeat` tells them apart.
+        # It takes a busy process for a dead one; `tfdist.jobs.heartbeat` tells them apart.
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
     }

@@ -4,9 +4,9 @@
     slowmo        a momentum over the moves from meeting to meeting                 every 48
     diloco        an optimizer of Keras' takes the moves for gradients              every 500
     easgd         a centre that the processes are drawn to, and keep apart from     every 10
-    module:function   the user's own rule, see `tfdist.core.outer_rules`            every 16
+    module:function   the user's own rule, see `tfdist.relaxed.outer_rules`            every 16
 
-The sources are named in `tfdist.core.outer_rules` and `tfdist.strategies._outer`.
+The sources are named in `tfdist.relaxed.outer_rules` and `tfdist.relaxed.outer`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ import numpy as np
 from pydantic import Field
 
 from tfdist import registry
-from tfdist.communicators import compression as encodings
-from tfdist.core import outer_rules
-from tfdist.core.inner_loop import Program, Steps
-from tfdist.core.verification_bounds import Averaging, Bound
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.interface.bound import Averaging, Bound
+from tfdist.interface.program import Program, Steps
+from tfdist.interface.traits import Traits
 from tfdist.options import Count, CountOrZero, Factor, Fraction, require_owned
-from tfdist.strategies import _apart as apart
-from tfdist.strategies import _local_sgd as programs
-from tfdist.strategies import _outer as outers
-from tfdist.strategies import _streaming as streaming
-from tfdist.strategies._averages import Averages, trained_weights
-from tfdist.strategies._traits import Traits
+from tfdist.relaxed import apart, outer_rules, streaming
+from tfdist.relaxed import compression as encodings
+from tfdist.relaxed import local_sgd as programs
+from tfdist.relaxed import outer as outers
+from tfdist.relaxed.averages import Averages, trained_weights
 
 EPOCH = "epoch"
 # The options of each rule.
@@ -44,7 +42,7 @@ OPTIONS = {
 
 
 class LocalSgdStrategy(apart.ApartStrategy):
-    """Trains on all processes of a job, which meet after a number of steps, see `tfdist.strategies._apart`.
+    """Trains on all processes of a job, which meet after a number of steps, see `tfdist.relaxed.apart`.
 
     Args:
         outer: the rule: "average", "slowmo", "diloco", "easgd", or the user's own as `module:function`.
@@ -62,7 +60,7 @@ class LocalSgdStrategy(apart.ApartStrategy):
         overlap: of `diloco`, the number of steps while a fragment travels; 0 if not said.
         mixing: of `diloco`, what a process keeps of its own weights when a fragment has come; 0 if not said.
         moving_rate: of `easgd`, alpha of Zhang et al.; 0.9 divided by the number of processes if not said.
-        options: see `tfdist.strategies._apart.ApartStrategy`.
+        options: see `tfdist.relaxed.apart.ApartStrategy`.
     """
 
     name = "local_sgd"

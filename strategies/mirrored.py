@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.strategies import _distribute as distribute
-from tfdist.strategies._traits import Traits
+from tfdist.data_parallel import distribute
+from tfdist.interface.traits import Traits
 
 
 class MirroredStrategy(distribute.DistributeStrategy):

@@ -5,17 +5,16 @@ It is what `horovod` is over MPI, without Horovod: nothing has to be built for t
 
 from __future__ import annotations
 
-from tfdist.communicators import Communicator
-from tfdist.strategies import _engines as engines
-from tfdist.strategies import _reducing as reducing
-from tfdist.strategies._traits import Traits
+from tfdist.data_parallel import engines, reducing
+from tfdist.groups import Communicator
+from tfdist.interface.traits import Traits
 
 
 class MpiStrategy(reducing.ReducingStrategy):
     """Trains on the processes that `mpirun` has started.
 
     Args:
-        options: see `tfdist.strategies._reducing.ReducingStrategy`.
+        options: see `tfdist.data_parallel.reducing.ReducingStrategy`.
     """
 
     name = "mpi"

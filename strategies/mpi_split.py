@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from tfdist.interface.traits import Traits
 from tfdist.options import Count
 from tfdist.strategies import local_sgd
-from tfdist.strategies._traits import Traits
 
 
 class MpiSplitStrategy(local_sgd.LocalSgdStrategy):
@@ -24,7 +24,7 @@ class MpiSplitStrategy(local_sgd.LocalSgdStrategy):
 
     Args:
         sync_every: "epoch", or the number of steps after which the weights are averaged.
-        options: see `tfdist.strategies._collective.MultiProcessStrategy`.
+        options: see `tfdist.data_parallel.collective.MultiProcessStrategy`.
     """
 
     name = "mpi_split"

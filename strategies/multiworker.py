@@ -18,31 +18,28 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.cluster import watchdog
-from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
-from tfdist.cluster.world import World
-from tfdist.communicators.collective_counter import CollectiveCounter
-from tfdist.communicators.exchanged import Exchanged
-from tfdist.communicators.sockets import SocketCommunicator
-from tfdist.core import gradient_reduction
+from tfdist.data_parallel import collective, distribute, gradient_reduction, sharding
+from tfdist.data_parallel import worker_collectives as collectives
+from tfdist.data_parallel.process_mesh import ProcessMesh
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
+from tfdist.groups.collective_counter import CollectiveCounter
+from tfdist.groups.exchanged import Exchanged
+from tfdist.groups.socket_group import SocketCommunicator
+from tfdist.groups.sockets import costs
+from tfdist.groups.sockets.connections import Exchange
+from tfdist.interface import gpus as _gpus
+from tfdist.interface.traits import Traits
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_patches
 from tfdist.internals.keras import tf_variable
+from tfdist.jobs import watchdog
+from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
+from tfdist.jobs.world import World
 from tfdist.options import Count, checked_seconds
-from tfdist.stages.plan import Balance
-from tfdist.stages.schedule import Synchronous
-from tfdist.strategies import _collective as collective
-from tfdist.strategies import _distribute as distribute
-from tfdist.strategies import _gpus
-from tfdist.strategies import _sharding as sharding
-from tfdist.strategies import _worker_collectives as collectives
-from tfdist.strategies._process_mesh import ProcessMesh
-from tfdist.strategies._staged_workers import WIRE_DTYPES, StagedWorkers
-from tfdist.strategies._staging import require_nothing_of_stages
-from tfdist.strategies._traits import Traits
-from tfdist.transport import costs
-from tfdist.transport.connections import Exchange
+from tfdist.pipeline_parallel.plan import Balance
+from tfdist.pipeline_parallel.schedule import Synchronous
+from tfdist.pipeline_parallel.staged_workers import WIRE_DTYPES, StagedWorkers
+from tfdist.pipeline_parallel.staging import require_nothing_of_stages
 
 SOCKETS = "sockets"
 COMMUNICATIONS = {
@@ -71,8 +68,8 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
         job_settings: settings that must be the same in all processes, as the versions of packages must; compared
             before TensorFlow starts.
         stages: the number of stages of a pipeline in each process; with more than 1, `micro_batches`, `schedule` and
-            `balance` belong to it, see `tfdist.strategies._staged_workers`.
-        options: see `tfdist.strategies.base.Strategy`; `shard`, see `tfdist.strategies._sharding`.
+            `balance` belong to it, see `tfdist.pipeline_parallel.staged_workers`.
+        options: see `tfdist.strategies.base.Strategy`; `shard`, see `tfdist.data_parallel.sharding`.
 
     Raises:
         UsageError: TensorFlow has already started, the job has parameter servers, or an option is unknown.

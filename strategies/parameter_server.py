@@ -18,29 +18,25 @@ from typing import Annotated, Any
 import tensorflow as tf
 from pydantic import Field
 
-from tfdist.cluster import ports, rendezvous
-from tfdist.cluster.task import Task
-from tfdist.cluster.world import World
-from tfdist.core.inner_loop import Program, Steps
-from tfdist.core.verification_bounds import Bound
-from tfdist.data.pipeline.division import Division
-from tfdist.data.pipeline.feed import Feed
+from tfdist.data.input.division import Division
+from tfdist.data.input.feed import Feed
+from tfdist.data_parallel import distribute
 from tfdist.errors import ClusterError, UsageError
+from tfdist.interface.bound import Bound
+from tfdist.interface.program import Program, Steps
+from tfdist.interface.traits import Traits
 from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.jobs import ports, rendezvous
+from tfdist.jobs.task import Task
+from tfdist.jobs.world import World
 from tfdist.options import Count, Fraction, checked_seconds
-from tfdist.strategies import _closures as closures
-from tfdist.strategies import _distribute as distribute
-from tfdist.strategies import _parameter_server_copies as copies
-from tfdist.strategies import _parameter_server_data as parameter_server_data
-from tfdist.strategies import _parameter_server_job as parameter_server_job
-from tfdist.strategies import _parameter_server_modes as modes
-from tfdist.strategies import _parameter_server_waiting as waiting
-from tfdist.strategies import _sharded_variable as sharded_variable
+from tfdist.parameter_server import closures, copies, modes, sharded_variable, waiting
+from tfdist.parameter_server import data as parameter_server_data
+from tfdist.parameter_server import job as parameter_server_job
+from tfdist.parameter_server.closure_replica import ClosureReplica
+from tfdist.parameter_server.round_mesh import RoundMesh
 from tfdist.strategies import base
-from tfdist.strategies._closure_replica import ClosureReplica
-from tfdist.strategies._round_mesh import RoundMesh
-from tfdist.strategies._traits import Traits
 
 # A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
 SHARD_BYTES = 8 << 20
@@ -54,7 +50,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     In the mode "asp" each step runs on one worker, on a whole batch, with the variables as they are when it reads them:
     steps do not wait for each other. The staleness of a step is the number of updates by others between its reads and
-    its own update. The other modes are listed in `tfdist.strategies._parameter_server_modes`.
+    its own update. The other modes are listed in `tfdist.parameter_server.modes`.
 
     Args:
         mode: what workers do with the weights on the servers, and when: "asp", "rounds", "ssp", "bsp", "downpour",

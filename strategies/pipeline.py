@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tensorflow as tf
 from pydantic import BeforeValidator
 
-from tfdist.cluster.world import World
+from tfdist.interface.traits import Traits
+from tfdist.jobs.world import World
 from tfdist.options import Count
-from tfdist.stages.plan import Balance, Plan
-from tfdist.stages.schedule import Schedule
-from tfdist.strategies import _delayed as delayed
+from tfdist.pipeline_parallel import delayed
+from tfdist.pipeline_parallel.local_stages import Stages
+from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh
+from tfdist.pipeline_parallel.plan import Balance, Plan
+from tfdist.pipeline_parallel.schedule import Schedule
+from tfdist.pipeline_parallel.stages_of_processes import StagesOfProcesses
 from tfdist.strategies import base
-from tfdist.strategies._pipeline_mesh import PipelineMesh
-from tfdist.strategies._stages import Stages
-from tfdist.strategies._stages_of_processes import StagesOfProcesses
-from tfdist.strategies._traits import Traits
 
 if TYPE_CHECKING:
-    from tfdist.core.inner_loop import Program, Steps
+    from tfdist.interface.program import Program, Steps
 
 Names = Annotated[
     Sequence[str] | None, BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
@@ -41,7 +41,7 @@ class PipelineStrategy(base.Strategy):
         micro_batches: the parts of a global batch that go through the stages one after the other; 1 is layer-wise
             model parallelism, where one device computes at a time.
         schedule: the order in which a stage computes them: "gpipe", "1f1b", or "2bw", with which the gradients of a
-            step are those at the weights of before the last update; see `tfdist.stages.schedule`.
+            step are those at the weights of before the last update; see `tfdist.pipeline_parallel.schedule`.
         balance: what is made even between the stages: "time", measured, or "memory".
         stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
         options: see `tfdist.strategies.base.Strategy`.

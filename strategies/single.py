@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.strategies import _gpus, base
+from tfdist.interface import gpus as _gpus
+from tfdist.strategies import base
 
 
 class SingleStrategy(base.Strategy):

@@ -25,8 +25,8 @@ from tfdist.callbacks import (
     memory,
     steps,
 )
-from tfdist.cluster.world import World
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 
 X = np.linspace(-1, 1, 70, dtype="float32").reshape(70, 1)
 Y = 3 * X

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.core import centre_rules
-from tfdist.core.centre_rules import Downpour, Eamsgd, Easgd, walked
+from tfdist.relaxed import centre_rules
+from tfdist.relaxed.centre_rules import Downpour, Eamsgd, Easgd, walked
 
 RULES = [Downpour(1, 1), Downpour(3, 2), Downpour(2, 3), Easgd(1, 0.4), Easgd(3, 0.3), Eamsgd(2, 0.4, 0.9)]
 

@@ -16,9 +16,9 @@ from tfdist.callbacks import Checkpoint
 from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header
-from tfdist.cluster import job_environment
-from tfdist.cluster.world import World
 from tfdist.errors import CheckpointError
+from tfdist.jobs import job_environment
+from tfdist.jobs.world import World
 
 ENTRIES = 20
 
@@ -131,7 +131,7 @@ TERMINATED = """
 import os, pathlib, signal, sys, time
 from tfdist import files
 from tfdist.checkpointing.writer import Writer
-from tfdist.cluster import process_exit
+from tfdist.jobs import process_exit
 
 def write():
     path = pathlib.Path(sys.argv[1])

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import pytest
 
-from tfdist.cluster import consensus
-from tfdist.cluster.world import World
 from tfdist.errors import DisagreementError
+from tfdist.jobs import consensus
+from tfdist.jobs.world import World
 
 
 class Peers:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # Python's own handler of a signal would wait for the second lock for ever.
 BUSY = """
 import ctypes, os
-from tfdist.cluster import process_exit
+from tfdist.jobs import process_exit
 mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
 with process_exit.closed_by(lambda status, reason: print(status, reason, os.getpid(), flush=True)):
     print("busy", flush=True)
@@ -21,7 +21,7 @@ with process_exit.closed_by(lambda status, reason: print(status, reason, os.getp
 """
 CLOSED_TWICE = """
 import signal, time
-from tfdist.cluster import process_exit
+from tfdist.jobs import process_exit
 for _ in range(2):
     with process_exit.closed_by(print):
         pass

@@ -30,11 +30,11 @@ import requests
 import tfdist.data
 import tfdist.models
 from tfdist import registry
-from tfdist.cluster.world import World
 from tfdist.data import DataSpec, Source, check_labels, spec
 from tfdist.data.formats import tfds_prepare
-from tfdist.data.pipeline import source
+from tfdist.data.input import source
 from tfdist.errors import DataError, UnknownNameError, UsageError
+from tfdist.jobs.world import World
 
 ROOT = Path(__file__).parent.parent
 PREPARED = os.environ.get("TFDS_DATA_DIR", "")

@@ -18,13 +18,13 @@ from tests.contract.comparison import assert_same
 from tests.interruption import InterruptionError, Interrupts
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks
 from tfdist.callbacks import Checkpoint
-from tfdist.cluster.world import World
 from tfdist.data import DataSpec
-from tfdist.data.pipeline import order, tfrecords
-from tfdist.data.pipeline.picture_files import Pictures
-from tfdist.data.pipeline.pictures import PictureSource
-from tfdist.data.pipeline.tfrecords import Records
+from tfdist.data.input import order, tfrecords
+from tfdist.data.input.picture_files import Pictures
+from tfdist.data.input.pictures import PictureSource
+from tfdist.data.input.tfrecords import Records
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 
 SIZES = [7, 0, 12, 5, 9]
 STARTS = np.cumsum([0, *SIZES])

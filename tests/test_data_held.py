@@ -14,10 +14,10 @@ from tests.contract.comparison import assert_same
 from tests.interruption import InterruptionError, Interrupts
 from tfdist.callbacks import Checkpoint
 from tfdist.data import DataSpec, IndexedSource
-from tfdist.data.pipeline import device_feed
-from tfdist.data.pipeline.arrays import label_type
-from tfdist.data.pipeline.division import Division
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input import device_feed
+from tfdist.data.input.arrays import label_type
+from tfdist.data.input.division import Division
+from tfdist.data.input.source import Source
 
 EXAMPLES = 41  # the last batch of 8 has one example
 

@@ -11,12 +11,12 @@ import pytest
 import tfdist
 from benchmarks import large_order
 from tests.test_data_pipeline import SEED, assert_same_batches, batches_of_ranks, pictures, segmenter
-from tfdist.cluster.world import World
 from tfdist.data import DataSpec, IndexedSource, Source
-from tfdist.data.pipeline import indexed, repeated
-from tfdist.data.pipeline.division import WHOLE
-from tfdist.data.pipeline.origin import FeedOrigin
+from tfdist.data.input import indexed, repeated
+from tfdist.data.input.division import WHOLE
+from tfdist.data.input.origin import FeedOrigin
 from tfdist.errors import DataError, UsageError
+from tfdist.jobs.world import World
 
 BILLION = 10**9
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfdist.data.pipeline import cache_folder, packed_files, tfrecords
-from tfdist.data.pipeline.packed_files import PackedFiles
-from tfdist.data.pipeline.tfrecords import Records
+from tfdist.data.input import cache_folder, packed_files, tfrecords
+from tfdist.data.input.packed_files import PackedFiles
+from tfdist.data.input.tfrecords import Records
 from tfdist.errors import DataError
 
 COUNT = 300
@@ -96,7 +96,7 @@ def test_processes_that_start_together_share_one_index(files):
     code = """
         import sys
         from pathlib import Path
-        from tfdist.data.pipeline import tfrecords
+        from tfdist.data.input import tfrecords
         print(tfrecords.index([Path(path) for path in sys.argv[1:]]).sum())
     """
     outputs = finish([python(code, *files) for _ in range(4)])
@@ -131,7 +131,7 @@ def test_what_was_written_is_read_now_and_later(tmp_path):
 WRITE = """
     import sys, time
     from pathlib import Path
-    from tfdist.data.pipeline import packed_files
+    from tfdist.data.input import packed_files
     sys.path.insert(0, sys.argv[2])
     from tests.test_data_kept import COUNT, content
     packed_files.SECONDS_UNTIL_FOUND = packed_files.SECONDS_BETWEEN_LOOKS = 0.0

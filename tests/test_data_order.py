@@ -19,11 +19,11 @@ from tests.test_data_pipeline import (
     pictures,
     sentences,
 )
-from tfdist.cluster.world import World
-from tfdist.data.pipeline import array_feed, augmentation, file_feed, order, permutation
-from tfdist.data.pipeline.division import Division
-from tfdist.data.pipeline.permutation import Permutation
+from tfdist.data.input import array_feed, augmentation, file_feed, order, permutation
+from tfdist.data.input.division import Division
+from tfdist.data.input.permutation import Permutation
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 
 SEED = 3
 BILLION = 10**9
@@ -202,7 +202,7 @@ def test_parts_of_all_ranks_make_the_batches_from_any_step_to_any_other(batch_si
 def test_computed_batches_are_the_same_for_any_number_of_ranks_and_from_any_batch(
     computed, monkeypatch, augment, at_once
 ):
-    monkeypatch.setattr("tfdist.data.pipeline.ranges.AT_ONCE", at_once)
+    monkeypatch.setattr("tfdist.data.input.ranges.AT_ONCE", at_once)
     data = pictures()
     alone = batches_of_ranks(data, 6, 1, augment=augment, epoch=2)
     assert [len(x) for x, _ in alone] == [6, 6, 6, 2]

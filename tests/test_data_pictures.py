@@ -19,11 +19,11 @@ import tfdist
 import tfdist.data
 from tests.shared_data import FILES, needs
 from tests.test_data_pipeline import assert_same_batches, batches_of_ranks, segmenter
-from tfdist.cluster.world import World
 from tfdist.data.formats import coco
-from tfdist.data.pipeline import augmentation, cache_folder, order, pictures
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input import augmentation, cache_folder, order, pictures
+from tfdist.data.input.division import Division
 from tfdist.errors import DataError, UsageError
+from tfdist.jobs.world import World
 
 SEED = 3
 
@@ -373,7 +373,7 @@ def test_a_computed_order_of_files_is_the_same_for_any_number_of_ranks_and_from_
     folder_of_classes, monkeypatch
 ):
     monkeypatch.setattr(order, "LARGEST_DRAWN", 4)
-    monkeypatch.setattr("tfdist.data.pipeline.ranges.AT_ONCE", 7)
+    monkeypatch.setattr("tfdist.data.input.ranges.AT_ONCE", 7)
     memory, streamed = (
         tfdist.data.load("image_folder", folder_of_classes, cache=cache, size=(4, 4)) for cache in ("memory", "off")
     )

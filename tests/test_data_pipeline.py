@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 
 from tests.test_data import flat, numbered
-from tfdist.cluster.world import World
 from tfdist.data import Source
 from tfdist.data.formats import text
-from tfdist.data.pipeline import augmentation, bad_examples, order, padding
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input import augmentation, bad_examples, order, padding
+from tfdist.data.input.division import Division
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.jobs.world import World
 
 SEED = 3
 

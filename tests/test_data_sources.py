@@ -13,7 +13,7 @@ import pytest
 import tfdist.data
 from tests.shared_data import FILES, needs
 from tfdist.data.formats import text
-from tfdist.data.pipeline import padding
+from tfdist.data.input import padding
 from tfdist.data.spec import END, PADDING, START, TASKS, UNKNOWN
 from tfdist.errors import DataError, UnknownNameError, UsageError
 

@@ -16,10 +16,10 @@ import tfdist.data
 from tests.contract.comparison import assert_same
 from tests.interruption import InterruptionError, Interrupts
 from tfdist.callbacks import Checkpoint, StopAtNonFiniteLoss
-from tfdist.data.pipeline import device_feed
-from tfdist.data.pipeline.array_feed import ArrayFeed, tensors
-from tfdist.data.pipeline.division import Division
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input import device_feed
+from tfdist.data.input.array_feed import ArrayFeed, tensors
+from tfdist.data.input.division import Division
+from tfdist.data.input.source import Source
 from tfdist.errors import DataError, UsageError
 from tfdist.internals import tensorflow as tensorflow_internals
 
@@ -106,7 +106,7 @@ class TestTheResultDoesNotDependOnWhereTheArraysAre:
         def batches(budget):
             feed = source.feed("train", 8, seed=4, augment="crop_flip")
             strategy = tfdist.strategy("custom", devices=["CPU:1", "CPU:2"], device_data_bytes=budget)
-            placed, parts = device_feed.placed(feed, strategy), []
+            placed, parts = strategy.placed(feed), []
             state = placed.start(1, 1)  # as a run that is resumed begins within a pass
             for batch in placed.batches.take(state, 1, 2):
                 parts += [placed.batches.part(state, batch, index, Division(2)) for index in range(2)]
@@ -205,13 +205,13 @@ class TestWhatStaysOnTheHost:
     def test_is_what_a_gpu_cannot_index(self, x):
         strategy = tfdist.strategy("custom", devices=["CPU:1", "CPU:2"], device_data_bytes=RESIDENT)
         feed = ArrayFeed(tensors(x, np.zeros(2)), 2, lambda epoch: np.arange(2, dtype=np.int32))
-        assert device_feed.placed(feed, strategy) is feed
+        assert strategy.placed(feed) is feed
 
     def test_an_array_that_is_input_and_target_is_copied_once(self):
         x = np.ones((4, 2), np.float32)
         strategy = tfdist.strategy("single", devices="CPU:1", device_data_bytes=x.nbytes)
         feed = ArrayFeed(tensors(x, x), 2, lambda epoch: np.arange(4, dtype=np.int32))
-        placed = device_feed.placed(feed, strategy)
+        placed = strategy.placed(feed)
         ((copied, target),), _ = placed.start(0, 0)
         assert isinstance(placed, device_feed.ResidentFeed)
         assert copied is target
@@ -237,7 +237,7 @@ class TestWhatCrossesToADevice:
         strategy = tfdist.strategy("custom", devices=["CPU:1", "CPU:2"], device_data_bytes=PREFETCHED)
         x, y = pictures(48)
         feed = ArrayFeed(tensors(x, y), 8, lambda epoch: np.arange(48, dtype=np.int32))
-        state = device_feed.placed(feed, strategy).start(0, 0)
+        state = strategy.placed(feed).start(0, 0)
         data, _ = state.element_spec
         assert [spec.shape.as_list() for spec in data] == [[4, 6], [4]]
         assert [x.device[-5:] for (x, _), _ in state.get_next()] == ["CPU:1", "CPU:2"]

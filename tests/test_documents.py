@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 WITH_SYNOPSIS = [
-    "tfdist.transport.costs",
-    "tfdist.transport.messages",
-    "tfdist.transport.operations",
-    "tfdist.transport.tables",
+    "tfdist.groups.sockets.costs",
+    "tfdist.groups.sockets.messages",
+    "tfdist.groups.sockets.operations",
+    "tfdist.groups.sockets.tables",
     "tfdist.run.config",
-    "tfdist.data.pipeline.order",
+    "tfdist.data.input.order",
     "tfdist.doctor.engines",
     "tfdist.errors",
     "tfdist.launcher.emit",
@@ -27,10 +27,10 @@ WITH_SYNOPSIS = [
     "tfdist.run.folder",
     "tfdist.run.schema",
     "tfdist.strategies",
-    "tfdist.cluster.slurm",
-    "tfdist.cluster.world",
-    "tfdist.communicators.compression",
-    "tfdist.core.outer_rules",
+    "tfdist.jobs.slurm",
+    "tfdist.jobs.world",
+    "tfdist.relaxed.compression",
+    "tfdist.relaxed.outer_rules",
 ]
 
 

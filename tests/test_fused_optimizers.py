@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import optimizers
 
 import tfdist
-from tfdist.core import fused_optimizers
+from tfdist.optimizers import fused as fused_optimizers
 
 OPTIMIZERS = {
     "sgd": lambda: optimizers.SGD(0.1),

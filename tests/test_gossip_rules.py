@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
-from tfdist.core import gossip_rules, topologies
-from tfdist.core.gossip_rules import AdPsgd, DPsgd, GoSgd, PushSum
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.relaxed import gossip_rules, topologies
+from tfdist.relaxed.gossip_rules import AdPsgd, DPsgd, GoSgd, PushSum
 
 SIZES = [1, 2, 3, 4, 6, 7]
 

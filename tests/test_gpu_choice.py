@@ -6,9 +6,10 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.cluster.world import World
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.strategies import _devices, _gpus
+from tfdist.interface import devices as _devices
+from tfdist.interface import gpus as _gpus
+from tfdist.jobs.world import World
 
 
 class Machine:

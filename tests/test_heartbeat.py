@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tfdist import terminal
-from tfdist.cluster import heartbeat
-from tfdist.cluster.heartbeat import Heartbeat, Limits
-from tfdist.cluster.heartbeat_links import Link, Member
-from tfdist.cluster.heartbeat_losses import Losses
-from tfdist.cluster.heartbeat_messages import SOME, Activity, Loss, Summary
-from tfdist.cluster.heartbeat_tree import Tree
-from tfdist.cluster.world import World
+from tfdist.jobs import heartbeat
+from tfdist.jobs.heartbeat import Heartbeat, Limits
+from tfdist.jobs.heartbeat.links import Link, Member
+from tfdist.jobs.heartbeat.losses import Losses
+from tfdist.jobs.heartbeat.messages import SOME, Activity, Loss, Summary
+from tfdist.jobs.heartbeat.tree import Tree
+from tfdist.jobs.world import World
 
 # The end of a thread stands for that of a process.
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*SystemExit:pytest.PytestUnhandledThreadExceptionWarning")

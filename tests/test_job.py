@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfdist.cluster.world import World
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 from tfdist.launcher.job import Job, new_name, parse_hosts, read_hostfile
 
 

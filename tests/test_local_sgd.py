@@ -6,10 +6,11 @@ import pytest
 
 import tfdist
 from tfdist import strategies
-from tfdist.communicators import compression, strategy_state
-from tfdist.core import outer_rules, verification
-from tfdist.data.pipeline.batch_feed import BatchFeed
+from tfdist.data.input.batch_feed import BatchFeed
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.interface import state as strategy_state
+from tfdist.relaxed import compression, outer_rules
+from tfdist.verification import comparison as verification
 
 
 def made(optimizer="sgd"):

@@ -14,9 +14,9 @@ from keras import layers
 
 import tfdist
 from tests.planted_rules import mean_of_means, plant
-from tfdist.core import steps_per_call
-from tfdist.data.pipeline import adapters
+from tfdist.data.input import adapters
 from tfdist.errors import DataError, UnknownNameError, UsageError, VerificationError
+from tfdist.loop import steps_per_call
 from tfdist.strategies import base
 
 X, Y = np.ones((10, 2), "float32"), np.ones((10, 1), "float32")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster.task import Task
-from tfdist.cluster.world import World
 from tfdist.errors import UsageError
-from tfdist.strategies import _parameter_server_job as job
+from tfdist.jobs.task import Task
+from tfdist.jobs.world import World
+from tfdist.parameter_server import job
 
 TASKS = (
     Task("chief", 0, "one:2000"),

@@ -21,9 +21,9 @@ from tests.interruption import InterruptionError, Interrupts
 from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
+from tfdist.pipeline_parallel import costs, partition, placement, plan, schedule
+from tfdist.pipeline_parallel.local_stages import Stages
 from tfdist.profiling.stages import Busy, busy, of_all
-from tfdist.stages import costs, partition, placement, plan, schedule
-from tfdist.strategies._stages import Stages
 
 X = np.random.default_rng(0).normal(size=(22, 8, 8, 2)).astype("float32")
 Y = np.arange(22) % 3

@@ -18,9 +18,9 @@ from keras import layers
 import tfdist
 from tests.contract import test_equality as equality
 from tests.contract.cases import CASES, Penalty
-from tfdist.core import recomputation
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import tensorflow_graphs as graphs
+from tfdist.loop import recomputation
 
 X = np.random.default_rng(0).normal(size=(11, 8, 8, 2)).astype("float32")
 Y = np.arange(11) % 3

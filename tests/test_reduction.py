@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.core.gradient_reduction import Packing, packed
+from tfdist.data_parallel.gradient_reduction import Packing, packed
 from tfdist.strategies import horovod
 
 FLOATS = tf.constant([1.0, 2.0])  # 8 bytes

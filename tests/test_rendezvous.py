@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tfdist.cluster import rendezvous, world
-from tfdist.cluster.rendezvous_chief import ChiefServer
-from tfdist.cluster.rendezvous_messages import CLUSTER, LONGEST_MESSAGE_BYTES, Hello, as_line, described_cluster
-from tfdist.cluster.task import Task
 from tfdist.errors import ClusterError, DisagreementError
+from tfdist.jobs import rendezvous, world
+from tfdist.jobs.rendezvous.chief import ChiefServer
+from tfdist.jobs.rendezvous.messages import CLUSTER, LONGEST_MESSAGE_BYTES, Hello, as_line, described_cluster
+from tfdist.jobs.task import Task
 
 CARD = {"TensorFlow": "2.21.0"}
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from tfdist import spmd
-from tfdist.communicators.parts import Part
-from tfdist.core.segments import Segments
+from tfdist.data_parallel.segments import Segments
+from tfdist.groups.parts import Part
 from tfdist.internals import tensorflow as tensorflow_internals
 
 SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.internals import keras_variables
-from tfdist.strategies import _sharded_variable as sharded_variable
+from tfdist.parameter_server import sharded_variable
 
 VALUES = np.arange(14, dtype="float32").reshape(7, 2)
 

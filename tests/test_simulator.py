@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from tfdist import simulate
 from tfdist.advisor.costs import Link
-from tfdist.core.centre_rules import MOMENTUM, Eamsgd, Easgd, walked
-from tfdist.data.pipeline import adapters
+from tfdist.data.input import adapters
 from tfdist.errors import UsageError
+from tfdist.relaxed.centre_rules import MOMENTUM, Eamsgd, Easgd, walked
 from tfdist.simulator import __main__ as simulator
 from tfdist.simulator import algorithms, clock, matrix, study
 from tfdist.simulator.replicas import Replicas

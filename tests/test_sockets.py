@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import communicators
-from tfdist.cluster.world import World
-from tfdist.communicators.sockets import SocketCommunicator
+from tfdist import groups as communicators
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.transport import costs, hosts, messages, shared_memory
-from tfdist.transport.connections import SECRET_BYTES
-from tfdist.transport.operations import ALL_REDUCE, HEADER, Operation
-from tfdist.transport.ring import Ring
+from tfdist.groups.socket_group import SocketCommunicator
+from tfdist.groups.sockets import costs, hosts, messages, shared_memory
+from tfdist.groups.sockets.connections import SECRET_BYTES
+from tfdist.groups.sockets.operations import ALL_REDUCE, HEADER, Operation
+from tfdist.groups.sockets.ring import Ring
+from tfdist.jobs.world import World
 
 # The number of processes, and of the hosts that they are on: one, as many, and some in between.
 SPREADS = [(2, 1), (2, 2), (3, 3), (5, 1), (5, 2), (5, 5), (7, 3)]

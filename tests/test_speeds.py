@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import tfdist
 from tfdist import data, spmd
 from tfdist.__main__ import main
-from tfdist.cluster.world import World
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input.division import Division
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 
 X = np.random.default_rng(0).normal(size=(23, 4)).astype("float32")
 

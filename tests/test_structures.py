@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.communicators import structures
+from tfdist.groups import structures
 
 
 def test_the_synopsis_runs():

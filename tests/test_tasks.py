@@ -14,7 +14,7 @@ from tests import zoo
 from tests.test_train import refuse, run
 from tfdist import data, models, tasks, train
 from tfdist.data import Source
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input.division import Division
 from tfdist.data.spec import TASKS
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.models.stateful_rnn import StreamLSTM

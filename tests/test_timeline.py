@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.communicators import horovod_timeline
 from tfdist.errors import UsageError
+from tfdist.groups import horovod_timeline
 
 
 def trace(start_micros):

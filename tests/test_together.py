@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.pipeline import together
+from tfdist.data.input import together
 
 FLOATS = np.arange(24, dtype="float32").reshape(6, 4)
 ROWS = [[1, 2], [], [3]]

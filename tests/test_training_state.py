@@ -5,8 +5,8 @@ import pytest
 
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry
-from tfdist.cluster.world import World
-from tfdist.strategies._collective import MultiProcessStrategy
+from tfdist.data_parallel.collective import MultiProcessStrategy
+from tfdist.jobs.world import World
 
 
 class Peer:

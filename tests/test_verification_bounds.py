@@ -6,9 +6,10 @@ import keras
 import pytest
 
 import tfdist.data
-from tfdist.cluster.world import World
-from tfdist.core.verification_bounds import Averaging, BoundReport, Held, Staleness
 from tfdist.errors import VerificationError
+from tfdist.interface.bound import Averaging, Staleness
+from tfdist.jobs.world import World
+from tfdist.verification.bounds import BoundReport, Held, is_equality
 
 
 class Two:
@@ -56,15 +57,15 @@ def test_a_quantity_above_its_bound_or_not_a_number_is_named_in_the_error_and_in
     ],
 )
 def test_averaging_is_synchronous_training_after_each_linear_step_alone(every, optimizer, inside, equal):
-    assert Averaging(every).is_equality(Two, model_of(optimizer, *inside), EVEN) == equal
+    assert is_equality(Averaging(every), Two, model_of(optimizer, *inside), EVEN) == equal
 
 
 @pytest.mark.parametrize(("size", "equal"), [(8, True), (9, False)])
 def test_arrays_whose_batches_do_not_divide_have_other_batches_on_each_rank(size, equal):
     feed = tfdist.data.load("digits").feed("train", size)
-    assert Averaging(1).is_equality(Two, model_of(keras.optimizers.SGD(0.1)), feed) == equal
+    assert is_equality(Averaging(1), Two, model_of(keras.optimizers.SGD(0.1)), feed) == equal
 
 
 def test_a_staleness_of_0_alone_is_one_device():
     model = model_of("adam")
-    assert [Staleness(most).is_equality(Two, model, EVEN) for most in (0, 1, None)] == [True, False, False]
+    assert [is_equality(Staleness(most), Two, model, EVEN) for most in (0, 1, None)] == [True, False, False]

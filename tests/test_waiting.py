@@ -6,8 +6,8 @@ import time
 import pytest
 import tensorflow as tf
 
-from tfdist.cluster.watchdog import Watch
-from tfdist.communicators.collective_counter import CollectiveCounter
+from tfdist.groups.collective_counter import CollectiveCounter
+from tfdist.jobs.watchdog import Watch
 
 SECONDS = 0.5
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tfdist import world
-from tfdist.cluster.slurm import expand_hosts
-from tfdist.cluster.task import ROLES, Task
-from tfdist.cluster.world import World
 from tfdist.errors import EXIT_USAGE, UsageError
+from tfdist.jobs.slurm import expand_hosts
+from tfdist.jobs.task import ROLES, Task
+from tfdist.jobs.world import World
 
 # Other tests may have the cores at the same time.
 quick = settings(deadline=None, max_examples=50)

@@ -20,7 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist.strategies.base import Strategy
+    from tfdist.interface.strategy import Strategy
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ def strategy(name: str, **options: Any) -> Strategy:
     | "gossip" | several processes that train apart, and average with few others around each step |
     | "mpi_split" | several processes that average their weights now and then |
 
-    All take the options of `tfdist.strategies.base.Strategy`; docs/strategies.md has those of each.
+    All take the options of `tfdist.interface.strategy.Strategy`; docs/strategies.md has those of each.
 
     Raises:
         UnknownNameError: no strategy, or no device, has that name.

@@ -8,7 +8,7 @@ from tfdist import __version__, advise, compare, launch, memory, profile, report
 from tfdist.data import __main__ as data
 from tfdist.doctor import __main__ as doctor
 from tfdist.doctor import environment
-from tfdist.stages import __main__ as stages
+from tfdist.pipeline_parallel import __main__ as stages
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

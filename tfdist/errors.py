@@ -99,7 +99,7 @@ class VerificationError(TfdistError):
 
     Attributes:
         layer: the layer, metric, loss or model with the first difference.
-        report: the `tfdist.core.verification_report.Report`, or a `BoundReport`.
+        report: the `tfdist.verification.report.Report`, or a `BoundReport`.
     """
 
     exit_code = EXIT_DIFFERENT

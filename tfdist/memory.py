@@ -13,7 +13,7 @@ from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 
 if TYPE_CHECKING:
-    from tfdist.core.peak_memory import Estimate
+    from tfdist.loop.peak_memory import Estimate
 
 # Strategies each of whose replicas has a whole model, on a device of its own.
 WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_split")
@@ -66,8 +66,8 @@ def of(
     """The memory of a replica that trains on `batch_size` examples per step."""
     import tfdist
     from tfdist import tasks
-    from tfdist.core import peak_memory
     from tfdist.internals import keras_variables
+    from tfdist.loop import peak_memory
     from tfdist.run import optimizers
     from tfdist.run.config import TrainConfig
 

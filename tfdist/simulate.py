@@ -12,10 +12,10 @@ import click
 
 from tfdist import files, registry, terminal
 from tfdist.advisor.costs import link_of
-from tfdist.core import gossip_rules
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.options import require_owned
+from tfdist.relaxed import gossip_rules
 from tfdist.simulator.matrix import ALGORITHMS
 
 if TYPE_CHECKING:

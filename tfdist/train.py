@@ -23,10 +23,10 @@ import click
 import psutil
 
 from tfdist import data, models, registry, startup, strategies, terminal
-from tfdist.cluster import job_environment, process_exit
-from tfdist.cluster.world import World
-from tfdist.data.pipeline import augmentation
+from tfdist.data.input import augmentation
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_USAGE, TfdistError, VerificationError
+from tfdist.jobs import job_environment, process_exit
+from tfdist.jobs.world import World
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticOptions, elastic_options
 from tfdist.run import config as configs

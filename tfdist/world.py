@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdist import terminal
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 
 
 @click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 
 # This process may be one of several that run the suite together, each of them all tests: `tests/processes` starts them.
 WORLD = World.detect(os.environ)

@@ -13,7 +13,7 @@ from keras import layers
 import tfdist
 from tests.contract import contestants
 from tests.contract.comparison import Stock, assert_same, start
-from tfdist.data.pipeline import order
+from tfdist.data.input import order
 
 REPLICAS = contestants.EACH_COUNT
 BATCH, SEED = 4, 7

@@ -12,8 +12,8 @@ from keras import layers
 
 from tests.contract import contestants
 from tests.contract.comparison import STOCK, start
-from tfdist.core import outer_loop
 from tfdist.errors import UsageError
+from tfdist.loop import outer_loop
 
 REPLICAS = contestants.FEW
 _rng = np.random.default_rng(0)

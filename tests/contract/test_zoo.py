@@ -13,7 +13,7 @@ from tests import zoo
 from tests.contract import contestants
 from tests.contract.comparison import STOCK, assert_same, start
 from tfdist import models, tasks
-from tfdist.core import programs
+from tfdist.loop import programs
 
 QUICK = [
     ("stateful_rnn", "float32"),

@@ -12,7 +12,7 @@ import tfdist
 from tests.contract import contestants
 from tests.contract.comparison import STOCK, assert_same, start
 from tests.gpu.traces import traced
-from tfdist.strategies import _devices
+from tfdist.interface import devices as _devices
 from tfdist.study import gpu_use
 
 CONTESTANTS = [STOCK, ("single", 1), ("custom", 2), ("mirrored", 2)]

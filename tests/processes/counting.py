@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import data
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 
 EXAMPLES = 320
 STEPS_FILE = "TFDIST_TEST_STEPS"  # the chief adds a character to it at each step, which takes its time then

@@ -15,7 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 
 
 def main():

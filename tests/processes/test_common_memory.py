@@ -18,10 +18,10 @@ def add_up_for_ever(rank, pipe):
     """One process; it says when it has begun, and with which error it ends."""
     import numpy as np
 
-    from tfdist.cluster.world import World
     from tfdist.errors import ClusterError
-    from tfdist.transport.messages import Mailbox
-    from tfdist.transport.sockets import Sockets
+    from tfdist.groups.sockets.messages import Mailbox
+    from tfdist.groups.sockets.sockets import Sockets
+    from tfdist.jobs.world import World
 
     def exchange(message):
         pipe.send(message)

@@ -15,9 +15,9 @@ SCRIPT = """
 import sys
 import numpy as np, tensorflow as tf
 from tfdist import communicators, strategy
-from tfdist.communicators import mpi
-from tfdist.communicators.horovod import HorovodCommunicator
-from tfdist.communicators.mpi import MpiCommunicator
+from tfdist.groups import mpi
+from tfdist.groups.horovod import HorovodCommunicator
+from tfdist.groups.mpi import MpiCommunicator
 from tfdist.errors import UsageError
 
 engine = sys.argv[1]
@@ -192,9 +192,9 @@ def test_one_that_is_killed_or_stopped_while_another_receives_is_named(tmp_path,
 YIELDS = """
 import ctypes, sys
 if sys.argv[1] == "mpi4py":
-    from tfdist.communicators.mpi import MpiCommunicator as Communicator
+    from tfdist.groups.mpi import MpiCommunicator as Communicator
 else:
-    from tfdist.communicators.horovod import HorovodCommunicator as Communicator
+    from tfdist.groups.horovod import HorovodCommunicator as Communicator
 Communicator()
 library = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "/libmpi.so" in line))
 index, count, handle, value = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_bool()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes.jobs import RunningJob, record, require_mpi, signalled, train
 from tests.processes.test_local_sgd import BATCH, DIVERGED, EPOCHS, MODEL, Process, data, of_two
-from tfdist.core import topologies
+from tfdist.relaxed import topologies
 
 UNEVEN = [[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]
 # Of each case: the options of the strategy, and for how many processes it is.
@@ -157,7 +157,7 @@ import time
 import tensorflow as tf
 from tfdist.strategies import _gossip as gossip
 
-rank = tfdist.cluster.world.World.detect().rank
+rank = tfdist.jobs.world.World.detect().rank
 end_messages = gossip.Gossip._end_messages
 
 

@@ -163,7 +163,7 @@ class TestContract:
 STOCK = """
 import sys
 import keras, numpy as np, tfdist
-from tfdist.strategies._stock_keras import StockKerasStrategy
+from tfdist.data_parallel.stock_keras import StockKerasStrategy
 
 communicator = tfdist.strategy("horovod").communicator
 x = np.random.default_rng(0).normal(size=(128, 6)).astype("float32")

@@ -238,8 +238,8 @@ def test_an_error_of_tfdist_is_one_sentence(tmp_path, script):
 
 LISTEN = """
 import json, os, socket, time
-from tfdist.cluster import ports
-from tfdist.cluster.world import World
+from tfdist.jobs import ports
+from tfdist.jobs.world import World
 with ports.listen(World.detect().task.port) as listener:
     print("listening", listener.getsockname()[1], flush=True)
     time.sleep(100)

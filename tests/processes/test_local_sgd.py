@@ -461,7 +461,7 @@ EACH_STEP = (
 import contextlib
 from tests.contract.cases import BATCH, CASES
 from tests.contract.test_equality import Stock, largest_difference
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input.division import Division
 
 CHOSEN = [
     "remainder 1", "loss sum", "mask, loss sum", "several inputs and outputs", "own train_step", "own compute_loss",

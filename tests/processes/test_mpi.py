@@ -63,7 +63,7 @@ def test_a_process_that_is_killed_ends_the_job_by_name(tmp_path):
 DIFFERING = """
 import os
 import tfdist
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 
 rank = World.detect(os.environ).rank
 tfdist.strategy("mpi", compression="bf16" if rank else "none")

@@ -10,8 +10,8 @@ import tfdist
 from tests.processes.jobs import after_two_epochs, record, train
 from tests.processes.test_contract import BY_HAND, STEPS, USERS_STEPS, equality_cases, run_together
 from tests.processes.test_parameter_server import run_script
-from tfdist.core.centre_rules import Eamsgd, Easgd, walked
 from tfdist.errors import UsageError
+from tfdist.relaxed.centre_rules import Eamsgd, Easgd, walked
 
 SYNCHRONOUS = [
     "remainder 1",

@@ -8,7 +8,7 @@ SCRIPT = """
 import sys
 import keras, numpy as np, tfdist
 from tfdist.advisor.costs import Link
-from tfdist.data.pipeline import adapters
+from tfdist.data.input import adapters
 from tfdist.simulator import study
 from tfdist.simulator.replicas import Replicas
 from tfdist.simulator.study import Settings

@@ -115,7 +115,7 @@ def test_bad_options_are_refused_with_a_sentence(tmp_path, name, options, part):
 DIFFERS = """
 import sys
 import tfdist
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 from tfdist.errors import DisagreementError
 
 name, *options = sys.argv[1:]

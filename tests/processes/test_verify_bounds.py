@@ -9,7 +9,7 @@ require_mpi()
 OWN = """
 import keras
 from tfdist.strategies import mpi_split
-from tfdist.strategies._traits import Traits
+from tfdist.interface.traits import Traits
 
 TRAITS = Traits(processes=True, mpi=True, asynchronous=True, package="mpi4py", options=("sync_every",))
 
@@ -27,7 +27,7 @@ class Apart(mpi_split.MpiSplitStrategy):
 """
 RACING = """
 from tfdist.strategies import parameter_server
-from tfdist.strategies._traits import Traits
+from tfdist.interface.traits import Traits
 
 TRAITS = Traits(processes=True, servers=True, asynchronous=True, options=("staleness",))
 

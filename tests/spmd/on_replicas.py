@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input.division import Division
 
 
 def rows_of(examples, replicas):

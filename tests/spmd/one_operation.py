@@ -189,7 +189,7 @@ def partitioned(case: Case, traced: Any, ways: Sequence[Given], replicas: int) -
             outputs = partitioner.run(traced.graph, [*inputs, *outside])
             found.append(Found(given, [output.placement for output in outputs], cost))
             whole = partitioner.conversions.whole(outputs)
-            results.append([partitioner.conversions.tensors(output)[0] for output in whole])
+            results.append([partitioner.mesh.tensors(output)[0] for output in whole])
         return results
 
     specs = [tensor.shape for tensor in traced.inputs[: len(case.arrays)]]

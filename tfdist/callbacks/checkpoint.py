@@ -35,14 +35,14 @@ from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.checkpointing.position import Position
 from tfdist.checkpointing.store import Store
-from tfdist.cluster import consensus, elastic
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches
+from tfdist.jobs import consensus, elastic
 
 if TYPE_CHECKING:
-    from tfdist.data.pipeline.passes import Passes
-    from tfdist.strategies.base import Strategy
+    from tfdist.data.input.passes import Passes
+    from tfdist.interface.strategy import Strategy
 
 
 class Checkpoint(ClockedCallback):

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 
 _HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 _TRAIN_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")

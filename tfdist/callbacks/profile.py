@@ -18,8 +18,8 @@ from typing import Any
 import keras
 
 from tfdist.callbacks.steps import StepCounter
-from tfdist.cluster import consensus
 from tfdist.errors import UsageError
+from tfdist.jobs import consensus
 from tfdist.profiling import remote as remote_profiler
 from tfdist.profiling import trace
 

@@ -8,9 +8,9 @@ from typing import Any
 from tfdist.checkpointing import held_variables, random_states
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Stored
-from tfdist.cluster.consensus import ProcessGroup
-from tfdist.communicators import strategy_state
 from tfdist.errors import CheckpointError
+from tfdist.interface import state as strategy_state
+from tfdist.jobs.consensus import ProcessGroup
 
 
 def refuse_without_variables(model: Any) -> None:

@@ -17,15 +17,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpointing.format import Entry, Stored
-from tfdist.cluster.consensus import ProcessGroup, all_gather_object, any_of
-from tfdist.cluster.world import World
-from tfdist.communicators import parts, strategy_state
-from tfdist.communicators import variables as shared_variables
 from tfdist.errors import CheckpointError
+from tfdist.groups import parts
+from tfdist.interface import shared_variables
+from tfdist.interface import state as strategy_state
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow_variables import copies
+from tfdist.jobs.consensus import ProcessGroup, all_gather_object, any_of
+from tfdist.jobs.world import World
 
 COPY_THREADS = 4
 COPIED_BYTES = 1 << 24

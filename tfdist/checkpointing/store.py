@@ -7,10 +7,10 @@ from pathlib import Path
 from tfdist.checkpointing import format as checkpoint_format
 from tfdist.checkpointing import state
 from tfdist.checkpointing.format import Entry, Header, Stored
-from tfdist.cluster import consensus
-from tfdist.cluster.consensus import ProcessGroup
-from tfdist.communicators import variables
 from tfdist.errors import CheckpointError
+from tfdist.interface import shared_variables as variables
+from tfdist.jobs import consensus
+from tfdist.jobs.consensus import ProcessGroup
 
 
 class Store:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfdist import files, terminal
-from tfdist.cluster import process_exit
 from tfdist.errors import CheckpointError
+from tfdist.jobs import process_exit
 
 _under_way: set[threading.Thread] = set()
 

@@ -22,11 +22,11 @@ from os import PathLike
 from typing import Any
 
 from tfdist import registry
-from tfdist.data.pipeline import origin
-from tfdist.data.pipeline.arrays import check_labels
-from tfdist.data.pipeline.indexed import IndexedSource
-from tfdist.data.pipeline.processes import per_process, shard
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input import origin
+from tfdist.data.input.arrays import check_labels
+from tfdist.data.input.indexed import IndexedSource
+from tfdist.data.input.processes import per_process, shard
+from tfdist.data.input.source import Source
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
 

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from tfdist import data, registry, terminal
-from tfdist.data.pipeline import augmentation as augmentations
-from tfdist.data.pipeline import bad_examples
+from tfdist.data.input import augmentation as augmentations
+from tfdist.data.input import bad_examples
 from tfdist.errors import UnknownNameError
 
 
@@ -45,9 +45,9 @@ def show(
     source: data.Source, *, batch_size: int, augment: str, split: str, seed: int, seconds: float, sheet: Path
 ) -> None:
     """Measures, prints a table, and draws the contact sheet of the first batch."""
-    from tfdist.cluster.cores import cores
     from tfdist.data.tools import contact_sheet as sheets
     from tfdist.data.tools import pipeline_speed
+    from tfdist.jobs.cores import cores
 
     shown = max(batch_size, sheets.ROWS * sheets.COLUMNS)
     x, y = next(source.pipeline(split, shown, augment=augment, seed=seed).as_numpy_iterator())

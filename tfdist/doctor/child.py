@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tfdist.cluster import cluster_file, job_environment
-from tfdist.cluster.world import PMI, VARIABLES_OF_RANKS
+from tfdist.jobs import cluster_file, job_environment
+from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS
 from tfdist.launcher import limited
 
 # By these names or beginnings of names, launchers describe a job to its processes. Settings of the user's, such as

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 import click
 
 from tfdist import terminal, world
-from tfdist.cluster.world import World
 from tfdist.doctor import engines, gpus, machine, packages
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 from tfdist.run.schema import Machine
 
 # The beginnings of names of variables that change what tfdist and its packages do.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tfdist.data.formats import tfds_prepare
-from tfdist.data.pipeline import cache_folder
+from tfdist.data.input import cache_folder
 from tfdist.doctor.finding import Finding, note, of_error, ok, problem
 from tfdist.errors import DataError
 

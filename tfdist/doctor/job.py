@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 
 from tfdist import strategies
-from tfdist.cluster import cluster_file, ports, slurm
-from tfdist.cluster.world import PMI, VARIABLES_OF_RANKS, World
 from tfdist.doctor import network
 from tfdist.doctor.finding import Finding, note, of_error, ok, problem
 from tfdist.errors import UsageError
+from tfdist.jobs import cluster_file, ports, slurm
+from tfdist.jobs.world import PMI, VARIABLES_OF_RANKS, World
 
 SUBJECT = "job"
 MOST_HOSTS = 256  # that are looked up

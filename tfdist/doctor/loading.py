@@ -37,14 +37,14 @@ def tensorflow() -> dict[str, Any]:
 
 def mpi4py() -> dict[str, Any]:
     """The MPI library that mpi4py is linked with."""
-    from tfdist.communicators import mpi
+    from tfdist.groups import mpi
 
     return {"library": mpi.load().Get_library_version().partition(",")[0].partition("\n")[0].strip("\0 ")}
 
 
 def horovod() -> dict[str, Any]:
     """What Horovod was built with."""
-    from tfdist.communicators import horovod as engine
+    from tfdist.groups import horovod as engine
 
     hvd = engine.load()
     built = {"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(), "NCCL": hvd.nccl_built()}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from tfdist.cluster.cores import cores
 from tfdist.doctor.finding import Finding, note, ok, problem
+from tfdist.jobs.cores import cores
 from tfdist.launcher import descriptors
 
 GIB = 1 << 30

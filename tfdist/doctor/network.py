@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from tfdist.cluster import slurm
-from tfdist.cluster.task import means_itself
-from tfdist.cluster.world import World
 from tfdist.doctor.finding import Finding, note, ok, problem
 from tfdist.errors import UsageError
+from tfdist.jobs import slurm
+from tfdist.jobs.task import means_itself
+from tfdist.jobs.world import World
 
 PORTS_OF_SYSTEM = Path("/proc/sys/net/ipv4/ip_local_port_range")
 SECONDS_TO_LOOK_UP = 5.0

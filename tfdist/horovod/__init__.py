@@ -18,10 +18,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tfdist.cluster.heartbeat import Limits
-from tfdist.cluster.world import World
-from tfdist.communicators import gloo
-from tfdist.communicators import horovod as engine
+from tfdist.data_parallel import distribute
+from tfdist.groups import gloo
+from tfdist.groups import horovod as engine
 from tfdist.horovod import callbacks, job
 from tfdist.horovod.collectives import (
     allgather,
@@ -35,8 +34,9 @@ from tfdist.horovod.collectives import (
 from tfdist.horovod.normalization import SyncBatchNormalization
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
 from tfdist.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
+from tfdist.jobs.heartbeat import Limits
+from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
-from tfdist.strategies import _distribute as distribute
 
 # One of these is set if `horovodrun`, `mpirun` or `srun --mpi` has given Horovod itself the rank of this process.
 KNOWN_TO_HOROVOD = {gloo.RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}

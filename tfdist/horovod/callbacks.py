@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from tfdist.callbacks import rate
-from tfdist.communicators import horovod as engine
 from tfdist.errors import UsageError
+from tfdist.groups import horovod as engine
 from tfdist.horovod import collectives, operations
 
 Logs = dict[str, Any] | None

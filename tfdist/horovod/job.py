@@ -1,6 +1,6 @@
 """Watches the processes of a job that uses `tfdist.horovod`: none waits for the others forever, or without a word.
 
-Each process tells the others what it does, over connections of its own (`tfdist.cluster.heartbeat`). If processes wait
+Each process tells the others what it does, over connections of its own (`tfdist.jobs.heartbeat`). If processes wait
 for different operations, or for one that has ended the training they are in, the job ends with an error that says who
 waits for what.
 """
@@ -20,15 +20,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import terminal
-from tfdist.cluster import process_exit
-from tfdist.cluster.heartbeat import Heartbeat, Limits, gone
-from tfdist.cluster.heartbeat_messages import Activity
-from tfdist.cluster.world import World
-from tfdist.communicators import Communicator
-from tfdist.communicators import horovod as engine
 from tfdist.errors import ClusterError, DisagreementError
+from tfdist.groups import Communicator
+from tfdist.groups import horovod as engine
 from tfdist.horovod import operations, progress
 from tfdist.internals import keras_loops
+from tfdist.jobs import process_exit
+from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
+from tfdist.jobs.heartbeat.messages import Activity
+from tfdist.jobs.world import World
 
 # Set by Horovod's own elastic jobs, whose processes come and go.
 ELASTIC = "HOROVOD_ELASTIC"

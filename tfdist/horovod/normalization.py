@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.communicators import horovod as engine
-from tfdist.communicators import opaque
 from tfdist.errors import UsageError
+from tfdist.groups import horovod as engine
+from tfdist.groups import opaque
 from tfdist.horovod import batches, names, operations
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches

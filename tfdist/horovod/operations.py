@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.cluster.heartbeat_messages import SOME
-from tfdist.communicators import horovod as engine
+from tfdist.groups import horovod as engine
+from tfdist.jobs.heartbeat.messages import SOME
 
 COLLECTIVES = {
     f"horovod_{name}"

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.communicators import horovod as engine
 from tfdist.errors import UsageError
+from tfdist.groups import horovod as engine
 from tfdist.horovod import batches, names, operations, reduction
 from tfdist.internals import keras as keras_internals
 

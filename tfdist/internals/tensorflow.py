@@ -24,7 +24,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.profiler import profiler_v2
 
-from tfdist.cluster.world import World
+from tfdist.jobs.world import World
 
 SEEN_IN = "2.21.0"
 

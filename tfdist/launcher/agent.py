@@ -23,8 +23,8 @@ from typing import IO, Any
 
 import psutil
 
-from tfdist.cluster import cluster_file, job_environment, ports
 from tfdist.errors import UsageError
+from tfdist.jobs import cluster_file, job_environment, ports
 from tfdist.launcher import descriptors, protocol, shares
 
 SECONDS_TO_END = 4.0

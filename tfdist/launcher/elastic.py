@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tfdist.cluster.task import means_itself
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
+from tfdist.jobs.task import means_itself
 from tfdist.launcher import job
 from tfdist.launcher import run as launcher
 from tfdist.launcher.job import Job

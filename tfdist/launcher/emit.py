@@ -19,9 +19,9 @@ import re
 import shlex
 import textwrap
 
-from tfdist.cluster.job_environment import JOB, RESTART, START_SECONDS
-from tfdist.cluster.slurm import PARAMETER_SERVERS
 from tfdist.errors import EXIT_USAGE, UsageError
+from tfdist.jobs.job_environment import JOB, RESTART, START_SECONDS
+from tfdist.jobs.slurm import PARAMETER_SERVERS
 from tfdist.launcher.job import Job
 
 IMAGE = "registry.example.com/tfdist:edit-me"

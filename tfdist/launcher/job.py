@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tfdist.cluster import job_environment
-from tfdist.cluster.world import World
 from tfdist.errors import UsageError
+from tfdist.jobs import job_environment
+from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
 
 # The environment variables that `mpirun` passes to other hosts.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.cluster import job_environment, ports
+from tfdist.jobs import job_environment, ports
 from tfdist.launcher import agent
 from tfdist.launcher.job import Job
 from tfdist.launcher.process import Process

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from rich.panel import Panel
 from rich.text import Text
 
-from tfdist.cluster import elastic
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
+from tfdist.jobs import elastic
 from tfdist.launcher import agent, descriptors, network_namespace, orders
 from tfdist.launcher.host import DESCRIPTORS_OF_A_HOST, Host
 from tfdist.launcher.job import Job

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from tfdist import startup
-from tfdist.cluster import elastic, job_environment, process_exit
-from tfdist.cluster.world import World
 from tfdist.errors import TfdistError
+from tfdist.jobs import elastic, job_environment, process_exit
+from tfdist.jobs.world import World
 from tfdist.launcher import shares
 
 

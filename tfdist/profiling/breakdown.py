@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tfdist.profiling.stages import Span, covered
 
-# The names that `tfdist.communicators` gives to what exchanges tensors in Python.
+# The names that `tfdist.groups` gives to what exchanges tensors in Python.
 EXCHANGE, MESSAGE = "tfdist_exchange", "tfdist_message"
 # Those, and the types of the operations of TensorFlow and Horovod that do.
 _COMMUNICATION = re.compile(f"{EXCHANGE}|{MESSAGE}|:(Horovod|Collective|Nccl|_Send|_Recv|_HostSend|_HostRecv)")

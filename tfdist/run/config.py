@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist import data, models, registry, strategies
-from tfdist.data.pipeline import augmentation as augmentations
-from tfdist.data.pipeline import bad_examples
+from tfdist.data.input import augmentation as augmentations
+from tfdist.data.input import bad_examples
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import checked_seconds
 
@@ -93,8 +93,8 @@ class TrainConfig:
         limit: number of training examples to use; `None` is all.
         data_dir: folder of the dataset's files.
         data_options: the options of the dataset, by name.
-        augment: one of `tfdist.data.pipeline.augmentation.NAMES`.
-        on_bad_example: one of `tfdist.data.pipeline.bad_examples.POLICIES`; `None` is the dataset's default, "fail".
+        augment: one of `tfdist.data.input.augmentation.NAMES`.
+        on_bad_example: one of `tfdist.data.input.bad_examples.POLICIES`; `None` is the dataset's default, "fail".
         input: one of `INPUTS`, of training; validation and test are read as the dataset reads them.
         run_dir: the run's folder; `None` makes one below `runs/`.
         resume: continue the run in `run_dir`.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist import strategies
-from tfdist.cluster.world import World
 from tfdist.errors import UsageError
+from tfdist.jobs.world import World
 from tfdist.launcher import job
 from tfdist.launcher.elastic_options import ElasticOptions
 from tfdist.run.config import TrainConfig

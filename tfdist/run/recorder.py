@@ -16,16 +16,16 @@ import tensorflow as tf
 
 from tfdist import data
 from tfdist.callbacks import memory
-from tfdist.cluster import consensus, job_environment
-from tfdist.core import programs
 from tfdist.internals import keras as keras_internals
+from tfdist.jobs import consensus, job_environment
+from tfdist.loop import programs
 from tfdist.run import resume, schema
 from tfdist.run.schema import RunRecord
 
 if TYPE_CHECKING:
-    from tfdist.communicators.exchanged import Exchanged
+    from tfdist.groups.exchanged import Exchanged
+    from tfdist.interface.strategy import Strategy
     from tfdist.run.session import Session
-    from tfdist.strategies.base import Strategy
 
 
 def begin_record(

@@ -25,7 +25,7 @@ import psutil
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 import tfdist
-from tfdist.cluster.cores import cores
+from tfdist.jobs.cores import cores
 
 SCHEMA_VERSION = 8
 
@@ -114,7 +114,7 @@ class StrategyRecord(_Part):
 
 
 class WorldRecord(_Part):
-    """The job, and the rank of the process that wrote the record: the chief; see `tfdist.cluster.world.World`."""
+    """The job, and the rank of the process that wrote the record: the chief; see `tfdist.jobs.world.World`."""
 
     rank: int
     world_size: int

@@ -18,19 +18,19 @@ import tensorflow as tf
 import tfdist
 from tfdist import callbacks, data, files, models, tasks, terminal
 from tfdist.callbacks import memory
-from tfdist.cluster import consensus
-from tfdist.core.verification_bounds import BoundReport
 from tfdist.data.formats import text
-from tfdist.data.pipeline import repeated
+from tfdist.data.input import repeated
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.internals.tensorflow import runtime_started
+from tfdist.jobs import consensus
 from tfdist.profiling import trace
 from tfdist.run import advice, flops, optimizers, resume, schema, usage, vocabularies
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
 from tfdist.run.folder import RunFolder, load_record, writing
 from tfdist.run.recorder import Recorder, begin_record
 from tfdist.run.schema import RunRecord
+from tfdist.verification.bounds import BoundReport
 
 
 class Session:

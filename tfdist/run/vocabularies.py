@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tfdist import data
-from tfdist.cluster import consensus
 from tfdist.data.formats import text
+from tfdist.jobs import consensus
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, writing
 

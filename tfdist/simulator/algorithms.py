@@ -1,7 +1,7 @@
 """Who exchanges what with whom, and who waits, in simulated time.
 
-    Gossiping      the machines of `tfdist.core.gossip_rules`, as the strategy `gossip` drives them
-    Meeting        an outer rule of `tfdist.core.outer_rules`, as `local_sgd` does
+    Gossiping      the machines of `tfdist.relaxed.gossip_rules`, as the strategy `gossip` drives them
+    Meeting        an outer rule of `tfdist.relaxed.outer_rules`, as `local_sgd` does
     Serving        workers pull weights from a server and push gradients: asynchronous, bounded by clocks, or in rounds;
                    or they add the gradients of a round by an all-reduce
 
@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.advisor.costs import Link
-from tfdist.core import outer_rules
-from tfdist.core.gossip_rules import Machine, Sends
+from tfdist.relaxed import outer_rules
+from tfdist.relaxed.gossip_rules import Machine, Sends
 from tfdist.simulator.clock import Clock
 from tfdist.simulator.replicas import Replicas, State
 
@@ -172,7 +172,7 @@ class Meeting(Algorithm):
     Args:
         cluster: the machines.
         replicas: their steps.
-        rule: see `tfdist.core.outer_rules`; `None` is elastic averaging.
+        rule: see `tfdist.relaxed.outer_rules`; `None` is elastic averaging.
         sync_every: steps from meeting to meeting, counted from the beginning of an epoch, which ends with one.
         averages_slots: the optimizers' slots are averaged with the weights.
         moving_rate: of elastic averaging.

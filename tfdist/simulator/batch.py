@@ -10,7 +10,7 @@ import keras
 import tfdist
 from tfdist import models, tasks
 from tfdist.advisor.costs import link_of
-from tfdist.data.pipeline.array_feed import ArrayFeed
+from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.tools import for_model
 from tfdist.errors import UsageError
 from tfdist.run import optimizers

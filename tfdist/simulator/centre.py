@@ -1,14 +1,14 @@
 """Workers that train on copies and exchange with a centre on a server, as with `parameter_server`, in simulated time.
 
-What is exchanged is said by a rule of `tfdist.core.centre_rules`. The server's link carries the weights once for what
-is pushed, and once for what is read.
+A rule of `tfdist.relaxed.centre_rules` says what is exchanged. The server's link carries the weights once for what is
+pushed, and once for what is read.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from tfdist.core.centre_rules import Rule
+from tfdist.relaxed.centre_rules import Rule
 from tfdist.simulator.algorithms import Algorithm, Cluster, ServerLink
 from tfdist.simulator.replicas import Replicas, State
 

@@ -12,11 +12,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.core.flat_weights import packed, unpacked
-from tfdist.data.pipeline.array_feed import ArrayFeed
-from tfdist.data.pipeline.division import Division
+from tfdist.data.input.array_feed import ArrayFeed
+from tfdist.data.input.division import Division
 from tfdist.errors import UsageError
 from tfdist.internals import keras as keras_internals
+from tfdist.relaxed.flat_weights import packed, unpacked
 
 State = list[tf.Tensor]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tfdist.advisor.costs import Link
-from tfdist.core import centre_rules, gossip_rules, outer_rules, topologies
-from tfdist.core.centre_rules import Downpour, Eamsgd, Easgd, Rule
+from tfdist.relaxed import centre_rules, gossip_rules, outer_rules, topologies
+from tfdist.relaxed.centre_rules import Downpour, Eamsgd, Easgd, Rule
 from tfdist.simulator import algorithms, centre
 from tfdist.simulator.algorithms import Algorithm, Cluster
 from tfdist.simulator.replicas import Replicas

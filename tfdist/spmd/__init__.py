@@ -82,7 +82,7 @@ def compute(
     partitioner = Partitioner(mesh, sharded, cost, streams)
     outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))
     mesh.computed()
-    flat = iter([partitioner.conversions.tensors(output)[0] for output in outputs])
+    flat = iter([partitioner.mesh.tensors(output)[0] for output in outputs])
     return tf.nest.map_structure(
         lambda one: None if one is None else next(flat), traced.structured_outputs, expand_composites=True
     )

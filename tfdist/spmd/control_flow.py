@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
+from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
+from tfdist.spmd.meshes import Mesh
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard
 from tfdist.spmd.tensor_lists import Empty
-
-if TYPE_CHECKING:
-    from tfdist.spmd.partitioner import Partitioner
 
 LOOPS = frozenset(("While", "StatelessWhile"))
 CONDITIONS = frozenset(("If", "StatelessIf"))
@@ -27,8 +26,24 @@ TYPES = LOOPS | CONDITIONS
 Compute = Callable[[list[Placed]], list[Placed]]
 
 
+class Partitions(Protocol):
+    """The partitioner of a step, which also computes the graphs inside of it."""
+
+    mesh: Mesh
+    cost: Cost
+    conversions: Conversions
+
+    def run(self, graph: tf.Graph, inputs: Sequence[Placed]) -> list[Placed]:
+        """Computes a function's graph on placed inputs; returns its placed outputs."""
+        ...
+
+    def counting(self, cost: Cost) -> contextlib.AbstractContextManager[None]:
+        """What is computed in this context is counted in `cost`."""
+        ...
+
+
 def plan(
-    partitioner: Partitioner, operation: tf.Operation, values: Sequence[Placed]
+    partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]
 ) -> tuple[list[Placement], Compute] | None:
     """Where the inputs of a loop or a condition must be, and how it is computed; `None` if it is computed whole."""
     kind = Loop if operation.type in LOOPS else Condition
@@ -48,7 +63,7 @@ def arguments(operation: tf.Operation, inputs: Sequence[Any]) -> dict[str, Seque
 
 
 @contextlib.contextmanager
-def _trial(partitioner: Partitioner) -> Iterator[Any]:
+def _trial(partitioner: Partitions) -> Iterator[Any]:
     """A scratch graph, in which nothing is counted."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
@@ -101,7 +116,7 @@ class Loop:
         values: what goes into the first iteration.
     """
 
-    def __init__(self, partitioner: Partitioner, operation: tf.Operation, values: Sequence[Placed]):
+    def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
         self._partitioner = partitioner
         self._operation = operation
         self._body = tensorflow_functions.body(operation, "body")
@@ -140,7 +155,7 @@ class Loop:
 
         def condition(*tensors: tf.Tensor) -> tf.Tensor:
             (goes_on,) = self._partitioner.run(self._condition, self._placed(inputs, iter(tensors)))
-            return self._partitioner.conversions.tensors(self._partitioner.conversions.placed(goes_on, REPLICATE))[0]
+            return self._partitioner.mesh.tensors(self._partitioner.conversions.placed(goes_on, REPLICATE))[0]
 
         with self._partitioner.mesh.branches() as done:
             results = tf.while_loop(
@@ -235,7 +250,7 @@ class Loop:
         return found
 
     def _flat(self, values: Sequence[Placed]) -> list[tf.Tensor]:
-        return [tensor for index in self._changing for tensor in self._partitioner.conversions.tensors(values[index])]
+        return [tensor for index in self._changing for tensor in self._partitioner.mesh.tensors(values[index])]
 
 
 class Condition:
@@ -247,7 +262,7 @@ class Condition:
         values: the value that decides, and what the branches read.
     """
 
-    def __init__(self, partitioner: Partitioner, operation: tf.Operation, values: Sequence[Placed]):
+    def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
         self._partitioner = partitioner
         self._branches = [tensorflow_functions.body(operation, f"{name}_branch") for name in ("then", "else")]
         self.placements: list[Placement] = [
@@ -275,11 +290,11 @@ class Condition:
                 placed = [
                     self._partitioner.conversions.placed(o, p) for o, p in zip(outputs, self._results, strict=True)
                 ]
-                return [tf.constant(True), *(t for one in placed for t in self._partitioner.conversions.tensors(one))]
+                return [tf.constant(True), *(t for one in placed for t in self._partitioner.mesh.tensors(one))]
 
             return call
 
-        decides = self._partitioner.conversions.tensors(inputs[0])[0]
+        decides = self._partitioner.mesh.tensors(inputs[0])[0]
         with self._partitioner.mesh.branches() as done:
             tensors = iter(tf.cond(decides, *(taken(branch) for branch in self._branches)))
             done(next(tensors))  # a condition of the graph must return something

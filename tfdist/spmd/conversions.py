@@ -110,7 +110,7 @@ class Conversions:
             parts = value if isinstance(value.placement, Shard) else value.in_parts()
             assert parts is not None and isinstance(parts.placement, Shard)
             if value.element_dtype is not None:
-                value.keep(tensor_lists.gathered(self, value, parts.placement))
+                value.keep(tensor_lists.gathered(self.mesh, self.cost, value, parts.placement))
             else:
                 plain.append((value, parts, parts.placement))
         found = self.mesh.all_gather([p.tensors for _, p, _ in plain], [s for *_, s in plain]) if plain else []
@@ -123,12 +123,12 @@ class Conversions:
     def cut(self, whole: Placed, placement: Placement) -> Placed:
         """The parts, or the terms, of a replicated value."""
         if isinstance(placement, Shard) and whole.element_dtype is not None:
-            return tensor_lists.cut(self, whole, placement)
+            return tensor_lists.cut(self.mesh, whole, placement)
         if any(tensor.dtype == tf.variant for tensor in whole.tensors):
             raise NotImplementedError("a value of this kind is not cut")
         parts = []
         for position, replica in enumerate(self.mesh.local):
-            tensor = self.read(whole, position)
+            tensor = self.mesh.read(whole, position)
             if isinstance(placement, Shard):
                 with self.mesh.on_copy(self.mesh.copy_of_replica(position)):  # so that only the part is sent
                     parts.append(meshes.cut(tensor, placement, replica))
@@ -136,16 +136,3 @@ class Conversions:
                 with self.mesh.on_replica(position):
                     parts.append(tensor if replica == 0 else tf.zeros_like(tensor))
         return Placed(placement, parts, replica=self.mesh.local[0])
-
-    def tensors(self, value: Placed) -> list[tf.Tensor]:
-        """The tensors of a placed value; those of a constant are made in the present graph."""
-        if value.tensors or value.constant is None:
-            return value.tensors
-        return [tf.constant(value.constant)] * self.mesh.copies
-
-    def read(self, value: Placed, position: int) -> tf.Tensor:
-        """What the replica at a position of `mesh.local` reads of a value."""
-        tensors = self.tensors(value)
-        if isinstance(value.placement, Replicate):
-            return tensors[self.mesh.copy_of_replica(position)]
-        return tensors[position]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist.spmd.placements import Shard
+from tfdist.spmd.placements import Placed, Replicate, Shard
 
 REDUCTIONS: Mapping[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "sum": tf.add,
@@ -58,6 +58,17 @@ class Mesh:
     def copy_of_replica(self, position: int) -> int:
         """The copy of replicated values that the replica at this position of `local` reads."""
         return position if self.copies > 1 else 0
+
+    def tensors(self, value: Placed) -> list[tf.Tensor]:
+        """The tensors of a placed value; those of a constant are made in the present graph."""
+        if value.tensors or value.constant is None:
+            return value.tensors
+        return [tf.constant(value.constant)] * self.copies
+
+    def read(self, value: Placed, position: int) -> tf.Tensor:
+        """What the replica at this position of `local` reads of a value."""
+        tensors = self.tensors(value)
+        return tensors[self.copy_of_replica(position) if isinstance(value.placement, Replicate) else position]
 
     def begin(self, variables: Sequence[Any]) -> None:
         """Has each copy of the variables of metrics hold the whole value; called before the steps of a graph."""

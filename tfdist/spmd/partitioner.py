@@ -165,7 +165,7 @@ class Partitioner:
             return Plan(given, lambda inputs: self._of_shape(node, inputs))
         if kind in tensor_lists.EMPTY:
             whole = [REPLICATE] * len(values)
-            return Plan(whole, lambda inputs: [tensor_lists.empty(self.conversions, node.operation, inputs)])
+            return Plan(whole, lambda inputs: [tensor_lists.empty(self.mesh, node.operation, inputs)])
         found = control_flow.plan(self, node.operation, values) if kind in control_flow.TYPES else None
         return found and Plan(*found)
 
@@ -202,7 +202,7 @@ class Partitioner:
         parts = []
         for position in range(len(self.mesh.local)):
             with self.mesh.on_replica(position):
-                reads = [self.conversions.read(value, position) for value in inputs]
+                reads = [self.mesh.read(value, position) for value in inputs]
                 parts += tensorflow_functions.create(node.operation, reads)
         placement = next(value.placement for value in inputs if not isinstance(value.placement, Replicate))
         outputs = [Placed(placement, parts, replica=self.mesh.local[0])] if parts else []
@@ -236,7 +236,7 @@ class Partitioner:
         results = []
         for position, replica in enumerate(self.mesh.local):
             with self.mesh.on_replica(position):
-                reads = [self.conversions.read(value, position) for value in inputs]
+                reads = [self.mesh.read(value, position) for value in inputs]
                 for index, entry in found.localized.items():
                     reads[index] = shapes.localized(reads[index], inputs[index], entry, shard, replica)
                 if half:
@@ -286,13 +286,13 @@ class Partitioner:
         if draws.has_a_place(operation):
             copies = [self._drawn(node, inputs[0])]
         elif effects.once(operation) or _shares_resource(inputs):
-            reads = [self.conversions.tensors(value)[0] for value in inputs]
+            reads = [self.mesh.tensors(value)[0] for value in inputs]
             copies = self._once(node, reads)
         else:
             made = []
             for copy in range(self.mesh.copies):
                 with self.mesh.on_copy(copy):
-                    reads = [self.conversions.tensors(value)[copy] for value in inputs]
+                    reads = [self.mesh.tensors(value)[copy] for value in inputs]
                     made.append(tensorflow_functions.create(operation, reads))
             copies = [[one[index] for one in made] for index in range(len(operation.outputs))]
         results = []
@@ -309,7 +309,7 @@ class Partitioner:
 
     def _drawn(self, node: Node, shape: Placed) -> list[tf.Tensor]:
         """The copies of the random numbers that an operation with a seed draws for the whole batch."""
-        shapes_of_copies = self.conversions.tensors(shape)
+        shapes_of_copies = self.mesh.tensors(shape)
         with self.mesh.on_copy(0):
             place = self.streams.next_place(node, shapes_of_copies[0])
         found = []

@@ -6,17 +6,15 @@ A list of which nothing is known yet, since it is empty, becomes a list of parts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd import meshes
+from tfdist.spmd.cost import Cost
+from tfdist.spmd.meshes import Mesh
 from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard
-
-if TYPE_CHECKING:
-    from tfdist.spmd.conversions import Conversions
 
 EMPTY = frozenset(("EmptyTensorList", "TensorListReserve"))
 # What follows from the parts of a list as well.
@@ -32,41 +30,41 @@ class Empty(Placed):
         self.inputs = list(inputs)
 
 
-def empty(conversions: Conversions, operation: tf.Operation, inputs: Sequence[Placed]) -> Empty:
+def empty(mesh: Mesh, operation: tf.Operation, inputs: Sequence[Placed]) -> Empty:
     """A new list, from the inputs of the `operation` that makes it: the shape of an element, and a number."""
     tensors = []
-    for copy in range(conversions.mesh.copies):
-        with conversions.mesh.on_copy(copy):
-            reads = [conversions.tensors(value)[copy] for value in inputs]
+    for copy in range(mesh.copies):
+        with mesh.on_copy(copy):
+            reads = [mesh.tensors(value)[copy] for value in inputs]
             tensors += tensorflow_functions.create(operation, reads)
     return Empty(operation, inputs, tensors)
 
 
-def cut(conversions: Conversions, whole: Placed, shard: Shard) -> Placed:
+def cut(mesh: Mesh, whole: Placed, shard: Shard) -> Placed:
     """A list of the parts of elements."""
     parts = []
-    for position, replica in enumerate(conversions.mesh.local):
-        with conversions.mesh.on_replica(position):
+    for position, replica in enumerate(mesh.local):
+        with mesh.on_replica(position):
             if isinstance(whole, Empty):
-                shape, number = (conversions.read(value, position) for value in whole.inputs)
+                shape, number = (mesh.read(value, position) for value in whole.inputs)
                 shape = _part_shape(shape, whole.inputs[0].constant, shard, replica)
                 parts += tensorflow_functions.create(whole.operation, [shape, number])
             else:
-                elements = _elements(conversions.read(whole, position), whole.element_dtype)
+                elements = _elements(mesh.read(whole, position), whole.element_dtype)
                 if elements.shape.rank is None:
                     raise NotImplementedError("a list whose elements have an unknown rank is not cut")
                 parts.append(_list(meshes.cut(elements, shard.moved(shard.axis + 1), replica)))
     return Placed(shard, parts, element_dtype=whole.element_dtype)
 
 
-def gathered(conversions: Conversions, value: Placed, shard: Shard) -> Placed:
+def gathered(mesh: Mesh, cost: Cost, value: Placed, shard: Shard) -> Placed:
     """A list of whole elements."""
     parts = []
     for position, tensor in enumerate(value.tensors):
-        with conversions.mesh.on_replica(position):
+        with mesh.on_replica(position):
             parts.append(_elements(tensor, value.element_dtype))
-    (copies,) = conversions.mesh.all_gather([parts], [shard.moved(shard.axis + 1)])
-    conversions.cost.gather(copies[0])
+    (copies,) = mesh.all_gather([parts], [shard.moved(shard.axis + 1)])
+    cost.gather(copies[0])
     return Placed(REPLICATE, [_list(copy) for copy in copies], repeated=True, element_dtype=value.element_dtype)
 
 

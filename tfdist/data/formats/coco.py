@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.data.formats import local_files
-from tfdist.data.pipeline.picture_files import Pictures
+from tfdist.data.input.picture_files import Pictures
 from tfdist.errors import DataError
 
 

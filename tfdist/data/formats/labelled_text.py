@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from tfdist.data.formats.text import Vocabulary, read_vocabulary
-from tfdist.data.pipeline import padding
-from tfdist.data.pipeline.arrays import Arrays
-from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input import padding
+from tfdist.data.input.arrays import Arrays
+from tfdist.data.input.bad_examples import BadExamples
+from tfdist.data.input.source import Source
 
 # The words and the label of each sentence.
 Sentences = list[tuple[list[str], int]]

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tfdist.data.pipeline.bad_examples import BadExamples
+from tfdist.data.input.bad_examples import BadExamples
 from tfdist.errors import DataError, UsageError
 
 OTHER_ENCODING = "name another encoding with `--data-option encoding=latin-1`"

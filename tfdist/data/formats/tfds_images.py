@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdist.data.formats import tfds_prepare
-from tfdist.data.pipeline.arrays import Arrays
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.arrays import Arrays
+from tfdist.data.input.source import Source
 from tfdist.data.spec import DataSpec
 
 if TYPE_CHECKING:

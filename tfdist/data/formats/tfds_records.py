@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.data.formats import tfds_prepare
-from tfdist.data.pipeline import tfrecords
-from tfdist.data.pipeline.pictures import PictureSource
-from tfdist.data.pipeline.tfrecords import Records
+from tfdist.data.input import tfrecords
+from tfdist.data.input.pictures import PictureSource
+from tfdist.data.input.tfrecords import Records
 from tfdist.data.spec import DataSpec
 
 
@@ -76,9 +76,9 @@ def source_of(
         classes: the number of classes.
         class_names: the names of the classes, or none.
         first_label: the label of the first class in the files.
-        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
+        cache: one of `tfdist.data.input.pictures.CACHES`.
         policy: what to do with a bad example.
-        shuffle: one of `tfdist.data.pipeline.pictures.SHUFFLES`.
+        shuffle: one of `tfdist.data.input.pictures.SHUFFLES`.
         shuffle_buffer: for "files": examples that are shuffled together.
     """
     masks = target != "label"

@@ -8,10 +8,10 @@ from typing import Any
 
 from tfdist.data.formats import text
 from tfdist.data.formats.text import OF_INPUT, OF_TARGET, Vocabulary, read_vocabulary
-from tfdist.data.pipeline import padding
-from tfdist.data.pipeline.arrays import Arrays
-from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input import padding
+from tfdist.data.input.arrays import Arrays
+from tfdist.data.input.bad_examples import BadExamples
+from tfdist.data.input.source import Source
 from tfdist.data.spec import END, PADDING, START
 
 # A sentence and its translation.

@@ -7,8 +7,8 @@ from os import PathLike
 import numpy as np
 
 from tfdist.data.formats import local_files
-from tfdist.data.pipeline.arrays import Arrays
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.arrays import Arrays
+from tfdist.data.input.source import Source
 from tfdist.errors import DataError
 from tfdist.options import Count, Fraction
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from tfdist.data.formats import local_files
-from tfdist.data.pipeline.arrays import Arrays
-from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.arrays import Arrays
+from tfdist.data.input.bad_examples import BadExamples
+from tfdist.data.input.source import Source
 from tfdist.errors import UsageError
 from tfdist.options import Count, Fraction
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import coco, tfds_prepare
-from tfdist.data.pipeline.pictures import PictureSource
+from tfdist.data.input.pictures import PictureSource
 from tfdist.data.sources.coco_folder import of_parts
 from tfdist.options import Fraction, Size
 
@@ -34,7 +34,7 @@ def load(
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
         size: height and width to which pictures and masks are resized.
         validation: the fraction of the training pictures, drawn at random, for validation.
-        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
+        cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tfdist.data.formats import coco, local_files
-from tfdist.data.pipeline.pictures import PictureSource
+from tfdist.data.input.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Count, Fraction, Size
@@ -37,7 +37,7 @@ def load(
         year: the year in the names of annotations and folders.
         size: height and width to which pictures and masks are resized.
         validation: the fraction of the training pictures, drawn at random, for validation.
-        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
+        cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfdist.data.pipeline.arrays import Arrays
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.arrays import Arrays
+from tfdist.data.input.source import Source
 from tfdist.data.spec import DataSpec
 
 SPEC = DataSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import tfds_images
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.source import Source
 
 
 def load(data_dir: str | PathLike[str] | None = None) -> Source:

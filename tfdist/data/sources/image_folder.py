@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tfdist.data.formats import local_files
-from tfdist.data.pipeline.picture_files import Pictures, size_of
-from tfdist.data.pipeline.pictures import PictureSource
+from tfdist.data.input.picture_files import Pictures, size_of
+from tfdist.data.input.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 from tfdist.options import Size
@@ -37,7 +37,7 @@ def load(
         data_dir: the folder.
         size: height and width to bring the pictures to, or one number for both; None is the size of the first one.
         channels: 3 for colours, 1 for grey.
-        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
+        cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from tfdist.data.formats import tfds_records
-from tfdist.data.pipeline.pictures import SHUFFLE_BUFFER, PictureSource
+from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.errors import DataError
 from tfdist.options import Count, Size
 
@@ -33,7 +33,7 @@ def load(
     Args:
         data_dir: the folder of prepared datasets; put the archives into its `downloads/manual`.
         size: height and width to which the pictures are resized.
-        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
+        cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
         shuffle: "examples", or "files": the files in random order, each from its begin to its end.
         shuffle_buffer: for "files": examples that are shuffled together.

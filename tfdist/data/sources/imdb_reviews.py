@@ -5,8 +5,8 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import labelled_text, text, tfds_records
-from tfdist.data.pipeline.bad_examples import FAIL, BadExamples
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.bad_examples import FAIL, BadExamples
+from tfdist.data.input.source import Source
 from tfdist.options import Count
 
 

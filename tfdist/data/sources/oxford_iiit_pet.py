@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import tfds_records
-from tfdist.data.pipeline.pictures import SHUFFLE_BUFFER, PictureSource
+from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.options import Count, Size
 
 
@@ -25,7 +25,7 @@ def load(
     Args:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
         size: height and width to which pictures and masks are resized.
-        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
+        cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
         shuffle: "examples", or "files": the files in random order, each from its begin to its end.
         shuffle_buffer: for "files": examples that are shuffled together.

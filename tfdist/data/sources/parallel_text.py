@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tfdist.data.formats import local_files
 from tfdist.data.formats.translations import Pairs, source_of
-from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.bad_examples import BadExamples
+from tfdist.data.input.source import Source
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count
 

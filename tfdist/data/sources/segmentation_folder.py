@@ -15,8 +15,8 @@ from os import PathLike
 from pathlib import Path
 
 from tfdist.data.formats import local_files
-from tfdist.data.pipeline.picture_files import Pictures, size_of
-from tfdist.data.pipeline.pictures import PictureSource
+from tfdist.data.input.picture_files import Pictures, size_of
+from tfdist.data.input.pictures import PictureSource
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 from tfdist.options import Count, Size
@@ -46,7 +46,7 @@ def load(
         ignored_class: the label of pixels that loss and metrics leave out, or None.
         class_names: one name per class, separated by commas.
         size: height and width to which pictures and masks are resized; None is the size of the first picture.
-        cache: one of `tfdist.data.pipeline.pictures.CACHES`.
+        cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:

@@ -21,8 +21,8 @@ import numpy as np
 
 from tfdist.data.formats import local_files, text
 from tfdist.data.formats.labelled_text import Sentences, source_of
-from tfdist.data.pipeline.bad_examples import BadExamples
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.bad_examples import BadExamples
+from tfdist.data.input.source import Source
 from tfdist.errors import UsageError
 from tfdist.options import Count, CountOrZero
 

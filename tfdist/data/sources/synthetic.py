@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.data.pipeline import padding
-from tfdist.data.pipeline.arrays import Arrays
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input import padding
+from tfdist.data.input.arrays import Arrays
+from tfdist.data.input.source import Source
 from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSpec
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import Count, CountOrZero

@@ -9,8 +9,8 @@ from __future__ import annotations
 from os import PathLike
 
 from tfdist.data.formats import tfds_records, translations
-from tfdist.data.pipeline.bad_examples import FAIL, BadExamples
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.bad_examples import FAIL, BadExamples
+from tfdist.data.input.source import Source
 from tfdist.errors import UnknownNameError
 from tfdist.options import Count
 

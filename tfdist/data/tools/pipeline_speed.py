@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.cluster.cores import cores
-from tfdist.data.pipeline.array_feed import ArrayFeed
-from tfdist.data.pipeline.decoding import Decoder
-from tfdist.data.pipeline.division import WHOLE
-from tfdist.data.pipeline.pictures import PictureSource
-from tfdist.data.pipeline.source import Source
+from tfdist.data.input.array_feed import ArrayFeed
+from tfdist.data.input.decoding import Decoder
+from tfdist.data.input.division import WHOLE
+from tfdist.data.input.pictures import PictureSource
+from tfdist.data.input.source import Source
+from tfdist.jobs.cores import cores
 
 # Stages are timed one by one, on at most this number of examples, each for this time.
 _EXAMPLES, _SECONDS = 512, 0.5

@@ -1,0 +1,124 @@
+"""What Keras' `fit`, `evaluate` and `predict` accept, turned into a feed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.data.input import order
+from tfdist.data.input.array_feed import ArrayFeed, OrderOf
+from tfdist.data.input.dataset_feed import DatasetFeed, InOrder
+from tfdist.data.input.feed import NO_BATCHES, Feed
+from tfdist.data.input.large_feed import LargeArrayFeed
+from tfdist.data.input.processes import PerProcess
+from tfdist.errors import DataError, UsageError
+from tfdist.internals import keras_data
+
+
+@dataclass(frozen=True)
+class Request:
+    """The data arguments of one call of `fit`, `evaluate` or `predict`, as Keras defines them."""
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: int | None = None
+    steps: int | None = None
+    shuffle: Any = False
+    own: bool = False  # of this process; the others have theirs
+    passes: bool = False  # each pass begins anew and has `steps` batches
+
+
+def request(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Request:
+    """The request for what the user passed as data.
+
+    Raises:
+        UsageError: `per_process` holds only some of it.
+    """
+    own = isinstance(x, PerProcess)
+    rest = {name: value for name, value in (("y", y), ("sample_weight", sample_weight)) if value is not None}
+    apart = rest if own else {name: value for name, value in rest.items() if isinstance(value, PerProcess)}
+    if apart:
+        raise UsageError(
+            f"`{next(iter(apart))}` was passed beside `x`, and `per_process` takes all of a process' data at once",
+            "pass `per_process((x, y))`, or `per_process((x, y, sample_weight))`",
+        )
+    if own:
+        x, y, sample_weight = keras_data.unpack_x_y_sample_weight(x.data)
+    return Request(x, y, sample_weight, **options, own=own)
+
+
+def split(whole: Request, fraction: float) -> tuple[Request, Any]:
+    """`whole` without its last `fraction`, and those data as `fit` takes them for validation."""
+    arrays = whole.x, whole.y, whole.sample_weight
+    (x, y, sample_weight), last = keras_data.train_validation_split(arrays, validation_split=fraction)
+    return replace(whole, x=x, y=y, sample_weight=sample_weight), PerProcess(last) if whole.own else last
+
+
+def make(request: Request, seed: int) -> Feed:
+    """The feed for what the user passed.
+
+    Raises:
+        DataError: there is not one batch in it.
+        ValueError: Keras refuses the combination of arguments.
+    """
+    if isinstance(request.x, Feed):
+        return request.x
+    x, shuffle = request.x, request.shuffle
+    if isinstance(x, keras.utils.PyDataset):
+        x, shuffle = InOrder(x, seed if shuffle and x.num_batches else None), False
+    elif keras_data.is_tf_dataset(x):
+        shuffle = False
+    adapter = keras_data.get_data_adapter(
+        x=x,
+        y=request.y,
+        sample_weight=request.sample_weight,
+        batch_size=request.batch_size,
+        steps_per_epoch=request.steps,
+        shuffle=shuffle,
+        class_weight=request.class_weight,
+    )
+    if request.passes and request.steps and isinstance(adapter, keras_data.GeneratorDataAdapter):
+        adapter.generator = functools.partial(_one_more, adapter.generator, request.steps)
+    if adapter.num_batches == 0:
+        raise DataError(*NO_BATCHES)
+    if isinstance(adapter, keras_data.ArrayDataAdapter):
+        return _of_arrays(adapter, shuffle, seed)
+    return DatasetFeed(adapter, x if isinstance(x, InOrder) else None)
+
+
+def _one_more(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[Any]:
+    """The batches of one pass over a generator, which loses one more, always.
+
+    Keras begins each pass with the first batches again, which it keeps, and goes on where the generator stands. That
+    depends on how many batches were prefetched, by the clock; one, mostly.
+    """
+    batches = generator()
+    for number, batch in enumerate(itertools.islice(batches, steps), 1):
+        if number == steps:
+            next(batches, None)
+        yield batch
+
+
+def _of_arrays(adapter: Any, shuffle: Any, seed: int) -> Feed:
+    large = order.is_computed(keras_data.number_of_examples(adapter))
+    with tf.device("CPU:0"):
+        arrays = keras_data.sliceable(adapter)
+    order_of = _order(keras_data.number_of_examples(adapter), adapter.batch_size, shuffle, seed)
+    return (LargeArrayFeed if large else ArrayFeed)(arrays, adapter.batch_size, order_of)
+
+
+def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> OrderOf:
+    """The order that Keras' argument `shuffle` asks for."""
+    if shuffle == "batch":
+        return lambda epoch: order.order_within_batches(examples, batch_size, seed, epoch)
+    if shuffle:
+        return lambda epoch: order.epoch_order(examples, seed, epoch)
+    return lambda epoch: order.as_stored(examples)

@@ -1,0 +1,217 @@
+"""Reads, decodes, checks and resizes examples: in a graph, and in Python to explain what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.data.input import augmentation as augmentations
+from tfdist.data.input.augmentation import Augmentation
+from tfdist.data.input.disk_cache import DiskCache
+from tfdist.data.input.picture_files import Pictures
+from tfdist.data.input.tfrecords import Records
+from tfdist.data.spec import DataSpec
+from tfdist.errors import DataError
+
+
+class Decoder:
+    """Returns the examples of a split by their numbers.
+
+    Args:
+        spec: the spec of the dataset.
+        files: the files of the split.
+        augmentation: the augmentation of each example; crops of random size are cut out of the original picture, all
+            other augmentations apply to resized pictures.
+        cache: the disk cache of decoded examples, or `None`.
+    """
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        files: Pictures | Records,
+        augmentation: Augmentation | None = None,
+        cache: DiskCache | None = None,
+    ):
+        self._spec = spec
+        self._files = files
+        self._crops = augmentation is augmentations.RESIZED_CROP
+        self._augmentation = None if self._crops else augmentation
+        self._masks = spec.task == "segmentation"
+        self._cache = cache
+        if isinstance(files, Pictures):
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._pictures = tf.constant(list(files.pictures))
+                self._targets: Any = None if files.draw is not None else tf.constant(files.targets)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __call__(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Example number `index`, augmented.
+
+        Args:
+            index: integer scalar.
+            draws: the random numbers of the example, float32 `[draws]`.
+
+        Returns:
+            x float32 `[H, W, C]` in [0, 1], and y: int32 scalar or `[H, W]`, or x again for autoencoding.
+        """
+        x, y = self.fitted(index, draws)
+        if self._augmentation is None:
+            return x, (x if self._spec.task == "autoencoding" else y)
+        # One by one, since examples are decoded in parallel, and there are few batches.
+        data = (x[tf.newaxis], y[tf.newaxis])
+        x, y = self._augmentation(self._spec, data, draws[tf.newaxis])
+        return x[0], y[0]
+
+    def fitted(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Example number `index`, checked and resized; a separate stage, so that it can be timed."""
+        picture, target = self.decoded(index) if self._cache is None else self._kept(self._cache, index)
+        if not self._masks:
+            x, _ = self._fit(picture, None, draws)
+            return x, target
+        checks = [
+            tf.debugging.assert_equal(tf.shape(target), tf.shape(picture)[:2]),
+            tf.debugging.Assert(tf.reduce_all(_is_class(target, self._spec)), [index]),
+        ]
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            return self._fit(picture, tf.identity(target), draws)
+
+    def read(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The contents of an example's files: the encoded picture, and the label or the encoded or drawn mask."""
+        files = self._files
+        if isinstance(files, Records):
+            kind = tf.string if files.masks else tf.int64
+            features = {
+                name: tf.io.FixedLenFeature([], of) for name, of in (("image", tf.string), (files.target, kind))
+            }
+            example = tf.ensure_shape(tf.numpy_function(files.read, [index], tf.string), [])
+            parsed = tf.io.parse_single_example(example, features)
+            return parsed["image"], parsed[files.target]
+        picture = tf.io.read_file(self._pictures[index])
+        draw = files.draw
+        if draw is not None:
+            return picture, tf.numpy_function(lambda number: draw(files.targets[number]), [index], tf.uint8)
+        target = self._targets[index]
+        return picture, tf.io.read_file(target) if self._masks else target
+
+    def will_read(self, indices: np.ndarray) -> None:
+        """Has the records with these numbers read in advance."""
+        assert isinstance(self._files, Records)
+        self._files.will_read(indices)
+
+    def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """A decoded example at its original size: uint8 `[h, w, C]`, and int32, its label or its mask `[h, w]`."""
+        picture, target = self.read(index)
+        pixels = tf.io.decode_image(picture, channels=self._spec.input_shape[2], expand_animations=False)
+        if self._masks and target.dtype == tf.string:
+            target = tf.io.decode_image(target, channels=1, expand_animations=False)[..., 0]
+        if self._masks:
+            target = tf.ensure_shape(target, [None, None])
+        elif self._spec.task == "autoencoding":
+            target = tf.constant(0)  # for autoencoding the picture is the target, and labels or masks are ignored
+        return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
+
+    def bytes_decoded(self) -> int:
+        """The size of the first example on the disk after decoding; very large if it cannot be decoded."""
+        try:
+            picture, target = self.decoded(tf.constant(0))
+        except tf.errors.OpError:
+            return sys.maxsize
+        return int(tf.size(picture)) + 4 * int(tf.size(target))
+
+    def _kept(self, cache: DiskCache, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        channels = self._spec.input_shape[2]
+        picture, target = cache.through(index, lambda: self.decoded(index), channels)
+        return tf.ensure_shape(picture, [None, None, channels]), tf.ensure_shape(target, [None] * 2 * self._masks)
+
+    def problem(self, index: int) -> str | None:
+        """What is wrong with example number `index`, in one sentence; `None` if it is good."""
+        name, name_of_mask = self._files.name(index), self._files.name_of_mask(index)
+        try:
+            picture, target = self.decoded(tf.constant(index))
+        except tf.errors.OpError as error:
+            return self._what_cannot_be_decoded(index, error)
+        if not self._masks:
+            return None
+        mask = target.numpy()
+        if mask.shape != tuple(picture.shape[:2]):
+            found, expected = (f"{shape[0]}x{shape[1]}" for shape in (mask.shape, picture.shape))
+            return f"{name_of_mask} is {found}, but its picture `{name}` is {expected}"
+        outside = mask[~_is_class(mask, self._spec)]
+        if not len(outside):
+            return None
+        return f"{name_of_mask} has the label {outside[0]}, outside the {self._spec.classes} classes"
+
+    def _what_cannot_be_decoded(self, index: int, error: tf.errors.OpError) -> str:
+        """Whether the picture or the mask cannot be decoded: decodes the picture alone to find out."""
+        name = f"`{self._files.name(index)}`"
+        with contextlib.suppress(tf.errors.OpError):
+            alone = Decoder(dataclasses.replace(self._spec, task="autoencoding"), self._files)
+            alone.decoded(tf.constant(index))
+            name = self._files.name_of_mask(index) if self._masks else name
+        return f"{name} {_reason(error)}"
+
+    def _fit(self, picture: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """The wanted part of the picture, resized to the size of the dataset, and the same part of the mask."""
+        size = self._spec.input_shape[:2]
+        found = tf.shape(picture)[:2]
+        if self._crops:
+            area = augmentations.CROPPED_AREA if mask is None else augmentations.CROPPED_AREA_OF_MASKS
+            boxes = augmentations.random_boxes(found, draws[tf.newaxis], area)
+        else:
+            boxes = _whole(found, size, keep_all=mask is not None)
+
+        def resized() -> tf.Tensor:
+            return augmentations.cut_out(picture[tf.newaxis], boxes, size)[0]
+
+        def resized_mask() -> tf.Tensor:
+            return augmentations.cut_out_mask(tf.expand_dims(mask, 0), boxes, size)[0]
+
+        fits = tf.constant(False) if self._crops else tf.reduce_all(found == size)
+        x = tf.cond(fits, lambda: tf.cast(picture, tf.float32), resized) / 255.0
+        x = tf.ensure_shape(x, self._spec.input_shape)
+        if mask is None:
+            return x, None
+        return x, tf.ensure_shape(tf.cond(fits, lambda: mask, resized_mask), size)
+
+
+@contextlib.contextmanager
+def explained(explain: Callable[[], DataError | None]) -> Iterator[None]:
+    """Names the bad example when TensorFlow only reports that there is one."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        told = explain()
+        if told is None:
+            raise
+        raise told from error
+
+
+def _whole(found: tf.Tensor, size: Any, keep_all: bool) -> tf.Tensor:
+    """The box `[1, 4]` of the whole picture; for pictures without masks, its centre with the aspect ratio of `size`."""
+    if keep_all:
+        return tf.constant([[0.0, 0.0, 1.0, 1.0]])
+    height, width = tf.cast(found[0], tf.float32), tf.cast(found[1], tf.float32)
+    scale = tf.minimum(height / size[0], width / size[1])
+    fraction = tf.stack([scale * size[0] / height, scale * size[1] / width])
+    return tf.concat([(1 - fraction) / 2, (1 + fraction) / 2], 0)[tf.newaxis]
+
+
+def _is_class(mask: Any, spec: DataSpec) -> Any:
+    inside = mask < spec.classes
+    return inside if spec.ignored_class is None else inside | (mask == spec.ignored_class)
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    if isinstance(error, tf.errors.NotFoundError):
+        return "does not exist"
+    # The part of TensorFlow's message between the name of the node and the operation.
+    message = error.message.partition("\n")[0].rpartition("} ")[2].partition(" [Op:")[0]
+    return f"cannot be decoded: {message}"

@@ -1,0 +1,96 @@
+"""The picture files of a split, with their labels or masks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfdist.errors import DataError
+from tfdist.jobs import consensus
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The files of a split.
+
+    Attributes:
+        pictures: the path of each picture: JPEG, PNG, GIF or BMP.
+        targets: the label of each picture, int32 `[N]`; or the path of its mask, a picture of one channel with one
+            class per pixel; or the input of `draw`.
+        draw: draws the mask uint8 `[h, w]` for a target; `None` if the targets are labels or paths.
+    """
+
+    pictures: Sequence[str]
+    targets: np.ndarray | Sequence[Any]
+    draw: Callable[[Any], np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def keep(self, indices: Sequence[int] | np.ndarray) -> Pictures:
+        """Only the examples with these numbers."""
+        pictures = [self.pictures[index] for index in indices]
+        if isinstance(self.targets, np.ndarray):
+            return Pictures(pictures, self.targets[np.asarray(indices)])
+        return Pictures(pictures, [self.targets[index] for index in indices], self.draw)
+
+    @property
+    def paths(self) -> list[str]:
+        """All files of the examples, except annotations from which masks are drawn."""
+        return [*map(str, self.pictures), *map(str, [] if self._targets_are_no_paths else self.targets)]
+
+    @property
+    def _targets_are_no_paths(self) -> bool:
+        return self.draw is not None or isinstance(self.targets, np.ndarray)
+
+    @property
+    def file_numbers(self) -> np.ndarray:
+        """The number of the file of each example: int64 `[N]`."""
+        return np.arange(len(self))
+
+    @property
+    def examples_fingerprint(self) -> str:
+        """Tells these examples from others of the same files."""
+        return consensus.fingerprint(list(map(str, self.pictures)))
+
+    def listing(self) -> str:
+        """A hash of the files' names and sizes and of the targets, the same wherever the folder of the files lies.
+
+        Raises:
+            OSError: a file is missing.
+        """
+        folder = os.path.commonpath(self.paths)
+        listed = [(os.path.relpath(path, folder), os.path.getsize(path)) for path in self.paths]
+        targets = self.targets.tolist() if isinstance(self.targets, np.ndarray) else self.targets
+        return consensus.fingerprint([listed, targets if self._targets_are_no_paths else []])
+
+    def name(self, index: int) -> str:
+        """The path of an example's picture."""
+        return str(self.pictures[index])
+
+    def name_of_mask(self, index: int) -> str:
+        """The name of an example's mask in messages."""
+        return f"The mask `{self.targets[index]}`" if self.draw is None else f"The mask of `{self.name(index)}`"
+
+
+def size_of(path: str) -> tuple[int, int]:
+    """Height and width of a picture.
+
+    Raises:
+        DataError: the file is missing or not a picture.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            width, height = picture.size
+    except OSError as error:
+        raise DataError(
+            f"The first picture, `{path}`, cannot be read: {error}",
+            "repair it, or set the size of pictures with `--data-option size=64,64`",
+        ) from error
+    return height, width

@@ -1,0 +1,1 @@
+"""Replicas on devices and in processes, each with a copy of every variable."""

@@ -1,0 +1,55 @@
+"""A `tf.distribute.Strategy` over a `Communicator`, for stock Keras: its `model.fit`, or loops written by hand.
+
+    communicator = tfdist.strategy("horovod").communicator
+    with StockKerasStrategy(communicator).scope():
+        model = ...
+
+The strategies of tfdist do not need it: they are exact for uneven batches, and merge metrics.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.data_parallel import gradient_reduction
+from tfdist.groups import Communicator
+from tfdist.internals import tensorflow as tensorflow_internals
+
+
+class StockKerasStrategy(tf.distribute.Strategy):
+    """One replica per process.
+
+    Each process feeds its replica with its own data. Gradients are packed and summed over the processes before Keras'
+    optimizer gets them. The logs of `fit` under this strategy are each process' own.
+
+    Args:
+        communicator: connects the processes.
+        packing: how gradients are packed to be sent.
+        device: the device of this process' replica.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        packing: gradient_reduction.Packing = gradient_reduction.Packing(1 << 20),  # noqa: B008 - frozen
+        device: str = "CPU:0",
+    ):
+        self._communicator = communicator
+        self._exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        reduce = gradient_reduction.packed(lambda sent: communicator.all_reduce(sent, self._next_name()), packing)
+        super().__init__(
+            tensorflow_internals.ReducingExtended(self, device, communicator.rank, communicator.size, reduce)
+        )
+
+    def _next_name(self) -> str:
+        """A different name for each exchange of a graph and of the graphs inside it."""
+        if tf.executing_eagerly():
+            return "eager"
+        graph = tf.compat.v1.get_default_graph()
+        while (outer := getattr(graph, "outer_graph", None)) is not None and hasattr(outer, "outer_graph"):
+            graph = outer
+        self._exchanges[graph] = self._exchanges.get(graph, 0) + 1
+        return f"keras.{self._exchanges[graph]}"

@@ -1,0 +1,161 @@
+"""TensorFlow's collective operations between the replicas of several processes: rings over gRPC, and NCCL."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import spmd
+from tfdist.data_parallel import distribute, gradient_reduction
+from tfdist.data_parallel import results as replica_results
+from tfdist.data_parallel.process_mesh import REDUCTIONS
+from tfdist.groups import CARRIED_AS, gathered_in_pieces, structures
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_variables
+from tfdist.internals.keras import tf_variable
+from tfdist.jobs.world import World
+
+
+class WorkersMesh(distribute.MirroredMesh):
+    """The replicas of several processes, which exchange values by TensorFlow's collective operations.
+
+    Args:
+        strategy: TensorFlow's.
+        devices: of this process' replicas.
+        world: the job.
+        packing: of what is added up; `wire_dtype` holds for gradients alone.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: Sequence[str],
+        world: World,
+        packing: gradient_reduction.Packing,
+    ):
+        super().__init__(strategy, devices)
+        self.count = len(devices) * world.world_size
+        self.local = range(len(devices) * world.rank, len(devices) * (world.rank + 1))
+        self._is_chief = world.is_chief
+        self._packing = packing
+
+    def begin(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            held = tf_variable(variable)
+            if tensorflow_variables.is_sum_of_copies(held):
+                copies = tensorflow_variables.copies(held)
+                (totals,) = self.all_reduce([[copy.read_value() for copy in copies]], "sum")
+                for copy, total in zip(copies, totals, strict=True):
+                    copy.assign(total)
+
+    def end(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            held = tf_variable(variable)
+            if tensorflow_variables.is_sum_of_copies(held):
+                for copy in tensorflow_variables.copies(held)[int(self._is_chief) :]:
+                    copy.assign(tf.zeros_like(copy))
+
+    def terms(self, variable: Any) -> list[tf.Tensor] | None:
+        held = tf_variable(variable)
+        copies = tensorflow_variables.copies(held) if tensorflow_variables.is_sum_of_copies(held) else []
+        return [copy.handle for copy in copies] or None
+
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        if reduction != "sum":
+            rows = [[part[tf.newaxis] for part in parts] for parts in values]
+            return [[REDUCTIONS[reduction](copy) for copy in self._gather(parts)] for parts in rows]
+        packing = self._packing if gradients else replace(self._packing, wire_dtype=None)
+        groups = gradient_reduction.buffers([parts[0] for parts in values], packing.buffer_bytes)
+        found: list[list[tf.Tensor]] = [[] for _ in values]
+        for members in groups:
+            sent = [
+                gradient_reduction.to_wire(
+                    gradient_reduction.joined([values[index][position] for index in members]), packing.wire_dtype
+                )
+                for position in range(self.copies)
+            ]
+            (totals,) = super().all_reduce([sent], "sum")
+            like = [values[index][0] for index in members]
+            for total in totals:
+                pieces = gradient_reduction.split(gradient_reduction.from_wire(total, like[0].dtype), like)
+                for index, piece in zip(members, pieces, strict=True):
+                    found[index].append(piece)
+        return found
+
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
+        return [spmd.joined_by_rows(parts, shard, self._gather) for parts, shard in zip(values, shards, strict=True)]
+
+    def gathered(self, structure: Any) -> Any:
+        rank = self.local[0] // self.copies
+        return structures.gathered(structure, lambda rows: self._gather_of_first(rows)[0], rank)
+
+    def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        with self.on_copy(0):
+            results = compute() if self._is_chief else [None] * len(like)
+        return [
+            spmd.of_one_process(result, one, self._gather_of_first) for result, one in zip(results, like, strict=True)
+        ]
+
+    def _gather_of_first(self, rows: tf.Tensor) -> list[tf.Tensor]:
+        """The rows that the first replicas of all processes give, once for each copy."""
+        return self._gather([rows, *[rows[:0]] * (self.copies - 1)])
+
+    def _gather(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The rows of all replicas of the job, once for each copy."""
+        dtype = parts[0].dtype
+        sent = [tf.identity(_as_gathered(part)) for part in parts]
+        with self._strategy.scope():
+            found = self._strategy.gather(tensorflow_internals.per_replica(sent), axis=0)
+        rows = tf.bitcast(found, dtype) if _is_bitcast(parts[0]) else tf.cast(found, dtype)
+        return self._on_each_copy(tf.identity, rows)
+
+
+def exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
+    """The messages of all processes of the job, by rank."""
+    replicas = len(strategy.extended.worker_devices)  # of this process, each of which sends the message
+
+    def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+        # Collectives carry no bytes, so four of them are sent as an int32; with no element at all they crash.
+        words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
+        ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
+        parts = np.split(all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
+        return [part.view(np.uint8)[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    length = np.array([len(message)], np.int64).view(np.int32)
+    lengths = all_gather(strategy)(tf.constant(length)).numpy().view(np.int64)[::replicas]
+    return gathered_in_pieces(message, lengths.tolist(), gather)
+
+
+@functools.cache
+def all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
+    """A function that gathers an int32 vector of each replica; all processes call it together."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+    def gather(values: tf.Tensor) -> Any:
+        def on_replica() -> Any:
+            # A tensor from outside the function has no device to gather on.
+            return tf.distribute.get_replica_context().all_gather(tf.identity(values), axis=0)
+
+        return replica_results.local_results(strategy, strategy.run(on_replica))[0]
+
+    return gather
+
+
+def _as_gathered(tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` in a dtype that collectives can gather, without loss."""
+    if _is_bitcast(tensor):
+        return tf.bitcast(tensor, CARRIED_AS[tensor.dtype])
+    if tensor.dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
+        return tensor
+    return tf.cast(tensor, tf.float32 if tensor.dtype.is_floating else tf.int32)
+
+
+def _is_bitcast(tensor: tf.Tensor) -> bool:
+    return tensor.dtype != tf.bfloat16 and tensor.dtype in CARRIED_AS

@@ -1,0 +1,147 @@
+"""Sockets between the processes of a job: sums, messages of all to all, and messages from one to another.
+
+Synopsis:
+
+    sockets = Sockets(world, exchange, connect_timeout_seconds=10.0, timeout_seconds=60.0, mailbox=Mailbox())
+    sockets.sum(np.ones(3))         # size * [1, 1, 1] in every process
+    sockets.exchange(b"ready")      # the message of each process, by rank
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from tfdist.errors import ClusterError
+from tfdist.groups.sockets import costs, hosts
+from tfdist.groups.sockets.connections import Exchange, connect
+from tfdist.groups.sockets.messages import Mailbox, memory
+from tfdist.groups.sockets.operations import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Body, Operation
+from tfdist.groups.sockets.pairs import Pairs
+from tfdist.groups.sockets.parts import slices
+from tfdist.groups.sockets.ring import Ring
+from tfdist.groups.sockets.session import Session
+from tfdist.groups.sockets.tree import Tree
+from tfdist.jobs.world import World
+
+
+class Sockets:
+    """The processes of a job, connected by sockets. One thread at a time uses them.
+
+    Values are sent as they are in memory: all machines must have the same byte order.
+
+    Args:
+        world: the job with the addresses of all processes, and which of them this one is.
+        exchange: returns the message of each process, by rank; used once, to connect the sockets.
+        connect_timeout_seconds: how long connecting may take.
+        timeout_seconds: how long a process may be silent afterwards.
+        mailbox: takes the messages of single processes that come.
+
+    Attributes:
+        rank: this process' number.
+        size: the number of processes.
+        pairs: messages from one process to another.
+
+    Raises:
+        ClusterError: the processes cannot be connected; raised in all of them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        exchange: Exchange,
+        connect_timeout_seconds: float,
+        timeout_seconds: float,
+        mailbox: Mailbox,
+    ):
+        self.rank, self.size = world.rank, world.world_size
+        self._session = session = Session(world, timeout_seconds)
+        self._begun = 0
+        found = connect(world, exchange, connect_timeout_seconds)
+        self._tree = Tree(session, found.above, found.below)
+        self._ring = Ring(session, self._tree, found.following, found.previous, (self.rank, self.size))
+        session.tree += self._tree.links
+        session.others += [[link.connection for link in self._ring.links], found.listener]
+        self._hosts = hosts.connect(session, self._tree, found, connect_timeout_seconds)
+        if self._hosts is not None:
+            self._tree.hear(self._hosts.neighbours)
+            session.tree += self._hosts.neighbours
+            session.others += [[link.connection for link in self._hosts.links]]
+        self._large = self._ring if self._hosts is None else self._hosts
+        self.pairs = Pairs(session, found.listener, found.addresses, mailbox)
+        session.others += [self.pairs]
+
+    @property
+    def failure(self) -> ClusterError | None:
+        """Why the processes are no longer connected; `None` while they are."""
+        return self._session.failure
+
+    def excuse(self, excused: Callable[[], bool]) -> None:
+        """Has `excused` called when others have been silent for too long; it returns whether to wait as long again."""
+        self._session.excused = excused
+
+    def give_up(self, error: ClusterError) -> None:
+        """Makes the current operation, or the next one, raise `error`; called from another thread."""
+        self._session.give_up(error)
+
+    def traffic(self) -> tuple[int, int]:
+        """The number of connections with the ring, the tree and the host, and of the bytes that are sent by them."""
+        links = [*self._ring.links, *self._tree.links, *(() if self._hosts is None else self._hosts.links)]
+        return len(links), sum(link.sent_bytes for link in links)
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._session.close()
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """The sum of an array over the processes; bit by bit the same in all of them."""
+        operation = self._next(ALL_REDUCE, values.nbytes)
+        by = self._tree if values.nbytes <= self._longest_by_tree() else self._large
+        return by.sum(operation, values)
+
+    def sum_part(self, values: np.ndarray) -> np.ndarray:
+        """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
+
+        If the number of rows is not a multiple of `size`, the last ones belong to no part.
+        """
+        operation = self._next(REDUCE_SCATTER, values.nbytes)
+        if values.nbytes <= self._longest_by_tree():
+            rows = len(values) // self.size
+            return self._tree.sum(operation, values)[self.rank * rows : (self.rank + 1) * rows]
+        return self._large.sum_part(operation, values)
+
+    def join(self, values: np.ndarray) -> np.ndarray:
+        """The arrays `[n_rank, ...]` of all processes, concatenated by rank."""
+        values = np.asarray(values, order="C")
+        operation = self._next(ALL_GATHER, values.itemsize * math.prod(values.shape[1:]))
+        found = self._tree.exchange(operation, memory(values), self._longest_by_tree())
+        joined = self._gathered(operation, memory(values))[0] if found is None else bytearray().join(found)
+        return np.frombuffer(joined, values.dtype).reshape(-1, *values.shape[1:])
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The message of each process, by rank."""
+        operation = self._next(EXCHANGE, 0)
+        found = self._tree.exchange(operation, message, self._longest_by_tree())
+        if found is not None:
+            return found
+        joined, parts = self._gathered(operation, message)
+        return [joined[part].tobytes() for part in parts]
+
+    def _gathered(self, operation: Operation, message: Body) -> tuple[np.ndarray, list[slice]]:
+        """The messages of all processes, which the tree has found too long together, as one; and the part of each."""
+        lengths = self._tree.exchange(operation, len(message).to_bytes(8, "big"), sys.maxsize)
+        assert lengths is not None
+        counts = [int.from_bytes(each, "big") for each in lengths]
+        return self._large.gather(counts, message), slices([0, *itertools.accumulate(counts)])
+
+    def _longest_by_tree(self) -> int:
+        """The number of bytes up to which the tree is used."""
+        return costs.longest_by_tree(self.size, self.size if self._hosts is None else self._hosts.count)
+
+    def _next(self, kind: int, size_bytes: int) -> Operation:
+        self._begun += 1
+        return Operation(self._begun, kind, size_bytes)

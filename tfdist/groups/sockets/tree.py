@@ -1,0 +1,326 @@
+"""The tree: what is small goes up to process 0, merged on the way, and the result comes down again.
+
+This takes two messages per edge, and time that grows with the depth of the tree, where the ring takes time that grows
+with the number of processes. Every collective operation begins here, large ones with nothing but their header: a
+process that does something else in its turn is noticed before any of them has computed with what it sends.
+
+The processes below each process have consecutive ranks, so that ranks of one kind are few ranges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+
+from tfdist.errors import DisagreementError
+from tfdist.groups.sockets import tables
+from tfdist.groups.sockets.additions import add_into
+from tfdist.groups.sockets.messages import memory
+from tfdist.groups.sockets.operations import ERROR, HEADER, Body, Operation, error_of
+from tfdist.groups.sockets.session import READABLE, WRITABLE, Link, Session, hung_up, reason, wait
+
+FAN_OUT = 4
+MOST_AT_ONCE = 1024  # bytes that are received with a header; most frames are shorter
+
+
+def children(rank: int, size: int) -> list[int]:
+    """The processes directly below `rank`."""
+    return [part.start for part in _parts(_path(rank, size)[-1])]
+
+
+def parents(rank: int, size: int) -> list[int]:
+    """The process directly above `rank`; none for process 0."""
+    return [part.start for part in _path(rank, size)[-2:-1]]
+
+
+def depth(size: int) -> int:
+    """The number of edges from process 0 to the process that is farthest away."""
+    return 0 if size == 1 else 1 + depth(max(map(len, _parts(range(size)))))
+
+
+def _path(rank: int, size: int) -> list[range]:
+    """The processes on the way from process 0 to `rank`, each as the first of a range with all those below it."""
+    path = [range(size)]
+    while path[-1].start != rank:
+        path.append(next(part for part in _parts(path[-1]) if rank in part))
+    return path
+
+
+def _parts(whole: range) -> list[range]:
+    """The ranks below the first of `whole`, in parts of about one length."""
+    below = whole[1:]
+    count = min(FAN_OUT, len(below))
+    cuts = [len(below) * index // count for index in range(count + 1)] if count else []
+    return [below[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+
+class Tree:
+    """The place of a process in the tree.
+
+    Args:
+        session: of the process.
+        above: the connection with the parent; none in process 0.
+        below: the connections with the children, by rank.
+
+    Attributes:
+        links: all of them.
+    """
+
+    def __init__(self, session: Session, above: Sequence[Link], below: Sequence[Link]):
+        self._session = session
+        self._above, self._below = above, below
+        self.links = [*above, *below]
+        self._heard = [*self.links]
+        self._ended: set[Link] = set()  # with neighbours that have hung up while this process waited elsewhere
+        self._rank, self._size = session.world.rank, session.world.world_size
+        # Those next to a silent process give up first, so that the error that goes through the tree names it.
+        levels, level = depth(self._size), len(_path(self._rank, self._size)) - 1
+        self._later_below, self._later_above = levels - level - 1, levels + level - 1
+
+    def hear(self, links: Sequence[Link]) -> None:
+        """Hears of errors by other links too, by which nothing comes but errors and the headers of `signal`."""
+        self._heard += links
+
+    def signal(self, operation: Operation, to: Sequence[Link], by: Sequence[Link], later: int) -> None:
+        """Sends a header without a body by some of the links of `hear`, and waits for one that comes by others."""
+        header = memoryview(operation.header())
+        for link in to:
+            sent = self.moved(link, link.send, header)
+            assert sent == len(header)  # it finds room: the neighbour takes each before it sends the next one but one
+        patience = self._session.patience(later)
+        while missing := [link for link in by if len(link.ahead) < HEADER.size]:
+            if self._ended.intersection(missing):
+                self._session.fail(self._session.lost(self.last_word(), reason(hung_up())))
+            moved = self.look([], [], patience.between_looks_seconds)
+            patience = self._session.waited(patience, moved, [link.rank for link in missing])
+        for link in by:
+            link.ahead = b""
+
+    def moved(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """How many bytes of `data` are sent or received now by `move`, by a link that is none of the tree's."""
+        try:
+            return move(data) if data else 0
+        except OSError as error:
+            lost = self.last_word() or [link.rank]
+            self._session.fail(self._session.lost(lost, reason(error)))
+
+    def look(self, sending: Sequence[Link], receiving: Sequence[Link], seconds: float) -> bool:
+        """Waits until a link that is none of the tree's can be used, or until the next look; whether one can be."""
+        heeded = self.heeded()
+        wanted = heeded | {link.connection.fileno(): READABLE for link in receiving}
+        for link in sending:
+            wanted[link.connection.fileno()] = WRITABLE | wanted.get(link.connection.fileno(), 0)
+        ready = wait(wanted, seconds)
+        self.heed(ready.keys() & heeded.keys())
+        return bool(ready)
+
+    def heeded(self) -> dict[int, int]:
+        """The events to wait for, by descriptor, in order to hear of an error while this process waits elsewhere."""
+        links = [link for link in self._heard if len(link.ahead) < HEADER.size and link not in self._ended]
+        return {link.connection.fileno(): READABLE for link in links}
+
+    def heed(self, ready: Collection[int]) -> None:
+        """Raises the error that a neighbour has sent; `ready` are the descriptors of `heeded` by which something comes.
+
+        What else has come is the beginning of the next operation of a neighbour, and is kept. A neighbour that has hung
+        up may have ended its program after this operation, in which it has done its part.
+        """
+        for link in [link for link in self._heard if link.connection.fileno() in ready]:
+            try:
+                link.ahead += link.receive(HEADER.size - len(link.ahead))
+                self._raise_error(link)
+            except OSError:
+                self._ended.add(link)
+
+    def last_word(self) -> list[int]:
+        """Raises the error that a neighbour sends within a moment, if one does; else who has hung up without a word.
+
+        A process that finds another one lost tells its neighbours in the tree, and hangs up. Its neighbours in the ring
+        see the latter alone, and would take it for the one that is lost.
+        """
+        for link in self._heard:
+            with contextlib.suppress(OSError):
+                self._raise_error(link)
+        began, seconds = time.monotonic(), self._session.patience().between_looks_seconds
+        # Who knows one that is gone tells the others while they still wait for a word.
+        while heeded := self.heeded():
+            left = began + seconds / (4 if self._ended else 1) - time.monotonic()
+            if left <= 0:
+                break
+            self.heed(wait(heeded, left).keys())
+        return [link.rank for link in self._ended]
+
+    def _raise_error(self, link: Link) -> None:
+        """Raises the error whose header has come by `link`, if it is one.
+
+        Raises:
+            OSError: the neighbour has hung up before the end of its error.
+        """
+        if len(link.ahead) < HEADER.size or Operation.read(link.ahead)[0].kind != ERROR:
+            return
+        frame = Frame(link)
+        while not frame.whole:
+            if not wait({link.connection.fileno(): READABLE}, self._session.patience().between_looks_seconds):
+                raise hung_up()
+            frame.receive()
+        self._session.fail(error_of(frame.body))
+
+    def agree(self, operation: Operation) -> None:
+        """Returns when all processes have begun the same operation."""
+        self._through(operation, lambda bodies: b"")
+
+    def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
+        """The sum of an array over the processes; bit by bit the same in all of them, since one computes it."""
+        total = np.array(values, order="C").reshape(-1)
+
+        def add(bodies: Sequence[Body]) -> memoryview:
+            for body in bodies:
+                add_into(total, total, np.frombuffer(body, total.dtype))
+            return memory(total)
+
+        found = self._through(operation, add)
+        return np.frombuffer(found, total.dtype).reshape(values.shape)
+
+    def exchange(self, operation: Operation, message: Body, longest: int) -> list[bytes] | None:
+        """The messages of all processes, by rank; `None` if the different ones among them exceed `longest` bytes."""
+        own = tables.of_one(bytes(message), self._rank) if len(message) <= longest else None
+
+        def merge(bodies: Sequence[Body]) -> bytes:
+            return tables.packed(tables.merged([own, *map(tables.unpacked, bodies)], longest))
+
+        table = tables.unpacked(self._through(operation, merge))
+        return None if table is None else tables.by_rank(table, self._size)
+
+    def _through(self, operation: Operation, merge: Callable[[Sequence[Body]], Body]) -> Body:
+        """What process 0 has merged of the bodies of all; of two, each process does.
+
+        `merge` makes the body of this process of those of others.
+        """
+        self._session.require_connected()
+        if self._size == 2:  # both at the same time
+            return merge(self._pass(operation, merge([]), self.links, self.links, 0))
+        body = merge(self._pass(operation, b"", [], self._below, self._later_below))
+        if self._above:
+            (body,) = self._pass(operation, body, self._above, self._above, self._later_above)
+        self._pass(operation, body, self._below, [], 0)
+        return body
+
+    def _pass(self, operation: Operation, body: Body, to: Sequence[Link], by: Sequence[Link], later: int) -> list[Body]:
+        """Sends `body` to some neighbours, and returns the bodies that come from some, after the same header."""
+        whole = memoryview(b"".join((operation.header(len(body)), body)))
+        unsent = {link.connection.fileno(): (link, whole) for link in to}
+        frames = {link.connection.fileno(): Frame(link) for link in by}
+        missing = dict(zip(frames, by, strict=True))
+        ready = dict.fromkeys(unsent, WRITABLE)
+        ready |= {descriptor: READABLE for descriptor, frame in frames.items() if frame.whole}
+        patience = self._session.patience(later)
+        while unsent or missing:
+            for descriptor, events in ready.items():
+                if events & WRITABLE and descriptor in unsent:
+                    link, data = unsent.pop(descriptor)
+                    data = self._sent(link, data, descriptor in missing)
+                    if data:
+                        unsent[descriptor] = link, data
+                waits = events & READABLE and descriptor in missing
+                if waits and self._received(operation, missing[descriptor], frames[descriptor]):
+                    del missing[descriptor]
+            if unsent or missing:
+                links = [*missing.values(), *(link for link, _ in unsent.values())]
+                ready = wait(_wanted(unsent, missing), patience.between_looks_seconds)
+                patience = self._session.waited(patience, bool(ready), [link.rank for link in links])
+        return [frame.body for frame in frames.values()]
+
+    def _sent(self, link: Link, data: memoryview, is_heard: bool) -> memoryview:
+        """What is left of `data` after a part of it is sent; `is_heard`: whether a frame is to come by it."""
+        try:
+            data = data[link.send(data) :]
+        except OSError as error:
+            if is_heard:  # the frame is an error, or does not come either
+                return data[:0]
+            self.last_word()
+            self._session.fail(self._session.lost([link.rank], reason(error)))
+        link.within = len(data) > 0
+        return data
+
+    def _received(self, operation: Operation, link: Link, frame: Frame) -> bool:
+        """Whether all of a frame is there, after a part of it is received."""
+        try:
+            if not frame.whole:  # an error has come with the frame before
+                frame.receive()
+        except OSError as error:
+            self._session.fail(self._session.lost([link.rank], reason(error)))
+        if frame.whole:
+            self._require_same(operation, link.rank, frame)
+        return frame.whole
+
+    def _require_same(self, mine: Operation, rank: int, frame: Frame) -> None:
+        """Ends the job if `rank` has sent an error, or is in another operation than this process."""
+        other = frame.operation
+        if other.kind == ERROR:
+            self._session.fail(error_of(frame.body))
+        if other != mine:
+            here, there = self._session.world.named(self._rank), self._session.world.named(rank)
+            self._session.fail(
+                DisagreementError(
+                    "The processes of the job disagree on the model, or on the data: in exchange "
+                    f"{mine.number} {here} has {mine}, and in exchange {other.number} {there} has {other}",
+                    "build the same model, on the same data, and give the same callbacks, in all processes",
+                )
+            )
+
+
+def _wanted(unsent: Mapping[int, object], missing: Mapping[int, object]) -> dict[int, int]:
+    """The events to wait for, by file descriptor."""
+    wanted = dict.fromkeys(missing, READABLE)
+    for descriptor in unsent:
+        wanted[descriptor] = wanted.get(descriptor, 0) | WRITABLE
+    return wanted
+
+
+class Frame:
+    """A header and its body, which arrive by a link in pieces of any size.
+
+    Attributes:
+        operation: of the header, once it is there.
+        body: what follows the header.
+        whole: whether all is there.
+    """
+
+    def __init__(self, link: Link):
+        self.operation = Operation(0, ERROR, 0)
+        self.body = bytearray()
+        self.whole = False
+        self._link = link
+        self._begin, link.ahead = link.ahead, b""
+        self._space: memoryview | None = None  # of the body, that is to be filled
+        self._look()
+
+    def receive(self) -> None:
+        """Receives a part.
+
+        Raises:
+            OSError: the other process has gone.
+        """
+        if self._space is None:
+            self._begin += self._link.receive(MOST_AT_ONCE)
+            self._look()
+        else:
+            self._space = self._space[self._link.receive_into(self._space) :]
+            self.whole = not self._space
+
+    def _look(self) -> None:
+        """Reads the header, if it is there, and the part of the body that has come with it."""
+        if len(self._begin) < HEADER.size:
+            return
+        self.operation, body_bytes = Operation.read(self._begin)
+        end = HEADER.size + body_bytes
+        came = self._begin[HEADER.size : end]
+        self._link.ahead = self._begin[end:]  # an error that the other process has sent afterwards
+        self.body = bytearray(body_bytes)
+        self.body[: len(came)] = came
+        self._space = memoryview(self.body)[len(came) :]
+        self.whole = not self._space

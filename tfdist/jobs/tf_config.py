@@ -1,0 +1,124 @@
+"""The processes of a job as the variable TF_CONFIG describes them, which TensorFlow's own strategies read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, ValidationError
+
+from tfdist.errors import UsageError
+from tfdist.jobs.cluster_file import TF_CONFIG
+from tfdist.jobs.environment_values import shortened
+from tfdist.jobs.task import ROLES, Task, means_itself
+
+
+class _TaskField(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    type: StrictStr
+    index: StrictInt
+
+
+class _TfConfig(BaseModel):
+    # What says nothing of who is who, such as `rpc_layer` and `environment`, is let through.
+    model_config = ConfigDict(extra="ignore")
+    cluster: dict[StrictStr, list[StrictStr]]
+    task: _TaskField
+
+
+def parse(text: str) -> tuple[int, tuple[Task, ...]]:
+    """The rank of this process and all tasks, from the value of TF_CONFIG.
+
+    Raises:
+        UsageError: it cannot be; the message says which field.
+    """
+    try:
+        config = _TfConfig.model_validate(json.loads(text))
+    except ValidationError as error:
+        raise _refusal(_described(error.errors()[0])) from error
+    except (ValueError, RecursionError) as error:
+        raise _refusal(f"is `{shortened(text)}`, which is not JSON: {error}") from error
+    _check_roles(config)
+    tasks = tuple(
+        Task(role, index, address) for role in ROLES for index, address in enumerate(config.cluster.get(role, []))
+    )
+    _check_addresses(tasks)
+    role, index = config.task.type, config.task.index
+    ranks = [rank for rank, task in enumerate(tasks) if (task.role, task.index) == (role, index)]
+    if not ranks:
+        listed = len(config.cluster.get(role, []))
+        raise _refusal(
+            f"says in `task` that this process is `{role} {index}`, and `cluster` has {listed} of the role `{role}`",
+            "the first of a role has `index` 0",
+        )
+    return ranks[0], tasks
+
+
+def _described(error: Any) -> str:
+    """One of pydantic's errors as the end of a sentence about TF_CONFIG."""
+    field = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"lacks `{field}`"
+    kind = {
+        "int_type": "a whole number",
+        "string_type": "a text",
+        "list_type": "a list of addresses",
+        "dict_type": "an object of lists of addresses by role",
+    }.get(error["type"], "an object")
+    found = shortened(json.dumps(error["input"], ensure_ascii=False))
+    return f"has `{found}` as `{field}`, which is not {kind}" if field else f"is `{found}`, which is not {kind}"
+
+
+def _check_roles(config: _TfConfig) -> None:
+    roles = [*config.cluster, config.task.type]
+    if "evaluator" in roles:
+        raise _refusal(
+            "names the role `evaluator`, and tfdist has none",
+            "leave it out: the processes that train also evaluate",
+        )
+    unknown = next((role for role in roles if role not in ROLES), None)
+    if unknown is not None:
+        raise _refusal(f"names the role `{unknown}`", "the roles are `chief`, `worker` and `ps`")
+    if len(config.cluster.get("chief", [])) > 1:
+        raise _refusal(f"names {len(config.cluster['chief'])} addresses for `chief`", "a job has one chief")
+    if not any(config.cluster.values()):
+        raise _refusal("has no address in `cluster`", "name every process of the job, or unset it to train alone")
+    if not config.cluster.get("chief") and not config.cluster.get("worker"):
+        raise _refusal("has parameter servers alone in `cluster`", "name the chief and the workers too")
+
+
+def _check_addresses(tasks: Sequence[Task]) -> None:
+    owners: dict[tuple[str, int], Task] = {}
+    for task in tasks:
+        found = re.fullmatch(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.%]+\]):([0-9]{1,9})", task.address)
+        who = f"`{task.address}` for {task.role} {task.index}"
+        if found is None:
+            raise _refusal(
+                f"names {who}, which is not `host:port`",
+                "write a host name or an address, an IPv6 address in brackets, then a colon and the port",
+            )
+        if not 0 < int(found[2]) < 65536:
+            raise _refusal(f"names {who}, and ports go from 1 to 65535", "give the task a port that its host has free")
+        owner = owners.setdefault((task.host.lower(), task.port), task)
+        if owner is not task:
+            raise _refusal(
+                f"names `{task.address}` for {owner.role} {owner.index} and for {task.role} {task.index}",
+                "give every process an address of its own; processes on one host differ by their ports",
+            )
+    local = [task for task in tasks if means_itself(task.host)]
+    others = [task for task in tasks if not means_itself(task.host)]
+    if local and others:
+        raise _refusal(
+            f"names `{local[0].address}` for {local[0].role} {local[0].index} beside `{others[0].address}` for "
+            f"{others[0].role} {others[0].index}, and every host takes `{local[0].host}` for itself",
+            "name each host as the others reach it",
+        )
+
+
+def _refusal(
+    what: str,
+    hint: str = 'write it as `{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}`',
+) -> UsageError:
+    return UsageError(f"`{TF_CONFIG}` {what}", hint)

@@ -1,0 +1,246 @@
+"""The inner loop: a graph that runs many steps of a model.
+
+Program.run(state, first, count)
+    while step < count
+        batch = fetch(state, step)
+        train_step(batch)
+    logs = the model's metrics
+
+The loop here runs steps on one replica: of a strategy that has no other one, or of a process that trains apart. How
+several replicas compute the steps of one device is in `tfdist.loop.partitioned_program`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfdist.data.input.division import WHOLE
+from tfdist.errors import UsageError
+from tfdist.interface.program import AtNan, Logs, Outcome, Program, Steps
+from tfdist.interface.strategy import Strategy
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_variables
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.jobs import consensus
+from tfdist.loop import metrics, part_of_batch, recomputation
+from tfdist.loop.graph import Graph
+from tfdist.optimizers import fused as fused_optimizers
+
+HOST = "CPU:0"
+# The steps that are done, whether there are more batches, whether the loop goes on, and the logs of the last step.
+LoopState = tuple[tf.Tensor, tf.Tensor, tf.Tensor, Logs]
+
+
+class StepProgram(Program):
+    """Runs `model.train_step` or `model.test_step`."""
+
+    meets_in_each_step: ClassVar[bool] = True  # what a step computes is of the global batch
+
+    def __init__(self, strategy: Strategy, steps: Steps):
+        self._strategy = strategy
+        self._model = steps.model
+        self._step_name = f"{steps.kind}_step"
+        self._batches = steps.batches
+        watched = keras_internals.loss_tracker(steps.model) is not None
+        self._at_nan = steps.at_nan if watched else AtNan.NOTHING
+        with tf.init_scope(), tensorflow_internals.without_strategy(), tf.device(strategy.devices[0]):
+            self._finite_steps = tf.Variable(0, trainable=False, dtype=tf.int64)  # of a call that finds the first other
+        self._recomputation = _recomputation(strategy, steps)
+        self._own_logs = steps.own_logs
+        self._one_step, self._many_steps = self._make_functions()
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        steps, more, logs = self._function(count)(state, tf.constant(first), tf.constant(count))
+        steps = int(steps)
+        if self._at_nan is AtNan.FIND and steps and not math.isfinite(logs.get("loss", 0.0)):
+            finite_steps = int(self._finite_steps.numpy())
+            steps = min(steps, 1 + min(consensus.all_gather_object(self._strategy, finite_steps)))
+        return Outcome(steps, not bool(more), logs if steps else {})
+
+    def _function(self, count: int) -> Callable[..., Any]:
+        # TensorFlow's profiler loses the markers of steps inside a loop of a graph. Without the profiler one graph runs
+        # all steps, since the results of two graphs can differ in the last bit.
+        return self._one_step if count == 1 and tensorflow_internals.profiling() else self._many_steps
+
+    def _make_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        if self._strategy.runs_eagerly(self._model):
+            self._at_nan = AtNan.STOP if self._at_nan is AtNan.FIND else self._at_nan  # each step is waited for anyway
+            return self._steps_eagerly, self._steps_eagerly
+        return Graph(self._single_step, self._strategy), Graph(self._steps, self._strategy)
+
+    def _single_step(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        del count
+        self._count_no_finite_steps()
+        batch = self._batches.fetch(state, first)
+        if self._batches.length_known:
+            finite, logs = self._step(state, batch)
+            return tf.constant(1), tf.constant(True), self._results(logs, after=finite)
+        more = batch.has_value()
+        nothing = tf.constant(True), self._no_logs()
+        finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: nothing)
+        return tf.cast(more, tf.int32), more, self._results(logs, after=finite)
+
+    def _steps(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, Logs]:
+        self._count_no_finite_steps()
+        with tf.device(HOST):
+            begun = (tf.constant(0), tf.constant(True), tf.constant(True), self._no_logs())
+        done, more, _, logs = self._loop(state, first, count, begun)
+        return done, more, self._results(logs, after=done)
+
+    def _loop(self, state: Any, first: tf.Tensor, count: tf.Tensor, begun: LoopState) -> LoopState:
+        """Runs steps until `count` are done, of which `begun` says how many are."""
+
+        # The loop is controlled from the host: a condition on a GPU would be waited for, and copied, at each step.
+        def proceed(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> tf.Tensor:
+            del logs
+            with tf.device(HOST):
+                return (done < count) & more & finite
+
+        def body(done: tf.Tensor, more: tf.Tensor, finite: tf.Tensor, logs: Any) -> Any:
+            with tf.device(HOST):
+                step = first + done
+            batch = self._batches.fetch(state, step)
+            if self._batches.length_known:
+                finite, logs = self._step(state, batch)
+            else:
+                more = batch.has_value()
+                finite, logs = tf.cond(more, lambda: self._step(state, batch.get_value()), lambda: (finite, logs))
+            with tf.device(HOST):
+                return done + tf.cast(more, tf.int32), more, finite, logs
+
+        found: LoopState = tf.while_loop(proceed, body, begun, parallel_iterations=self._strategy.parallel_steps)
+        return found
+
+    def _no_logs(self) -> Logs:
+        return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), self._own_logs or {})
+
+    def _steps_eagerly(self, state: Any, first: tf.Tensor, count: tf.Tensor) -> tuple[Any, Any, Logs]:
+        """As `_steps`, without a graph, for `run_eagerly=True`."""
+        done, finite = 0, True
+        logs: Logs = {}
+        for batch in self._batches.take(state, int(first), int(count)):
+            finite, logs = self._step(state, batch)
+            done += 1
+            if not bool(finite):
+                break
+        return done, done == int(count) or not bool(finite), self._results(logs)
+
+    def _step(self, state: Any, batch: Any) -> tuple[tf.Tensor, Logs]:
+        """One step: whether the loop goes on, and the step's own logs."""
+
+        def computed() -> Logs:
+            data, share = self._batches.part(state, batch, 0, WHOLE)
+            with part_of_batch.of_share(share), keras_variables.drawing_in_graphs():
+                logs = self._step_function()(data)
+            return part_of_batch.weighed(share, logs) if self._returns_own(logs) else {}
+
+        update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, xla=self._with_xla)
+        with update, self._own_metrics(), self._recomputation.traced():
+            own_logs = self._strategy.run(computed)
+        return self._goes_on(), own_logs
+
+    def _goes_on(self) -> tf.Tensor:
+        """Whether the loop goes on after a step: until the sum of the losses is not finite, if it is to stop there."""
+        if self._at_nan is AtNan.STOP:
+            with tf.device(self._strategy.devices[0]):  # the host would be sent the sum
+                return tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
+        if self._at_nan is AtNan.FIND:
+            self._count_if_finite()
+        with tf.device(HOST):
+            return tf.constant(True)
+
+    def _count_no_finite_steps(self) -> None:
+        if self._at_nan is AtNan.FIND:
+            with tf.device(self._strategy.devices[0]):
+                self._finite_steps.assign(0)
+
+    def _count_if_finite(self) -> None:
+        # Once the sum of the losses is not finite, it remains so.
+        with tf.device(self._strategy.devices[0]):
+            finite = tf.math.is_finite(metrics.own_part(keras_internals.loss_tracker(self._model).total))
+            self._finite_steps.assign_add(tf.cast(finite, tf.int64))
+
+    @property
+    def _with_xla(self) -> bool:
+        # XLA would merge what is computed again.
+        recomputes = self._recomputation.wanted is not None
+        return self._strategy.alone and not recomputes and keras_internals.wants_xla(self._model)
+
+    def _returns_own(self, logs: Logs) -> bool:
+        """Whether a step that returned `logs` returns something else than the results of the metrics."""
+        return self._own_logs is not None or set(logs) != metrics.names(self._model)
+
+    def _own_metrics(self) -> contextlib.AbstractContextManager[None]:
+        if self.meets_in_each_step:
+            return contextlib.nullcontext()
+        return metrics.refused(self._model, self._strategy.name)
+
+    def _step_function(self) -> Callable[[Any], Logs]:
+        step = getattr(self._model, self._step_name)
+        if self._with_xla:
+            step = tf.function(step, jit_compile=True)
+        return functools.partial(self._checked_logs, self._recomputation.marked(step))
+
+    def _checked_logs(self, step: Callable[[Any], Any], data: Any) -> Logs:
+        logs = step(data)
+        if not isinstance(logs, dict):
+            raise UsageError(
+                f"`{self._step_name}` of the model `{self._model.name}` returned `{logs}`",
+                "return a dict of metrics and their values",
+            )
+        return logs
+
+    def _results(self, own_logs: Logs, after: tf.Tensor | None = None) -> Logs:
+        """The logs of a call: the results of the metrics, or the logs of the last step.
+
+        Processes may pair exchanges by their order, so nothing is exchanged for the logs before `after`, a tensor of
+        the last step, is computed.
+        """
+        with tf.control_dependencies([] if after is None else [after]):
+            return own_logs or metrics.results(self._strategy, self._model)
+
+
+class PredictProgram(Program):
+    """Runs `model.predict_step`."""
+
+    def __init__(self, strategy: Strategy, steps: Steps):
+        self._strategy = strategy
+        self._model = steps.model
+        self._batches = steps.batches
+        eager = strategy.runs_eagerly(steps.model)
+        self._function = self._predict if eager else Graph(self._predict, strategy)
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
+        outputs = []
+        for batch in self._batches.take(state, first, count):
+            outputs.append(self._function(state, batch))
+        return Outcome(len(outputs), len(outputs) < count, {"outputs": joined(outputs)} if outputs else {})
+
+    def _predict(self, state: Any, batch: Any) -> Any:
+        def computed() -> Any:
+            data, _ = self._batches.part(state, batch, 0, WHOLE)
+            with keras_variables.drawing_in_graphs():
+                return self._model.predict_step(data)
+
+        return self._strategy.run(computed)
+
+
+def _recomputation(strategy: Strategy, steps: Steps) -> recomputation.Recomputation:
+    wanted = strategy.recompute if steps.kind == "train" else None
+    batch_size = getattr(steps.batches, "batch_size", None)
+    examples = None if batch_size is None else max(1, batch_size // strategy.num_replicas)
+    return recomputation.Recomputation(wanted, steps.model, examples, eager=strategy.runs_eagerly(steps.model))
+
+
+def joined(parts: list[Any]) -> Any:
+    """Concatenates several structures of outputs."""
+    if len(parts) == 1:
+        return parts[0]
+    return keras_internals.tree.map_structure(lambda *values: keras_internals.join(list(values)), *parts)

@@ -1,0 +1,368 @@
+"""`fit`, `evaluate` and `predict` for compiled Keras models, over any strategy.
+
+Two loops, as Orbit has them: the inner one is a graph that runs many steps, the outer one hosts Keras' callbacks.
+
+    fit                                    outer, Python
+    ├─ on_train_begin, on_epoch_begin
+    ├─ while the epoch lasts
+    │  ├─ on_train_batch_begin(first)
+    │  ├─ program.run(first, count)        inner, one graph: for each step, on each replica, model.train_step
+    │  └─ on_train_batch_end(last, logs)   logs: the metrics so far, as numbers
+    ├─ evaluate on the validation data     the same two loops with model.test_step
+    └─ on_epoch_end(epoch, logs), on_train_end
+
+A call of the inner loop runs until a callback must be called (see `tfdist.loop.steps_per_call`), at most about half a
+second, so that progress is shown and Ctrl-C takes effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.checkpointing import writer
+from tfdist.data.input import adapters, together
+from tfdist.data.input.batch_feed import BatchFeed
+from tfdist.data.input.feed import Feed
+from tfdist.data.input.passes import Passes
+from tfdist.errors import UsageError
+from tfdist.interface.program import Logs
+from tfdist.interface.strategy import Strategy
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_data, keras_patches, keras_routes
+from tfdist.internals.keras import tree
+from tfdist.jobs import consensus
+from tfdist.loop import beginning, building, drift, metrics, programs
+from tfdist.loop.epoch import EpochRunner
+
+# Callbacks that only the chief calls: processes that share a disk would write the same files.
+WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+)
+
+
+def fit(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+) -> keras.callbacks.History:
+    """Trains `model`; see `keras.Model.fit`, whose arguments and result these are.
+
+    `batch_size` is global. If a callback sets its attribute `resume_batch` in `on_train_begin`, the first epoch begins
+    at that batch, and the metrics are not reset.
+
+    Raises:
+        UsageError: the model is not compiled, or not made for this strategy.
+        DataError: there are no batches.
+    """
+    check(strategy, model, "fit")
+    beginning.settle_seed(strategy, callbacks)
+    epochs = min(epochs, keras_internals.max_epochs() or epochs)
+    steps = _limited(steps_per_epoch)
+    request = adapters.request(
+        x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, steps=steps, shuffle=shuffle
+    )
+    if validation_split and validation_data is None:
+        request, validation_data = adapters.split(request, validation_split)
+    feed = feed_of(strategy, request)
+    validation = None
+    if validation_data is not None:
+        size = validation_batch_size or batch_size
+        validation = _Validation(strategy, model, validation_data, size, _limited(validation_steps))
+    programs.build(strategy, model, "train", feed)
+    with Passes(feed, steps) as passes, writer.finished():
+        passes.reset()
+        strategy.before_training(model, feed)
+        beginning.require_alike(strategy, model, passes, range(initial_epoch, epochs))
+        callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
+
+        def validate(epoch: int) -> Logs:
+            if validation is None or not keras_internals.validates(model, epoch, validation_freq):
+                return {}
+            return validation.run(callbacks)
+
+        _run_epochs(strategy, model, passes, range(initial_epoch, epochs), callbacks, validate)
+    return model.history
+
+
+class _Validation:
+    """The validation data of a `fit`, over which it evaluates."""
+
+    def __init__(self, strategy: Strategy, model: Any, data: Any, batch_size: int | None, steps: int | None):
+        self._strategy, self._model = strategy, model
+        x, y, sample_weight = keras_data.unpack_x_y_sample_weight(data)
+        self._arguments = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size, "steps": steps}
+        self._feed = feed_of(
+            strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True)
+        )
+
+    def run(self, callbacks: Any) -> Logs:
+        # As Keras' own `fit` does, so that an `evaluate` of the model's own, or a wrapper around it, is called.
+        with keras_routes.validating(self._model, self._strategy, self._feed):
+            logs: Logs = self._model.evaluate(
+                **self._arguments, callbacks=callbacks, return_dict=True, _use_cached_eval_dataset=True
+            )
+        return logs
+
+
+def _run_epochs(
+    strategy: Strategy,
+    model: Any,
+    passes: Passes,
+    epochs: range,
+    callbacks: Any,
+    validate: Callable[[int], Logs],
+) -> None:
+    runner = EpochRunner(strategy, model, "train", passes, callbacks)
+    model.stop_training = False
+    callbacks.on_train_begin()
+    initial_epoch, resume_batch, next_pass = beginning.begin_alike(strategy, model, callbacks, epochs.start)
+    passes.begin_at(initial_epoch, resume_batch, next_pass)
+    epoch_logs: Logs | None = None
+    for epoch in range(initial_epoch, epochs.stop):
+        if not resume_batch:
+            metrics.reset(strategy, model)
+        callbacks.on_epoch_begin(epoch)
+        epoch_logs = dict(runner.run(resume_batch or 0))
+        beginning.note_next_pass(model, passes.next)
+        resume_batch = None
+        epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
+        with strategy.whole_state(model) if callbacks.saves_models else contextlib.nullcontext():
+            callbacks.on_epoch_end(epoch, epoch_logs)
+        drift.mend(strategy, model, epoch)
+        model.stop_training = consensus.any_of(strategy, bool(model.stop_training))
+        if model.stop_training:
+            break
+    if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.stop > 0:
+        strategy.finalize_variables(model)
+    callbacks.on_train_end(logs=epoch_logs)
+
+
+def evaluate(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+    _use_cached_eval_dataset: bool = False,
+) -> Any:
+    """Loss and metrics of `model` over every example once; see `keras.Model.evaluate`.
+
+    With `_use_cached_eval_dataset`, an argument that only a `fit` sets, over its validation data.
+    """
+    check(strategy, model, "evaluate")
+    steps = _limited(steps)
+    feed = (
+        keras_routes.validation_feed(model)
+        if _use_cached_eval_dataset
+        else feed_of(strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
+    )
+    with Passes(feed, steps) as passes:
+        callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
+        logs = _evaluate(strategy, model, passes, callbacks)
+    return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
+
+
+def predict(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """The outputs of `model`, one per example, in the order of the input; see `keras.Model.predict`."""
+    strategy.check(model)
+    _check_divisible(strategy, model)
+    steps = _limited(steps)
+    feed = feed_of(strategy, adapters.request(x, batch_size=batch_size, steps=steps, passes=True), for_prediction=True)
+    outputs: list[Any] = []
+    with Passes(feed, steps) as passes:
+        callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
+        runner = EpochRunner(
+            strategy, model, "predict", passes, callbacks, lambda logs: outputs.append(logs["outputs"])
+        )
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        runner.run(0)
+        passes.close()
+        callbacks.on_predict_end()
+    joined = tree.map_structure_up_to(outputs[0], lambda *parts: keras_internals.concatenate(list(parts)), *outputs)
+    return tree.map_structure(keras_internals.to_numpy, joined)
+
+
+def train_on_batch(
+    strategy: Strategy,
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """One step on a global batch; see `keras.Model.train_on_batch`. Every process passes the whole batch."""
+    check(strategy, model, "train_on_batch")
+    if class_weight is not None:
+        if sample_weight is not None:
+            raise UsageError("Both `sample_weight` and `class_weight` were given", "give the one or the other")
+        sample_weight = keras_data.class_weight_to_sample_weights(y, class_weight)
+    logs = _step_on_batch(strategy, model, "train", (x, y, sample_weight))
+    return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
+
+
+def test_on_batch(
+    strategy: Strategy, model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+) -> Any:
+    """Loss and metrics of a global batch; see `keras.Model.test_on_batch`."""
+    check(strategy, model, "test_on_batch")
+    logs = _step_on_batch(strategy, model, "test", (x, y, sample_weight))
+    return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
+
+
+def predict_on_batch(strategy: Strategy, model: keras.Model, x: Any) -> Any:
+    """The outputs of `model` for a global batch; see `keras.Model.predict_on_batch`."""
+    strategy.check(model)
+    feed = BatchFeed((x,))
+    outcome = programs.program(strategy, model, "predict", feed).run(feed.start(0, 0), 0, 1)
+    return tree.map_structure(keras_internals.to_numpy, outcome.logs["outputs"])
+
+
+def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs:
+    feed = BatchFeed(data)
+    is_first = not programs.any_made(model, kind)
+    program = programs.program(strategy, model, kind, feed)
+    if is_first and kind == "train":
+        building.broadcast(strategy, model)
+    model.reset_metrics()
+    program.begin_epoch()
+    logs = program.run(feed.start(0, 0), 0, 1).logs
+    program.end_epoch()
+    return keras_internals.pythonify_logs(logs)
+
+
+def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) -> Logs:
+    runner = EpochRunner(strategy, model, "test", passes, callbacks)
+    model.stop_evaluating = False
+    passes.reset()
+    callbacks.on_test_begin()
+    metrics.reset(strategy, model)
+    logs = keras_internals.pythonify_logs(runner.run(0))
+    passes.close()
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def feed_of(strategy: Strategy, request: adapters.Request, *, for_prediction: bool = False) -> Feed:
+    """The feed of the user's data, compared or joined over the processes of the job, for the strategy's devices."""
+    feed = adapters.make(request, strategy.seed)
+    if strategy.world.world_size > 1:
+        if request.own:
+            _refuse_speeds(strategy)
+            return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
+        feed = together.shared(feed, strategy)
+    return strategy.placed(feed)
+
+
+def _refuse_speeds(strategy: Strategy) -> None:
+    if strategy.speeds is not None:
+        raise UsageError(
+            "`speeds` is set, and each process brings its own part of the data, which is not divided",
+            "give each process as many examples as it is fast, or the whole data to each",
+        )
+
+
+def check(strategy: Strategy, model: Any, method: str) -> None:
+    """Raises `UsageError` where `method` cannot run: the model is not compiled, or not made for this strategy."""
+    if not model.compiled:
+        raise UsageError(
+            f"The model `{model.name}` is not compiled, and `{method}` needs its loss and metrics",
+            "call `model.compile(optimizer=..., loss=...)` first",
+        )
+    strategy.check(model)
+    _check_divisible(strategy, model)
+
+
+def _check_divisible(strategy: Strategy, model: Any) -> None:
+    size = keras_internals.fixed_batch_size(model)
+    if size is not None and strategy.num_replicas > 1 and not (strategy.mesh and strategy.as_one_device):
+        raise UsageError(
+            f"The model `{model.name}` has a fixed batch size of {size}, and each of {strategy.num_replicas} replicas "
+            "gets a part of the batch",
+            "leave the batch size out of the model's inputs (`shape`, not `batch_shape`), or train on one device",
+        )
+
+
+def _each(callbacks: Any) -> list[Any]:
+    """The callbacks of a list, or of a `CallbackList`, and those that they wrap."""
+    given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
+    return list(keras_patches.with_wrapped(one for one in given if one is not None))
+
+
+def _limited(steps: int | None) -> int | None:
+    """`steps`, or Keras' cap on the steps of an epoch if it is lower (`keras.config.set_max_steps_per_epoch`)."""
+    cap = keras_internals.max_steps_per_epoch()
+    return min(steps or cap, cap) if cap else steps
+
+
+def _callback_list(
+    strategy: Strategy,
+    model: Any,
+    callbacks: Any,
+    verbose: Any,
+    passes: Passes,
+    *,
+    epochs: int,
+    add_history: bool = False,
+) -> Any:
+    strategy.check_callbacks(each := _each(callbacks))
+    # In the lists of all processes, which gather what the chief's callback saves.
+    saves = any(isinstance(callback, keras.callbacks.ModelCheckpoint) for callback in each)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.saves_models = saves
+        return callbacks
+    if not strategy.world.is_chief:
+        verbose = 0
+        callbacks = [c for c in tree.flatten(callbacks) if c is not None and not isinstance(c, WRITERS)]
+    callback_list = keras.callbacks.CallbackList(
+        callbacks,
+        add_history=add_history,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=passes.num_batches,
+        examples=passes.examples,
+        model=model,
+    )
+    callback_list.saves_models = saves
+    for callback in keras_patches.with_wrapped(callback_list.callbacks):
+        if hasattr(callback, "set_training"):
+            callback.set_training(strategy, passes)
+    return callback_list

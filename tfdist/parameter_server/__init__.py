@@ -1,0 +1,1 @@
+"""Variables on servers, and the workers that compute with them."""

@@ -1,0 +1,112 @@
+"""Steps on parameter servers whose staleness has a bound.
+
+    rounds     S + 1 steps at a time, and the next ones when all of them are done: no step is staler than S
+    clocks     a worker may be S steps ahead of the slowest one, as Ho et al., NIPS 2013, have it: with W workers no
+               step is staler than (2 S + 1) (W - 1)
+
+A worker here is whichever process takes the next steps of one clock. So the steps of a process that is lost, or slow to
+come back, go on elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist.interface.program import Steps
+from tfdist.internals import tensorflow_coordinator
+from tfdist.parameter_server import closure_data as data
+from tfdist.parameter_server import closures as loop
+from tfdist.parameter_server.waiting import Waiting
+
+SECONDS_BETWEEN_LOOKS = 1e-3
+
+
+class RoundsProgram(loop.ClosureProgram):
+    """Trains in rounds.
+
+    Args:
+        strategy: whose workers run the steps.
+        steps: of the training.
+        staleness: S.
+    """
+
+    def __init__(self, strategy: Any, steps: Steps, staleness: int):
+        self._each = staleness + 1
+        super().__init__(strategy, steps, measures_staleness=staleness > 0)
+        self._one_by_one = staleness == 0
+
+    def _rounds(self, count: int) -> list[int]:
+        return [min(self._each, count - begin) for begin in range(0, count, self._each)]
+
+
+@dataclass
+class _Worker:
+    """One clock: the number of steps that are done, and the closure that runs, of so many steps."""
+
+    done: int = 0
+    running: Any = None
+    steps: int = 0
+
+
+class ClocksProgram(loop.ClosureProgram):
+    """Trains with a clock for each worker.
+
+    Args:
+        strategy: whose workers run the steps.
+        steps: of the training.
+        slack: S.
+    """
+
+    def __init__(self, strategy: Any, steps: Steps, slack: int):
+        self._slack = slack
+        # Of half the slack: a worker that is a closure ahead need not wait.
+        self._length = max(1, min(data.STEPS_OF_A_CLOSURE, (slack + 1) // 2))
+        super().__init__(strategy, steps)
+
+    def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[loop.Result], bool]]:
+        # A call ends when all its steps are done, and all workers see them: the clocks start anew.
+        workers = [_Worker() for _ in range(self._strategy.num_workers)]
+        work = data.closures(self._given, state, first, count, self._length)
+        given, finite = 0, True
+        results: list[loop.Result] = []
+        next_one = next(work, None)
+        while next_one is not None or any(worker.running is not None for worker in workers):
+            while next_one is not None and finite:
+                free = self._may_take(workers, next_one.steps)
+                if free is None:
+                    break
+                free.running, free.steps = self._schedule(next_one), next_one.steps
+                given += next_one.steps
+                next_one = next(work, None)
+            ended = self._ended(workers)
+            results += ended
+            finite = finite and all(result.finite for result in ended)
+            if not finite:
+                next_one = None
+        yield results, given < count
+
+    def _may_take(self, workers: list[_Worker], steps: int) -> _Worker | None:
+        """The worker that is to take the next `steps`; `None` if all are busy, or too far ahead."""
+        idle = [worker for worker in workers if worker.running is None]
+        slowest = min(worker.done for worker in workers)
+        free = min(idle, key=lambda worker: worker.done, default=None)
+        return None if free is None or free.done + steps - 1 - slowest > self._slack else free
+
+    def _ended(self, workers: list[_Worker]) -> list[loop.Result]:
+        """Waits until a closure has ended; returns the results of those that have."""
+        waiting = Waiting(self._strategy)
+        busy = [worker for worker in workers if worker.running is not None]
+        while True:
+            ended = [worker for worker in busy if tensorflow_coordinator.finished(worker.running, 0)]
+            if ended:
+                return [self._result(worker) for worker in ended]
+            tensorflow_coordinator.finished(busy[0].running, SECONDS_BETWEEN_LOOKS)
+            waiting.look()
+
+    def _result(self, worker: _Worker) -> loop.Result:
+        result: loop.Result = self._codec.unpack(worker.running.fetch())
+        worker.running = None
+        worker.done += worker.steps
+        return result

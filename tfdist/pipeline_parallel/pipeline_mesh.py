@@ -1,0 +1,152 @@
+"""The micro-batches of a pipeline as replicas of a partitioned step: replicas in time, which share the devices.
+
+Each operation is computed on the device of its stage, as its name in the traced step says
+(`tfdist.pipeline_parallel.placement`); one outside of the model on the device of the variable, or else of the last
+value, that it uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdist import spmd
+from tfdist.data_parallel.gradient_reduction import Packing
+from tfdist.data_parallel.process_mesh import ProcessMesh
+from tfdist.groups import Communicator
+from tfdist.pipeline_parallel import ordering
+from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
+from tfdist.profiling import stages as stage_names
+
+
+class PipelineMesh(spmd.Mesh):
+    """The micro-batches of one process, whose stages are on `devices`.
+
+    Args:
+        devices: one for each stage.
+        micro_batches: of the process.
+        schedule: the order in which a stage computes them.
+    """
+
+    def __init__(self, devices: Sequence[str], micro_batches: int, schedule: Schedule):
+        spmd.Mesh.__init__(self, [devices[-1]] * micro_batches)  # they begin and end where the loss is computed
+        self.home = None
+        self.stage_devices, self._schedule = devices, schedule
+        self._stage: int | None = None
+        self._device: str | None = None
+
+    @contextlib.contextmanager
+    def computing(self, operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> Iterator[None]:
+        before = self._stage, self._device
+        found = stage_names.found_in(operation.name)
+        if found is not None:
+            self._stage, self._device = found[0], self.stage_devices[found[0]]
+        elif self._stage is None:
+            self._device = _device_of(inputs)
+        try:
+            yield
+        finally:
+            self._stage, self._device = before
+
+    @contextlib.contextmanager
+    def on_replica(self, position: int) -> Iterator[None]:
+        with tf.device(self._device or self.devices[position]), contextlib.ExitStack() as stack:
+            if self._stage is not None:
+                scope = tf.get_current_name_scope()
+                name = stage_names.scope(self._stage, self.number(position))
+                stack.enter_context(tf.name_scope(f"{scope}/{name}/" if scope else f"{name}/"))
+            yield
+
+    def number(self, position: int) -> int:
+        """The number of a micro-batch among those that are put in order."""
+        return position
+
+    def on_copy(self, position: int) -> contextlib.AbstractContextManager[None]:
+        if len(self.local) == 1:  # which is computed whole
+            return self.on_replica(position)
+        return tf.device(self._device)
+
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        del gradients
+        return [[total_of(terms, reduction)] for terms in values]
+
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
+        found = []
+        for parts, shard in zip(values, shards, strict=True):
+            with tf.device(parts[-1].device or None):
+                found.append([spmd.joined(parts, shard)])
+        return found
+
+    def computed(self) -> None:
+        if len(self.stage_devices) == 1 or len(self.local) == 1 or tf.executing_eagerly():
+            return
+        graph = tf.compat.v1.get_default_graph()
+        possible = ordering.order(graph, self._schedule, self.stage_devices, len(self.local))
+        if not possible and self._schedule != "gpipe":
+            say_that_they_meet(self._schedule)
+
+
+def say_that_they_meet(schedule: Schedule) -> None:
+    """Warns that a step cannot follow a schedule in which a micro-batch is finished before all have begun."""
+    late = ", with its delayed gradients" if schedule == DELAYED else ""
+    warnings.warn(
+        "Micro-batches meet in the middle of a step, so that none can finish before all have begun: the schedule "
+        f"`gpipe` is used in place of `{schedule}`{late}",
+        stacklevel=2,
+    )
+
+
+class PipelinesMesh(PipelineMesh, ProcessMesh):
+    """The micro-batches of all processes of a job, each of which has a pipeline of its own.
+
+    Args:
+        devices: of this process, one for each stage.
+        micro_batches: of each process.
+        schedule: the order in which a stage computes them.
+        communicator: connects the processes.
+        packing: of what is added up.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        micro_batches: int,
+        schedule: Schedule,
+        communicator: Communicator,
+        packing: Packing,
+    ):
+        ProcessMesh.__init__(self, communicator, devices[-1], packing)
+        PipelineMesh.__init__(self, devices, micro_batches, schedule)
+        first = communicator.rank * micro_batches
+        self.count, self.local = communicator.size * micro_batches, range(first, first + micro_batches)
+
+    def all_reduce(
+        self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
+    ) -> list[list[tf.Tensor]]:
+        of_process = [[total_of(terms, reduction)] for terms in values]
+        return ProcessMesh.all_reduce(self, of_process, reduction, gradients)
+
+    def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
+        return ProcessMesh.all_gather(self, values, shards)
+
+    def terms(self, variable: object) -> None:
+        """None: the micro-batches of a process share its variables."""
+        del variable
+
+
+def total_of(terms: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
+    """The reduction of terms, two at a time, so that each can be freed before the next one is computed."""
+    with tf.device(terms[0].device or None):
+        return functools.reduce(lambda total, term: spmd.reduced([total, term], reduction), terms)
+
+
+def _device_of(inputs: Sequence[tf.Tensor]) -> str | None:
+    """The device of the variable that an operation uses, or else of its last input whose device is known."""
+    known = [tensor for tensor in inputs if tensor.device]
+    return next((one.device for one in known if one.dtype == tf.resource), known[-1].device if known else None)

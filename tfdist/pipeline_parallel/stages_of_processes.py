@@ -1,0 +1,316 @@
+"""`pipeline` in a job of several processes: one stage of the model in each of them.
+
+A process has the variables of its own stage, their gradients and their slots. The step of one device is partitioned for
+the micro-batches, and each process computes the operations of its stage (`tfdist.pipeline_parallel.stage_mesh`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfdist.data.input.feed import Feed
+from tfdist.data_parallel import collective, socket_job
+from tfdist.errors import ClusterError, DisagreementError, UsageError
+from tfdist.groups import parts
+from tfdist.groups.arrays import ArrayCommunicator
+from tfdist.interface.strategy import Strategy
+from tfdist.internals import keras as keras_internals
+from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
+from tfdist.jobs import consensus
+from tfdist.pipeline_parallel import delayed, own_variables, placement, plan, previous_weights, separate
+from tfdist.pipeline_parallel.exchange import Exchange
+from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
+from tfdist.pipeline_parallel.plan import Balance, Plan
+from tfdist.pipeline_parallel.schedule import Schedule
+from tfdist.pipeline_parallel.stage_mesh import StageMesh
+from tfdist.pipeline_parallel.stage_optimizer import StageOptimizer
+from tfdist.pipeline_parallel.stage_programs import DelayedStageProgram, StagePredictProgram, StageProgram
+
+if TYPE_CHECKING:
+    from tfdist.interface.program import Program, Steps
+
+_OPTIMIZER = "_tfdist_stage"
+
+
+class StagesOfProcesses(socket_job.SocketStrategy):
+    """Trains one stage of a model in each process of the job; see `tfdist.strategies.pipeline`.
+
+    Args:
+        micro_batches: the parts of a global batch that go through the stages one after the other.
+        schedule: "gpipe", "1f1b" or "2bw", see `tfdist.pipeline_parallel.schedule`.
+        balance: what is made even between the stages: "time", measured by the chief, or "memory".
+        stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
+        options: see `tfdist.data_parallel.collective.MultiProcessStrategy`.
+    """
+
+    name = "pipeline"
+    metrics_by_process = False
+
+    def __init__(
+        self,
+        *,
+        micro_batches: int = 4,
+        schedule: Schedule = "gpipe",
+        balance: Balance = "time",
+        stages: Sequence[str] | None = None,
+        job_settings: Mapping[str, str] | None = None,
+        **options: Any,
+    ):
+        self.micro_batches, self._schedule, self._balance, self._named = micro_batches, schedule, balance, stages
+        alike = {
+            "micro_batches": str(micro_batches),
+            "schedule": schedule,
+            "balance": balance,
+            "stages": ",".join(stages or ()) or "chosen",
+        }
+        self._examples: int | None = None
+        self._plans: dict[int, Plan] = {}  # by the `id` of the graph of the model
+        self._told: list[str] = []  # the layers of each stage of the model that runs
+        self._owners: dict[int, tuple[weakref.ref[tf.Variable], int]] = {}  # by the `id`s of handles
+        self.as_one_device = schedule != delayed.NAME
+        super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
+        self.compare_first_step = False  # no process could compute the whole step
+
+    def set_up(self) -> None:
+        super().set_up()
+        count = self.world.world_size
+        if self._named is not None and len(self._named) != count - 1:
+            raise UsageError(
+                f"`stages` names the first layer of {len(self._named)} stages after the first, and there are "
+                f"{count} processes",
+                f"name {count - 1} layers, or start {len(self._named) + 1} processes",
+            )
+
+    def make_mesh(self) -> StageMesh:
+        assert isinstance(self.communicator, ArrayCommunicator)
+        self.exchange_of_stages = Exchange(self.communicator)
+        stages = self.world.rank, self.world.world_size
+        return StageMesh(
+            self.devices[0],
+            self.micro_batches,
+            self._schedule,
+            self.exchange_of_stages,
+            *stages,
+            self._owner,
+            self._require_same_step,
+        )
+
+    def _require_same_step(self, traced: str) -> None:
+        if len(set(consensus.all_gather_object(self, traced, "compares the step that it has traced"))) > 1:
+            raise DisagreementError(
+                "The processes of the job trace different steps of the model, of which each computes its stage",
+                "build the same model in all processes, and pass data of the same dtypes and shapes to each",
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        return self.micro_batches
+
+    @property
+    def replica_devices(self) -> list[str]:
+        return [self.devices[0]] * self.micro_batches
+
+    @contextlib.contextmanager
+    def tracing(self, model: Any) -> Iterator[None]:
+        """The context in which a step is traced as if this process had all variables."""
+        functional = keras_stages.functional_of(model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras_stages.known(model.variables))
+            if id(functional) in self._plans:
+                stack.enter_context(placement.on_stages(self._plans, [self.devices[0]] * self.world.world_size))
+                for optimizer in keras_internals.optimizers(model):
+                    of_stage = self.of_stage(optimizer)
+                    if of_stage is not None:
+                        stack.enter_context(of_stage.as_if_whole())
+                self._note_owners(model)
+            yield
+
+    def _note_owners(self, model: Any) -> None:
+        """Finds out which stage has which variable."""
+        variables = [*model.variables, *(v for one in keras_internals.optimizers(model) for v in one.variables)]
+        for variable in variables:
+            part = parts.part_of(variable)
+            if part is not None:
+                held = [*tensorflow_variables.copies(variable), *previous_weights.held_before(model, variable)]
+                self._owners.update({id(one.handle): (weakref.ref(one), part.owner) for one in held})
+
+    def _owner(self, handle: tf.Tensor) -> int | None:
+        """The stage that has the variable with this handle; `None` if all processes have it."""
+        variable, owner = self._owners.get(id(handle), (None, None))
+        held = None if variable is None else variable()
+        return owner if held is not None and held.handle is handle else None
+
+    def placed(self, feed: Feed) -> Feed:
+        self._examples = feed.batch_size or self._examples
+        return super().placed(feed)
+
+    def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
+        """The state of metrics, which all processes have whole."""
+        return Strategy.sum_metrics(self, variables, name)
+
+    def check(self, model: Any) -> None:
+        plan.require_cuttable(model, self.world.world_size)
+        if self.recompute is not None:  # messages between stages must not be sent again
+            raise UsageError(
+                "`recompute` is set, and the stages of the pipeline are in several processes",
+                f"leave it out, or {separate.ONE_PROCESS}",
+            )
+        if model.run_eagerly:
+            raise UsageError(
+                f"The model `{model.name}` is compiled with `run_eagerly=True`, and a pipeline of several processes "
+                "runs graphs",
+                f"leave it out, or {separate.ONE_PROCESS}",
+            )
+        if self._schedule == delayed.NAME:
+            delayed.require_steps_of_keras(model)
+
+    def program(self, steps: Steps) -> Program:
+        if steps.batches.own:
+            raise UsageError(
+                "Each process has its own part of the data, and the stages of a pipeline work on the same batches",
+                "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",
+            )
+        require_examples(steps, self.micro_batches, self.micro_batches)
+        self._place(steps.model)
+        if steps.kind == "predict":
+            return StagePredictProgram(self, steps)
+        late = delayed.is_delayed(self._schedule, steps.kind)
+        return (DelayedStageProgram if late else StageProgram)(self, steps)
+
+    def begin_anew(self, model: Any) -> None:
+        delayed.begin_anew(model)
+
+    # The model in stages.
+
+    def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Nothing: its slots are made once the model is cut, by `divide_optimizers`."""
+
+    def divide_optimizers(self, model: Any) -> None:
+        self._place(model)
+
+    def is_divided(self, optimizer: Any) -> bool:
+        return self.of_stage(optimizer) is not None
+
+    def of_stage(self, optimizer: Any) -> StageOptimizer | None:
+        """The part of `optimizer` that this process has; `None` before the model is cut."""
+        found: StageOptimizer | None = vars(optimizer).get(_OPTIMIZER)
+        return found
+
+    def finalize_variables(self, model: Any) -> None:
+        of_stage = self.of_stage(model.optimizer)
+        if of_stage is not None and keras_optimizers.inner(model.optimizer).use_ema:
+            of_stage.finalize()
+
+    def _place(self, model: Any) -> None:
+        """Cuts `model`, and frees what is not of this process' stage, unless that was done before."""
+        functional = keras_stages.functional_of(model)
+        optimizers = keras_internals.optimizers(model)
+        if id(functional) not in self._plans:
+            self.check(model)
+            found = self._plan(model)
+            separate.require_separate(model, found)
+            built = [variable for one in optimizers if one.built for variable in one.variables]
+            super().broadcast_variables([*model.variables, *built])
+            own_variables.free_others(found, self.world, model.metrics_variables)
+            self._plans[id(functional)] = found
+        for optimizer in optimizers:
+            if self.of_stage(optimizer) is None:
+                variables = keras_internals.trainable_variables(optimizer) if optimizer.built else None
+                variables = model.trainable_variables if variables is None else variables
+
+                def meet(doing: str) -> None:
+                    consensus.all_gather_object(self, None, doing)
+
+                divided = StageOptimizer(optimizer, variables, self.communicator, meet)
+                # Past Keras' attribute tracking, so that it is not saved with the model.
+                object.__setattr__(optimizer, _OPTIMIZER, divided)
+        plan_of_model = self._plans[id(functional)]
+        self._told = [", ".join(plan_of_model.layers_of(number)) for number in range(self.world.world_size)]
+
+    def _plan(self, model: Any) -> Plan:
+        """The plan of the chief, which measures times."""
+        count, begins = self.world.world_size, None
+        part = examples_of_part(self._examples, self.micro_batches)
+        if self.world.is_chief or self._balance != "time" or self._named is not None:
+            found = plan.make(model, count, self._named, self._balance, part, self.micro_batches)
+            begins = list(found.begins)
+        begins = consensus.broadcast_from_chief(self, begins)
+        return Plan(keras_stages.functional_of(model), keras_stages.calls(model), begins)
+
+    @contextlib.contextmanager
+    def whole_state(self, model: Any) -> Iterator[None]:
+        """The context in which the chief has all variables; all processes enter it."""
+        away: list[Any] = []
+        with contextlib.ExitStack() as stack:
+            for optimizer in keras_internals.optimizers(model):
+                of_stage = self.of_stage(optimizer)
+                if of_stage is not None:
+                    stack.enter_context(of_stage.whole())
+            if id(keras_stages.functional_of(model)) in self._plans:
+                consensus.all_gather_object(self, None, "gathers the variables of all stages")
+                away = own_variables.gather(model, self.exchange, self.world.is_chief)
+            try:
+                yield
+            finally:
+                for variable, place in away:
+                    keras_stages.leave(variable, place)
+
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:
+        for callback in callbacks:
+            what = collective.needs_whole_state(callback)
+            if getattr(callback, "restore_best_weights", False):
+                what = f"`{type(callback).__name__}` with `restore_best_weights`"
+            if what is not None:
+                raise UsageError(
+                    f"{what} needs all weights in one process, and the stages of the pipeline are in several",
+                    "use `tfdist.callbacks.Checkpoint` in its place",
+                )
+
+    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
+        raise self._no_verification()
+
+    def prepare(self, model: Any, *, verify: bool = False) -> Any:
+        if verify:
+            raise self._no_verification()
+        return super().prepare(model)
+
+    def _no_verification(self) -> UsageError:
+        return UsageError(
+            "A verification compares the whole model with one device, and no process has the whole model",
+            "verify it with `pipeline` in one process",
+        )
+
+    def stages_of(self, model: Any) -> list[dict[str, Any]]:
+        found = self._plans.get(id(keras_stages.functional_of(model)))
+        if found is None:
+            return []
+        return [
+            {
+                "device": f"{self.world.named(number)}, {self.devices[0]}",
+                "layers": found.layers_of(number),
+                "parameters": found.parameters_of(number),
+            }
+            for number in range(self.world.world_size)
+        ]
+
+    def options(self) -> dict[str, Any]:
+        own = {"micro_batches": self.micro_batches, "schedule": self._schedule, "balance": self._balance}
+        return super().options() | own | {"stages": self._named and list(self._named)}
+
+    # Errors.
+
+    def explained(self, failure: ClusterError) -> ClusterError:
+        """`failure` with the stages and the layers of the processes that it names."""
+        stages = [
+            f"stage {rank} ({layers})"
+            for rank, layers in enumerate(self._told)
+            if self.world.named(rank) in failure.sentence and f"stage {rank} (" not in failure.sentence
+        ]
+        if not stages:
+            return failure
+        return type(failure)(f"{failure.sentence}: {', '.join(stages)} of the pipeline", failure.hint)

@@ -1,0 +1,1 @@
+"""Algorithms whose processes do not compute each step together: local SGD, gossip, elastic averaging."""
