@@ -5,8 +5,8 @@ It is what `horovod` is over MPI, without Horovod: nothing has to be built for t
 
 from __future__ import annotations
 
-from tfdist.data_parallel import engines, reducing
-from tfdist.groups import Communicator
+from tfdist.data_parallel import reducing
+from tfdist.groups import Communicator, joining
 from tfdist.interface.traits import Traits
 
 
@@ -20,7 +20,7 @@ class MpiStrategy(reducing.ReducingStrategy):
     name = "mpi"
 
     def join(self) -> Communicator:
-        return engines.join_mpi()
+        return joining.join_mpi()
 
 
 STRATEGY = MpiStrategy

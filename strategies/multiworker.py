@@ -32,7 +32,7 @@ from tfdist.interface.traits import Traits
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_patches
 from tfdist.internals.keras import tf_variable
-from tfdist.jobs import watchdog
+from tfdist.jobs import timeouts, watchdog
 from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
 from tfdist.jobs.world import World
 from tfdist.options import Count, checked_seconds
@@ -112,8 +112,8 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
         self.compression = compression
         self._communication = communication
         self._timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
-        self._callback_timeout_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
-        self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
+        self._callback_timeout_seconds = timeouts.callback_timeout_seconds(callback_timeout_seconds)
+        self._start_timeout_seconds = timeouts.start_timeout_seconds(start_timeout_seconds)
         self._job_settings = dict(job_settings or {})
         super().__init__(**options)
         # The order of the examples follows from the seed, which must be the same everywhere.
@@ -140,7 +140,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
                 "`TF_CONFIG` has parameter servers, and `multiworker` has no use for them",
                 "use the strategy `parameter_server`, or a cluster of workers alone",
             )
-        distribute.require_addresses(self.world, self.name)
+        self.world.require_addresses(self.name)
         alike = {"communication": self._communication, "compression": self.compression}
         self.tf_strategy, watch, self._collectives_counted = _join(
             self.world,

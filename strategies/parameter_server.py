@@ -27,7 +27,7 @@ from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.internals import keras_variables, tensorflow_coordinator
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.jobs import ports, rendezvous
+from tfdist.jobs import ports, rendezvous, timeouts
 from tfdist.jobs.task import Task
 from tfdist.jobs.world import World
 from tfdist.options import Count, Fraction, checked_seconds
@@ -113,7 +113,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
         )
         self.shard_bytes = shard_bytes
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
-        self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
+        self._start_timeout_seconds = timeouts.start_timeout_seconds(start_timeout_seconds)
         self._job_settings = dict(job_settings or {})
         super().__init__(**options)
 
@@ -153,7 +153,7 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
 
     def set_up(self) -> None:
         self._job = World.detect(os.environ)
-        distribute.require_addresses(self._job, self.name)
+        self._job.require_addresses(self.name)
         if not self._job.tasks_of("ps") or not self._job.tasks_of("chief") or not self._job.tasks_of("worker"):
             raise UsageError(
                 f"The job ({self._job.source}) has {_counted(self._job)}, and `parameter_server` needs a chief, "

@@ -24,7 +24,7 @@ from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups import Communicator
 from tfdist.groups.exchanged import Exchanged
 from tfdist.interface import gpus as _gpus
-from tfdist.jobs import consensus
+from tfdist.jobs import consensus, timeouts
 from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
@@ -70,8 +70,8 @@ class MultiProcessStrategy(TrainingStrategy):
         **options: Any,
     ):
         self.timeout_seconds = checked_seconds("timeout_seconds", timeout_seconds)
-        self.callback_timeout_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
-        self._start_timeout_seconds = distribute.start_timeout_seconds(start_timeout_seconds)
+        self.callback_timeout_seconds = timeouts.callback_timeout_seconds(callback_timeout_seconds)
+        self._start_timeout_seconds = timeouts.start_timeout_seconds(start_timeout_seconds)
         self._job_settings = dict(job_settings or {})
         super().__init__(**options)
         self.seed = consensus.broadcast_from_chief(self, self.seed)

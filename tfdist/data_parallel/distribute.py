@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,9 +23,8 @@ from tfdist.internals import keras_routes, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow import global_seed, runtime_started
-from tfdist.jobs import job_environment, rendezvous
+from tfdist.jobs import rendezvous
 from tfdist.jobs.world import World
-from tfdist.options import checked_seconds
 from tfdist.trainer import TrainingStrategy
 
 # What must be the same in all processes of a job.
@@ -158,39 +156,10 @@ def _scope(strategy: tf.distribute.Strategy) -> Iterator[Any]:
         yield entered
 
 
-def require_addresses(world: World, strategy: str) -> None:
-    """Raises `UsageError` for a job whose processes do not know each other's addresses."""
-    if world.world_size > 1 and not world.tasks:
-        raise UsageError(
-            f"{world.source} names no addresses, and `{strategy}` needs them",
-            "start the job with `python -m tfdist.launch`, with Slurm's `srun`, or with `TF_CONFIG` set",
-        )
-
-
 def seed_tensorflow(strategy: TrainingStrategy) -> None:
     """Sets TensorFlow's global seed, unless the user has: unseeded random operations then agree in all processes."""
     if strategy.world.world_size > 1 and global_seed() is None:
         tf.random.set_seed(strategy.seed)
-
-
-def start_timeout_seconds(wanted: float | None) -> float:
-    """How long the start waits for all processes: `wanted`, else the launcher's setting, else 60.
-
-    Raises:
-        UsageError: it is not a positive, finite number.
-    """
-    if wanted is not None:
-        return checked_seconds("start_timeout_seconds", wanted)
-    return checked_seconds(job_environment.START_SECONDS, os.environ.get(job_environment.START_SECONDS, "60"))
-
-
-def callback_timeout_seconds(wanted: float | None) -> float | None:
-    """How long a process may be busy while others wait for it; `None` is without limit.
-
-    Raises:
-        UsageError: it is not a positive, finite number.
-    """
-    return None if wanted is None else checked_seconds("callback_timeout_seconds", wanted)
 
 
 def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], deadline_seconds: float) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tfdist.data_parallel import distribute
 from tfdist.groups import gloo
 from tfdist.groups import horovod as engine
 from tfdist.horovod import callbacks, job
@@ -34,6 +33,7 @@ from tfdist.horovod.collectives import (
 from tfdist.horovod.normalization import SyncBatchNormalization
 from tfdist.horovod.optimizer import DistributedOptimizer, load_model
 from tfdist.horovod.tape import DistributedGradientTape, PartialDistributedGradientTape
+from tfdist.jobs import timeouts
 from tfdist.jobs.heartbeat import Limits
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
@@ -85,12 +85,12 @@ def init(
             a time is not a positive number.
         ClusterError: a process is missing.
     """
-    busy_seconds = distribute.callback_timeout_seconds(callback_timeout_seconds)
+    busy_seconds = timeouts.callback_timeout_seconds(callback_timeout_seconds)
     limits = Limits(checked_seconds("timeout_seconds", timeout_seconds), busy_seconds)
     horovod = engine.load()
     world = World.detect()
     if comm is None and world.tasks and not KNOWN_TO_HOROVOD & os.environ.keys():
-        found = gloo.meet(world, {"script of": __name__}, distribute.start_timeout_seconds(None))
+        found = gloo.meet(world, {"script of": __name__}, timeouts.start_timeout_seconds(None))
         gloo.set_unless_set(found)
     horovod.init(comm, process_sets)
     # Gloo reads the same variables as `World`; with `comm`, some processes may not take part.

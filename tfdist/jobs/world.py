@@ -132,6 +132,14 @@ class World:
                 "program is linked with",
             )
 
+    def require_addresses(self, strategy: str) -> None:
+        """Raises `UsageError` for a job whose processes do not know each other's addresses, which `strategy` needs."""
+        if self.world_size > 1 and not self.tasks:
+            raise UsageError(
+                f"{self.source} names no addresses, and `{strategy}` needs them",
+                "start the job with `python -m tfdist.launch`, with Slurm's `srun`, or with `TF_CONFIG` set",
+            )
+
     def named(self, rank: int) -> str:
         """How messages name a rank, such as `worker 1 (10.0.0.2:2222)`."""
         return str(self.tasks[rank]) if rank < len(self.tasks) else f"rank {rank}"

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import keras
 
 from tfdist.data.input import together
-from tfdist.data_parallel import collective, engines
+from tfdist.data_parallel import collective
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.groups import Communicator
+from tfdist.groups import Communicator, joining
 from tfdist.interface import state as strategy_state
 from tfdist.interface.program import Steps
 from tfdist.internals import keras as keras_internals
@@ -25,13 +25,13 @@ class ApartStrategy(collective.MultiProcessStrategy):
     of their own process.
 
     Args:
-        engine: what carries the weights, see `tfdist.data_parallel.engines`.
+        engine: what carries the weights, see `tfdist.groups.joining`.
         alike: the settings of the algorithm, which must be the same in all processes.
         options: see `tfdist.data_parallel.collective.MultiProcessStrategy`.
     """
 
     as_one_device = False
-    engines: ClassVar[tuple[str, ...]] = engines.NAMES
+    engines: ClassVar[tuple[str, ...]] = joining.NAMES
     remembers = True  # more than the model and its optimizer, or each process has its own
 
     def __init__(self, *, engine: str, alike: Mapping[str, Any], job_settings: Any = None, **options: Any):
@@ -42,7 +42,7 @@ class ApartStrategy(collective.MultiProcessStrategy):
         super().__init__(job_settings=settings, **options)
 
     def connect(self) -> Communicator:
-        return engines.join(self._engine, self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)
+        return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)
 
     def begin_anew(self, model: Any) -> None:
         kept = strategy_state.of(model).kept

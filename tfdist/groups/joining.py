@@ -1,0 +1,119 @@
+"""How a process joins its job, by the engine that carries what the processes exchange."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from pathlib import Path
+
+from tfdist.errors import UsageError
+from tfdist.groups import Communicator, gloo, horovod, horovod_timeline
+from tfdist.groups.mpi import MpiCommunicator
+from tfdist.groups.socket_group import SocketCommunicator
+from tfdist.groups.sockets import star
+from tfdist.jobs import process_exit, rendezvous
+from tfdist.jobs.world import World
+
+SECONDS_TO_CONNECT = 10.0
+# The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step. At each
+# look rank 0 hears from every other process.
+SHORTEST_CYCLE_MS, LONGEST_CYCLE_MS = 0.1, 1.0
+CYCLE_MS_PER_PROCESS = 0.05
+NAMES = ("auto", "sockets", "mpi", "horovod")
+
+
+def join(engine: str, world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> Communicator:
+    """Joins the job of the strategy `name`, which a process can do once for each engine.
+
+    Args:
+        engine: one of `NAMES`; "auto" is MPI in processes without addresses, which `mpirun` has started, else sockets.
+        world: the job, and which of its processes this one is.
+        name: of the strategy.
+        timeout_seconds: how long a process may be silent.
+        start_timeout_seconds: how long the start waits for all processes.
+
+    Raises:
+        UsageError: the engine is not installed, or cannot connect these processes.
+        ClusterError: a process is missing, or has other settings.
+    """
+    if engine == "horovod":
+        return join_horovod(world, timeout_seconds, start_timeout_seconds, None)
+    if world.world_size == 1 and engine == "auto":
+        return Communicator()
+    if engine == "mpi" or (engine == "auto" and not world.tasks):
+        return join_mpi()
+    return join_sockets(world, name, timeout_seconds, start_timeout_seconds)
+
+
+@functools.cache
+def join_mpi() -> MpiCommunicator:
+    """Joins MPI's world, which a process can do once."""
+    communicator = MpiCommunicator()
+    # The other processes would wait in MPI for ever for a process that has failed.
+    process_exit.at_failure(communicator.abort)
+    return communicator
+
+
+def join_sockets(world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> SocketCommunicator:
+    """Joins the job of the strategy `name` by sockets that live as long as this process, which can do so once.
+
+    Raises:
+        UsageError: the addresses of the processes are not known, or some are parameter servers.
+        ClusterError: a process is missing, or has other settings.
+    """
+    if world.tasks_of("ps"):
+        raise UsageError(
+            f"`TF_CONFIG` has parameter servers, and `{name}` has no use for them",
+            "use the strategy `parameter_server`, or a cluster of workers alone",
+        )
+    world.require_addresses(name)
+    return _connected_by_sockets(world, name, timeout_seconds, start_timeout_seconds)
+
+
+@functools.cache
+def _connected_by_sockets(
+    world: World, name: str, timeout_seconds: float, start_timeout_seconds: float
+) -> SocketCommunicator:
+    """Sockets that live as long as this process, which can join a job once."""
+    rendezvous.meet(world, {"strategy": name}, start_timeout_seconds)
+    with star.joined(world, start_timeout_seconds) as exchange:
+        return SocketCommunicator(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
+
+
+@functools.cache
+def join_horovod(
+    world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: Path | None
+) -> Communicator:
+    """Joins the job by Horovod, which a process can do once; `timeline` is the file to write its timeline to."""
+    horovod.load()
+    settings = _horovod_settings(world.world_size, timeout_seconds)
+    if world.world_size == 1 or world.tasks:
+        settings |= gloo.meet(world, {"strategy": "horovod"}, start_timeout_seconds)
+    gloo.set_unless_set(settings)
+    if timeline is not None:
+        # The second is known to a Horovod that scripts/install_horovod.sh has built; others write rank 0's alone.
+        os.environ["HOROVOD_TIMELINE"] = str(horovod_timeline.begin(timeline, world.rank))
+        os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
+    communicator = horovod.HorovodCommunicator()
+    if timeline is not None:
+        atexit.register(_end_timeline, communicator, timeline)
+    return communicator
+
+
+def _end_timeline(communicator: Communicator, timeline: Path) -> None:
+    communicator.close()  # which closes the file
+    horovod_timeline.end(timeline, communicator.rank, communicator.size)
+
+
+def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]:
+    seconds = max(1, round(timeout_seconds))
+    cycle_ms = min(max(SHORTEST_CYCLE_MS, CYCLE_MS_PER_PROCESS * world_size), LONGEST_CYCLE_MS)
+    return {
+        "HOROVOD_CYCLE_TIME": f"{cycle_ms:g}",
+        # Gradients come packed; Horovod's own packing would copy them once more.
+        "HOROVOD_FUSION_THRESHOLD": "0",
+        # It takes a busy process for a dead one; `tfdist.jobs.heartbeat` tells them apart.
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
+    }
