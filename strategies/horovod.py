@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.data_parallel import reducing
-from tfdist.groups import Communicator
+from tfdist.groups import Communicator, joining
 from tfdist.interface.traits import Traits
 
 

@@ -114,7 +114,7 @@ class Strategy:
             raise UsageError(f"`device_data_bytes` is {device_data_bytes}", "use 0 or more, or leave it out")
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
-        self.recompute = recompute.parsed(recompute)
+        self.recompute = recomputation.parsed(recompute)
         wanted_speeds = speeds_of_replicas.parsed(speeds)
         self.world = World()
         self.seed = randomness.seed_of_random() if seed is None else seed
