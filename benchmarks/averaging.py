@@ -67,16 +67,16 @@ def measure(averagings: int) -> None:
     from tfdist.relaxed import averages as _averages
 
     strategy = tfdist.strategy("mpi_split", seed=1)
-    communicator = strategy.communicator
+    group = strategy.group
     tf.get_logger().setLevel("ERROR")  # it warns of each model's own graphs
 
     def slowest(function) -> float:  # type: ignore[no-untyped-def]
         seconds = []
         for _ in range(averagings):
-            communicator.barrier()
+            group.barrier()
             began = time.perf_counter()
             function()
-            communicator.barrier()
+            group.barrier()
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
@@ -87,7 +87,7 @@ def measure(averagings: int) -> None:
         model = keras.Model(inputs, [layer(inputs) for layer in layers])
         model.compile(keras.optimizers.Adam(), "mse")
         model.optimizer.build(model.trainable_variables)
-        averages = _averages.Averages(communicator, model)
+        averages = _averages.Averages(group, model)
         arrays = [np.zeros(min(3 * sum(sizes), 4 << 20), np.float32) for _ in range(-(-3 * sum(sizes) // (4 << 20)))]
 
         def average(averages: _averages.Averages = averages) -> None:
@@ -95,8 +95,8 @@ def measure(averagings: int) -> None:
             averages.take()
 
         average()  # traces the graphs
-        found[name] = [slowest(average), slowest(lambda arrays=arrays: list(map(communicator.sum_in_place, arrays)))]
-    if communicator.rank == 0:
+        found[name] = [slowest(average), slowest(lambda arrays=arrays: list(map(group.sum_in_place, arrays)))]
+    if group.rank == 0:
         print(json.dumps(found), flush=True)
 
 

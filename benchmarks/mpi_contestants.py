@@ -57,9 +57,9 @@ def apart(job: Job, turns: Turns) -> None:
     half = dataclasses.replace(job, examples=job.examples // PROCESSES)
 
     def train(own: Any) -> None:
-        from tfdist.groups.mpi import MpiCommunicator
+        from tfdist.groups.mpi import MpiGroup
 
-        _count_steps_of_all(own, wait_for_all=MpiCommunicator().barrier)
+        _count_steps_of_all(own, wait_for_all=MpiGroup().barrier)
         contestants._tfdist(half, own, "single", threads=1)
 
     _together(apart, job, turns, train)

@@ -35,12 +35,12 @@ def measure(job: race.Job, repeats: int) -> None:
 
     import tfdist
     from benchmarks import contestants
-    from tfdist.data_parallel import gradient_reduction
     from tfdist.groups import opaque
-    from tfdist.groups.mpi import MpiCommunicator
+    from tfdist.groups import packing as gradient_reduction
+    from tfdist.groups.mpi import MpiGroup
     from tfdist.optimizers import fused as fused_optimizers
 
-    mpi = MpiCommunicator()
+    mpi = MpiGroup()
     strategy = tfdist.strategy("horovod", seed=job.seed, timeout_seconds=3600.0)
     x, y = contestants._arrays(job)
     with strategy.scope():
@@ -68,7 +68,7 @@ def measure(job: race.Job, repeats: int) -> None:
 
     @tf.function(autograph=False)
     def communicate(buffers: list[Any]) -> list[Any]:
-        return strategy.communicator.all_reduce(buffers, "floor")
+        return strategy.group.all_reduce(buffers, "floor")
 
     @tf.function(autograph=False)
     def update(gradients: list[Any]) -> None:

@@ -21,7 +21,7 @@ def measure(rank: int, size: int, megabytes: list[float], repeats: int, pipe: Co
     """One process; rank 0 prints the table."""
     import numpy as np
 
-    from tfdist.groups.socket_group import SocketCommunicator
+    from tfdist.groups.socket_group import SocketGroup
     from tfdist.jobs.world import World
 
     def exchange(message: bytes) -> list[bytes]:
@@ -31,18 +31,18 @@ def measure(rank: int, size: int, megabytes: list[float], repeats: int, pipe: Co
 
     cluster = {"worker": [f"localhost:{PORT + index}" for index in range(size)]}
     world = World.detect({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})})
-    communicator = SocketCommunicator(world, exchange, 10.0, 600.0)
+    group = SocketGroup(world, exchange, 10.0, 600.0)
     for each in megabytes:
         rows = int(each * 1e6 / 4 / size)
         values = np.ones(rows * size, np.float32)
         ways = {
-            "reduce-scatter": lambda values=values: communicator.sum_part(values),
-            "all-reduce": lambda values=values, rows=rows: communicator.sum(values)[rank * rows : (rank + 1) * rows],
+            "reduce-scatter": lambda values=values: group.sum_part(values),
+            "all-reduce": lambda values=values, rows=rows: group.sum(values)[rank * rows : (rank + 1) * rows],
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(repeats + 2):
             for name, way in ways.items():
-                communicator.sum(np.zeros(1, np.float32))  # all begin together
+                group.sum(np.zeros(1, np.float32))  # all begin together
                 began = time.perf_counter()
                 way()
                 if turn >= 2:
@@ -50,7 +50,7 @@ def measure(rank: int, size: int, megabytes: list[float], repeats: int, pipe: Co
         if rank == 0:
             scattered, whole = (1e3 * statistics.median(seconds[name]) for name in ways)
             print(f"{size:>9}{each:>8g}{scattered:>19.2f}{whole:>15.2f}{scattered / whole:>8.2f}", flush=True)
-    communicator.close()
+    group.close()
 
 
 def main() -> None:

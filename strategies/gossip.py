@@ -78,7 +78,7 @@ class GossipStrategy(apart.ApartStrategy):
         def made() -> Averages:
             shown = Shown(trained_weights(steps.model), self.devices[0])
             machine = gossip_rules.machine(self.algorithm, rank, mixing, self.probability, self.seed)
-            return programs.Gossip(self.communicator, steps.model, shown, machine)
+            return programs.Gossip(self.group, steps.model, shown, machine)
 
         return programs.GossipProgram(self, steps, self.averages_of(steps.model, made), split_once=False)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.data_parallel import reducing
-from tfdist.groups import Communicator, joining
+from tfdist.groups import ProcessGroup, joining
 from tfdist.interface.traits import Traits
 
 
@@ -31,7 +31,7 @@ class HorovodStrategy(reducing.ReducingStrategy):
         self._timeline = timeline
         super().__init__(**options)
 
-    def join(self) -> Communicator:
+    def join(self) -> ProcessGroup:
         timeline = None if self._timeline is None else Path(self._timeline).absolute()
         return joining.join_horovod(self.world, self.timeout_seconds, self._start_timeout_seconds, timeline)
 

@@ -210,8 +210,8 @@ class LocalSgdStrategy(apart.ApartStrategy):
         if self._streams:
             assert self.sync_every is not None
             overlap = self._rule_options.get("overlap", 0)
-            return streaming.Streaming(self.communicator, model, outers_, self.sync_every, overlap)
-        return Averages(self.communicator, model, outers_, self.compression)
+            return streaming.Streaming(self.group, model, outers_, self.sync_every, overlap)
+        return Averages(self.group, model, outers_, self.compression)
 
     def _outer_of(self, weights: list[Any]) -> outers.Outer:
         given, device = self._rule_options, self.devices[0]

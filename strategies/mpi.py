@@ -6,7 +6,7 @@ It is what `horovod` is over MPI, without Horovod: nothing has to be built for t
 from __future__ import annotations
 
 from tfdist.data_parallel import reducing
-from tfdist.groups import Communicator, joining
+from tfdist.groups import ProcessGroup, joining
 from tfdist.interface.traits import Traits
 
 
@@ -19,7 +19,7 @@ class MpiStrategy(reducing.ReducingStrategy):
 
     name = "mpi"
 
-    def join(self) -> Communicator:
+    def join(self) -> ProcessGroup:
         return joining.join_mpi()
 
 

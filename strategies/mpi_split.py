@@ -24,7 +24,7 @@ class MpiSplitStrategy(local_sgd.LocalSgdStrategy):
 
     Args:
         sync_every: "epoch", or the number of steps after which the weights are averaged.
-        options: see `tfdist.data_parallel.collective.MultiProcessStrategy`.
+        options: see `tfdist.training.job_strategy.MultiProcessStrategy`.
     """
 
     name = "mpi_split"

@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import collective, distribute, gradient_reduction, sharding
-from tfdist.data_parallel import worker_collectives as collectives
-from tfdist.data_parallel.process_mesh import ProcessMesh
+from tfdist.data_parallel import distribute, sharding
+from tfdist.data_parallel import workers_mesh as collectives
 from tfdist.errors import ClusterError, DisagreementError, UnknownNameError, UsageError
+from tfdist.groups import packing as gradient_reduction
 from tfdist.groups.collective_counter import CollectiveCounter
 from tfdist.groups.exchanged import Exchanged
-from tfdist.groups.socket_group import SocketCommunicator
+from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.sockets import costs
 from tfdist.groups.sockets.connections import Exchange
 from tfdist.interface import gpus as _gpus
@@ -40,6 +40,8 @@ from tfdist.pipeline_parallel.plan import Balance
 from tfdist.pipeline_parallel.schedule import Synchronous
 from tfdist.pipeline_parallel.staged_workers import WIRE_DTYPES, StagedWorkers
 from tfdist.pipeline_parallel.staging import require_nothing_of_stages
+from tfdist.spmd.process_mesh import ProcessMesh
+from tfdist.training import job_strategy as collective
 
 SOCKETS = "sockets"
 COMMUNICATIONS = {
@@ -149,13 +151,13 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
             self._start_timeout_seconds,
             tuple((self._job_settings | alike).items()),
         )
-        self.communicator = self._connect()
+        self.group = self._connect()
         self._mesh = self._make_mesh()
         self._heartbeat = None
         if watch is not None:
             limits = Limits(self._timeout_seconds, self._callback_timeout_seconds)
-            self._heartbeat = _heartbeat(self.world, self.tf_strategy, watch, self.communicator, limits)
-        if self.communicator is not None:
+            self._heartbeat = _heartbeat(self.world, self.tf_strategy, watch, self.group, limits)
+        if self.group is not None:
             self.parallel_steps = 1  # sockets pair exchanges by their order
 
     @property
@@ -164,9 +166,9 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
 
     def _make_mesh(self) -> spmd.Mesh:
         wire_dtype = WIRE_DTYPES[self.compression]
-        if self.communicator is not None:
+        if self.group is not None:
             packing = gradient_reduction.Packing(costs.buffer_bytes(self.num_replicas), wire_dtype)
-            return ProcessMesh(self.communicator, self.devices[0], packing, self.shard)
+            return ProcessMesh(self.group, self.devices[0], packing, self.shard)
         packing = gradient_reduction.Packing(BUFFER_BYTES, wire_dtype)
         return collectives.WorkersMesh(self.tf_strategy, self.devices, self.world, packing)
 
@@ -177,7 +179,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
             return self._communication
         return "ring" if _gpus.are_shared(self.world, os.environ) else "nccl"
 
-    def _connect(self) -> SocketCommunicator | None:
+    def _connect(self) -> SocketGroup | None:
         required = self._communication == SOCKETS
         if required and len(self.devices) > 1:
             raise UsageError(
@@ -195,7 +197,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
 
     def options(self) -> dict[str, Any]:
         return super().options() | {
-            "communication": self._collectives if self.communicator is None else SOCKETS,
+            "communication": self._collectives if self.group is None else SOCKETS,
             "compression": self.compression,
             "timeout_seconds": self._timeout_seconds,
             "callback_timeout_seconds": self._callback_timeout_seconds,
@@ -211,32 +213,32 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
         outside = [one for one in variables if not self.is_ours(one)]
         if outside:  # an ordinary variable, which does not say whether each process has a part of the state or all
             raise self.made_outside(f"variable `{outside[0].path}` of a metric")
-        if self.communicator is None:
+        if self.group is None:
             return super().sum_metrics(variables, name)
         local, in_parts = self.tf_strategy.experimental_local_results, list(map(_is_in_parts, variables))
         parts = [local(tf_variable(one))[0] for one, part in zip(variables, in_parts, strict=True) if part]
-        sums = iter(collective.summed(self.communicator, list(map(tf.convert_to_tensor, parts)), name))
+        sums = iter(collective.summed(self.group, list(map(tf.convert_to_tensor, parts)), name))
         return [
             next(sums) if part else tf.convert_to_tensor(tf_variable(one))
             for one, part in zip(variables, in_parts, strict=True)
         ]
 
     def exchange(self, message: bytes) -> list[bytes]:
-        return _exchange_by(self.tf_strategy, self.communicator)(message)
+        return _exchange_by(self.tf_strategy, self.group)(message)
 
     def exchanged(self) -> Exchanged | None:
-        counter = self._collectives_counted if self.communicator is None else self.communicator
+        counter = self._collectives_counted if self.group is None else self.group
         return None if counter is None else counter.exchanged()
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         one = number[tf.newaxis]
-        if self.communicator is not None:
-            return self.communicator.all_gather(one, "numbers")
+        if self.group is not None:
+            return self.group.all_gather(one, "numbers")
         return collectives.all_gather(self.tf_strategy)(one)[:: len(self.devices)]
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
-        if self.communicator is not None:
-            return self.communicator.broadcast_bytes(values)
+        if self.group is not None:
+            return self.group.broadcast_bytes(values)
         return distribute.broadcast(self.tf_strategy, values, self.world.is_chief)
 
     @contextlib.contextmanager
@@ -246,7 +248,7 @@ class MultiWorkerStrategy(sharding.ShardingStrategy, distribute.DistributeStrate
                 yield
         except (tf.errors.OpError, ClusterError) as error:
             tensorflow_internals.close_pools(error)
-            failure = self.communicator.sockets.failure if self.communicator is not None else None
+            failure = self.group.sockets.failure if self.group is not None else None
             if failure is None and self._heartbeat is not None:
                 failure = self._heartbeat.error
             if isinstance(error, ClusterError) and error is not failure:
@@ -284,38 +286,38 @@ def _heartbeat(
     world: World,
     strategy: tf.distribute.Strategy,
     watch: watchdog.Watch,
-    communicator: SocketCommunicator | None,
+    group: SocketGroup | None,
     limits: Limits,
 ) -> Heartbeat:
     """The heartbeat of this process, whose threads live as long as the process."""
 
     def counts() -> tuple[int, int]:
-        of_tensorflow, of_sockets = watch.counts(), (0, 0) if communicator is None else communicator.counts()
+        of_tensorflow, of_sockets = watch.counts(), (0, 0) if group is None else group.counts()
         return of_tensorflow[0] + of_sockets[0], of_tensorflow[1] + of_sockets[1]
 
     def give_up(error: ClusterError) -> None:
-        if communicator is not None:
-            communicator.sockets.give_up(error)
+        if group is not None:
+            group.sockets.give_up(error)
         tensorflow_internals.abort_collectives(error.sentence)
 
-    heartbeat = Heartbeat(world, _exchange_by(strategy, communicator), counts, limits, give_up)
+    heartbeat = Heartbeat(world, _exchange_by(strategy, group), counts, limits, give_up)
     watch.excused = heartbeat.others_are_busy
-    if communicator is not None:
-        communicator.sockets.excuse(heartbeat.others_are_busy)
+    if group is not None:
+        group.sockets.excuse(heartbeat.others_are_busy)
     return heartbeat
 
 
-def _exchange_by(strategy: tf.distribute.Strategy, communicator: SocketCommunicator | None) -> Exchange:
-    return functools.partial(collectives.exchange, strategy) if communicator is None else communicator.exchange
+def _exchange_by(strategy: tf.distribute.Strategy, group: SocketGroup | None) -> Exchange:
+    return functools.partial(collectives.exchange, strategy) if group is None else group.exchange
 
 
 @functools.cache
 def _connected(
     world: World, strategy: tf.distribute.Strategy, timeout_seconds: float, required: bool
-) -> SocketCommunicator | None:
+) -> SocketGroup | None:
     """Sockets that live as long as this process; `None` if the processes cannot connect and need not."""
     try:
-        return SocketCommunicator(
+        return SocketGroup(
             world,
             functools.partial(collectives.exchange, strategy),
             min(timeout_seconds, SECONDS_TO_CONNECT),

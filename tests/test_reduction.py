@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.data_parallel.gradient_reduction import Packing, packed
+from tfdist.groups.packing import Packing, packed
 from tfdist.strategies import horovod
 
 FLOATS = tf.constant([1.0, 2.0])  # 8 bytes

@@ -9,9 +9,9 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from tfdist import spmd
-from tfdist.data_parallel.segments import Segments
 from tfdist.groups.parts import Part
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.spmd.segments import Segments
 
 SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

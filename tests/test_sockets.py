@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist import groups as communicators
+from tfdist import groups
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.groups.socket_group import SocketCommunicator
+from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.sockets import costs, hosts, messages, shared_memory
 from tfdist.groups.sockets.connections import SECRET_BYTES
 from tfdist.groups.sockets.operations import ALL_REDUCE, HEADER, Operation
@@ -61,20 +61,20 @@ def world(rank, hosts):
 def connected(rank, meeting, timeout_seconds=10.0, exchange=None, hosts=1):
     exchange = exchange or meeting.exchange_as(rank)
     hosts = spread(meeting.size, hosts) if isinstance(hosts, int) else hosts
-    return SocketCommunicator(world(rank, hosts), exchange, 2.0, timeout_seconds)
+    return SocketGroup(world(rank, hosts), exchange, 2.0, timeout_seconds)
 
 
 def together(size, function, **options):
-    """`function(communicator)` of each member, at once; what it raised in place of what it returned."""
+    """`function(group)` of each member, at once; what it raised in place of what it returned."""
     meeting = Meeting(size)
 
     def of(rank):
         try:
-            communicator = connected(rank, meeting, **options)
+            group = connected(rank, meeting, **options)
             try:
-                return function(communicator)
+                return function(group)
             finally:
-                communicator.close()
+                group.close()
         except ClusterError as error:
             return error
 
@@ -766,8 +766,8 @@ def test_a_message_is_for_another_process_of_the_job(rank):
 
     together(2, use)
     with pytest.raises(UsageError, match="no other process"):
-        communicators.Alone().send(np.zeros(1), 0)
-    assert communicators.Alone().probe() == []
+        groups.Alone().send(np.zeros(1), 0)
+    assert groups.Alone().probe() == []
 
 
 @pytest.mark.thorough  # seconds and gigabytes

@@ -5,8 +5,8 @@ import pytest
 
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry
-from tfdist.data_parallel.collective import MultiProcessStrategy
 from tfdist.jobs.world import World
+from tfdist.training.job_strategy import MultiProcessStrategy
 
 
 class Peer:

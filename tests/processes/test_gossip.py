@@ -180,8 +180,8 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((6,)), Slow(), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
 strategy.fit(model, x, x[:, :2], batch_size=8, verbose=0)
-strategy.communicator.barrier()
-said("LEFT", strategy.communicator.probe(gossip.WEIGHTS))
+strategy.group.barrier()
+said("LEFT", strategy.group.probe(gossip.WEIGHTS))
 """
 )
 

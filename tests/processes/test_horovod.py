@@ -53,7 +53,7 @@ else:
 history = strategy.fit(model, x, y, batch_size=8, epochs=6, callbacks=callbacks, verbose=0).history
 weights = float(sum(abs(w).sum() for w in model.get_weights()))
 # In one piece, since the others write there too.
-sys.stdout.write(f"ENGINE {strategy.communicator.engine}\\nLOSS {history['loss'][-1]}\\nWEIGHTS {weights}\\n")
+sys.stdout.write(f"ENGINE {strategy.group.engine}\\nLOSS {history['loss'][-1]}\\nWEIGHTS {weights}\\n")
 """
 
 
@@ -165,7 +165,7 @@ import sys
 import keras, numpy as np, tfdist
 from tfdist.data_parallel.stock_keras import StockKerasStrategy
 
-communicator = tfdist.strategy("horovod").communicator
+group = tfdist.strategy("horovod").group
 x = np.random.default_rng(0).normal(size=(128, 6)).astype("float32")
 y = (x.sum(1) > 0).astype("int32")
 
@@ -178,9 +178,9 @@ def compiled():
     return model
 
 
-with StockKerasStrategy(communicator).scope():
+with StockKerasStrategy(group).scope():
     model = compiled()
-mine = np.concatenate([np.arange(b + communicator.rank * 8, b + communicator.rank * 8 + 8) for b in range(0, 128, 16)])
+mine = np.concatenate([np.arange(b + group.rank * 8, b + group.rank * 8 + 8) for b in range(0, 128, 16)])
 model.fit(x[mine], y[mine], batch_size=8, epochs=2, shuffle=False, verbose=0)
 alone = compiled()
 alone.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)

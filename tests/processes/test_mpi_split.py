@@ -199,7 +199,7 @@ def test_an_error_in_one_rank_ends_the_job(tmp_path):
         "strategy = tfdist.strategy('mpi_split')\n"
         "if strategy.world.rank == 1:\n"
         "    raise RuntimeError('this rank has had enough')\n"
-        "strategy.communicator.barrier()\n"
+        "strategy.group.barrier()\n"
     )
     began = time.monotonic()
     done = run(sys.executable, "-m", "tfdist.launch", "--mpi", "script.py", cwd=tmp_path)

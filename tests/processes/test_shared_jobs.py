@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.processes import test_any_model, test_communicators, test_data
+from tests.processes import test_any_model, test_data, test_groups
 from tests.processes.jobs import RunningJob, Several, require_horovod
 
 # Both processes pass what is equal, and both end with the same sentence on what is not.
@@ -250,7 +250,7 @@ print("TIMES", *found)
 ENGINES = {"multiworker": "sockets", "horovod": "Gloo"}
 
 
-# What they promise is written once, over a communicator; `make test` has one of them.
+# What they promise is written once, over a process group; `make test` has one of them.
 @pytest.fixture(scope="module", params=["horovod", pytest.param("multiworker", marks=pytest.mark.thorough)])
 def job(request, tmp_path_factory):
     strategy = request.param
@@ -268,7 +268,7 @@ def job(request, tmp_path_factory):
         scripts["alike"] = (test_data.FIT_ALIKE, [strategy])
     # The last ones, since they change a rule and constants.
     scripts["verify"] = (VERIFIES, [strategy])
-    scripts["operations"] = (test_communicators.SCRIPT, [ENGINES[strategy]])
+    scripts["operations"] = (test_groups.SCRIPT, [ENGINES[strategy]])
     return Several(tmp_path_factory.mktemp(strategy), scripts)
 
 

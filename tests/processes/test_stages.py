@@ -171,7 +171,7 @@ strategy.fit(model, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/kept"), sav
 with strategy.whole_state(model):
     if strategy.world.is_chief:
         model.save(f"{folder}/by_hand.keras")
-strategy.communicator.barrier()
+strategy.group.barrier()
 if strategy.world.is_chief:
     shutil.copytree(f"{folder}/kept", f"{folder}/again")
 again = frozen()
@@ -192,7 +192,7 @@ for begins, goes_on, name in ((strategy, single, "kept"), (single, strategy, "of
     model = frozen()
     if begins is single and rank == 0:
         single.fit(model, x, y, epochs=2, callbacks=[Checkpoint(f"{folder}/{name}")], **data)
-    strategy.communicator.barrier()
+    strategy.group.barrier()
     model = frozen()
     if not alone or rank == 0:
         goes_on.fit(model, x, y, epochs=4, callbacks=[Checkpoint(f"{folder}/{name}", resume=True)], **data)

@@ -297,7 +297,7 @@ class Checkpoint(ClockedCallback):
         self._only_at_epoch_ends = False
 
     @property
-    def _peers(self) -> consensus.ProcessGroup:
+    def _peers(self) -> consensus.Peers:
         return self._strategy or consensus.Alone()
 
     @property

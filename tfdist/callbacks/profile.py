@@ -62,7 +62,7 @@ class Profile(keras.callbacks.Callback):
         self._name = ""  # the name of this process's trace
         self._servers: Mapping[str, str] = {}
         self._remote: remote_profiler.RemoteTraces | None = None
-        self._peers: consensus.ProcessGroup = consensus.Alone()
+        self._peers: consensus.Peers = consensus.Alone()
         self._reset()
 
     def set_model(self, model: keras.Model) -> None:
@@ -70,7 +70,7 @@ class Profile(keras.callbacks.Callback):
         super().set_model(model)
         self._peers = consensus.Alone()
 
-    def set_training(self, strategy: consensus.ProcessGroup, data: Any) -> None:
+    def set_training(self, strategy: consensus.Peers, data: Any) -> None:
         """The strategy whose loop calls the hooks."""
         del data
         self._peers = strategy

@@ -10,7 +10,7 @@ from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Stored
 from tfdist.errors import CheckpointError
 from tfdist.interface import state as strategy_state
-from tfdist.jobs.consensus import ProcessGroup
+from tfdist.jobs.consensus import Peers
 
 
 def refuse_without_variables(model: Any) -> None:
@@ -68,7 +68,7 @@ def _build_optimizer(model: Any, stored: Stored) -> None:
         model.optimizer.build(model.trainable_variables)
 
 
-def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: ProcessGroup, send: bool) -> None:
+def restore(model: Any, callbacks: Iterable[Any], stored: Stored, peers: Peers, send: bool) -> None:
     """Restores the variables of `model`, the states of `callbacks` and the random states from a checkpoint.
 
     All processes must call it. `send` gives the variables to the processes besides the chief too.

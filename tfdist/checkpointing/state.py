@@ -25,7 +25,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow_variables import copies
-from tfdist.jobs.consensus import ProcessGroup, all_gather_object, any_of
+from tfdist.jobs.consensus import Peers, all_gather_object, any_of
 from tfdist.jobs.world import World
 
 COPY_THREADS = 4
@@ -60,7 +60,7 @@ def variables(model: Any) -> dict[str, list[Any]]:
     return groups
 
 
-def snapshot(model: Any, peers: ProcessGroup) -> list[Entry]:
+def snapshot(model: Any, peers: Peers) -> list[Entry]:
     """Copies of the values of all variables, on the chief; the others read and send their parts of metrics alone.
 
     All processes must call it.
@@ -97,7 +97,7 @@ def _copied(values: np.ndarray) -> np.ndarray:
     return copy
 
 
-def _of_all(entry: Entry, peers: ProcessGroup) -> Entry:
+def _of_all(entry: Entry, peers: Peers) -> Entry:
     """`entry` with the parts of the replicas of all processes, each of which must call this function."""
     if peers.world.world_size == 1:
         return entry
@@ -105,14 +105,14 @@ def _of_all(entry: Entry, peers: ProcessGroup) -> Entry:
     return replace(entry, value=np.concatenate([part.reshape(-1, *entry.shape) for part in parts]))
 
 
-def of_this(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
+def of_this(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
     """`entries` with only the parts of this process; if they do not divide over the processes, the chief has all."""
     if peers.world.world_size == 1:
         return list(entries)
     return [_of_this(part, peers.world) if part.by_replica else part for part in _in_parts(entries, peers)]
 
 
-def _in_parts(entries: Iterable[Entry], peers: ProcessGroup) -> list[Entry]:
+def _in_parts(entries: Iterable[Entry], peers: Peers) -> list[Entry]:
     """`entries`, where metrics without parts become one part if each process now has its own metrics."""
     return [
         replace(entry, value=entry.value[np.newaxis], by_replica=True)
@@ -134,7 +134,7 @@ def is_shared(entry: Entry) -> bool:
     return entry.group in ("model", "optimizer", "strategy") and not entry.by_replica
 
 
-def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: ProcessGroup) -> list:
+def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequence[str], peers: Peers) -> list:
     """Assigns `entries` of `stored` to the variables of `groups`; `first_difference` has compared them before.
 
     All must call it. Returns the variables that are the same in all processes: the chief alone has their values.
@@ -155,7 +155,7 @@ def assign(model: Any, stored: Stored, entries: Iterable[Entry], groups: Sequenc
     return [variable for variable, entry in pairs if is_shared(entry)]
 
 
-def assign_own(model: Any, entries: Iterable[Entry], peers: ProcessGroup) -> None:
+def assign_own(model: Any, entries: Iterable[Entry], peers: Peers) -> None:
     """Gives each process the values of its own from a checkpoint; all must call it, after `assign`.
 
     If another number of processes wrote it, or a strategy that keeps other values, all get those of the chief.
@@ -230,7 +230,7 @@ def _is_finite(values: np.ndarray) -> bool:
         return bool(np.isfinite(values.sum(dtype=wide))) or bool(np.isfinite(values).all())
 
 
-def data_state(data: Any, peers: ProcessGroup) -> list[Entry] | None:
+def data_state(data: Any, peers: Peers) -> list[Entry] | None:
     """The states of `data` (`Passes`) in each process that has its own part; `None` if one cannot be saved."""
     saved = data.feed.save()
     if any_of(peers, saved is None):
@@ -239,7 +239,7 @@ def data_state(data: Any, peers: ProcessGroup) -> list[Entry] | None:
     return [Entry("data", f"iterator {rank}", np.frombuffer(state, np.uint8)) for rank, state in enumerate(states)]
 
 
-def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry], peers: ProcessGroup) -> None:
+def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry], peers: Peers) -> None:
     """Restores the `data_state` in `entries`, and the position `place`.
 
     Raises:

@@ -10,7 +10,7 @@ from tfdist.checkpointing.format import Entry, Header, Stored
 from tfdist.errors import CheckpointError
 from tfdist.interface import shared_variables as variables
 from tfdist.jobs import consensus
-from tfdist.jobs.consensus import ProcessGroup
+from tfdist.jobs.consensus import Peers
 
 
 class Store:
@@ -31,7 +31,7 @@ class Store:
         self._ahead = checkpoint_format.newest(self.folder)
         return self._ahead
 
-    def newest(self, peers: ProcessGroup, within_epochs: bool) -> Stored | None:
+    def newest(self, peers: Peers, within_epochs: bool) -> Stored | None:
         """The chief's newest whole checkpoint, in every process; the others need no access to its disk.
 
         They get all but the values that `state.assign` gives them.

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import results as replica_results
 from tfdist.errors import UsageError
+from tfdist.groups import tensorflow_results as replica_results
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_routes, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -25,7 +25,7 @@ from tfdist.internals.keras import tf_variable
 from tfdist.internals.tensorflow import global_seed, runtime_started
 from tfdist.jobs import rendezvous
 from tfdist.jobs.world import World
-from tfdist.trainer import TrainingStrategy
+from tfdist.training.strategy import TrainingStrategy
 
 # What must be the same in all processes of a job.
 PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")

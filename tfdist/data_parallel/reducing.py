@@ -1,4 +1,4 @@
-"""What the strategies share whose processes add their gradients in each step by a communicator that they bring."""
+"""What the strategies share whose processes add their gradients in each step by a process group that they bring."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data_parallel import gradient_reduction
 from tfdist.errors import UnknownNameError
-from tfdist.groups import Communicator
+from tfdist.groups import ProcessGroup
+from tfdist.groups import packing as gradient_reduction
 from tfdist.groups.sockets import costs
 from tfdist.pipeline_parallel import staging
 
@@ -24,7 +24,7 @@ class ReducingStrategy(staging.StagingStrategy):
         buffer_bytes: gradients below this size are sent together, in buffers of this size; `None` is 1 MiB, and 128 KiB
             per process from nine processes on, since rings send each process' part of a buffer by itself.
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
-            optimizers, see `tfdist.groups.Communicator`.
+            optimizers, see `tfdist.groups.ProcessGroup`.
         options: see `tfdist.pipeline_parallel.staging.StagingStrategy`; `shard`, see `tfdist.data_parallel.sharding`.
     """
 
@@ -51,14 +51,14 @@ class ReducingStrategy(staging.StagingStrategy):
         if compression != "none":
             self.compare_first_step = False  # what is rounded on its way differs by choice
 
-    def join(self) -> Communicator:
+    def join(self) -> ProcessGroup:
         """Joins the job that `self.world` describes."""
         raise NotImplementedError
 
-    def connect(self) -> Communicator:
-        communicator = self.join()
-        communicator.dense_below_bytes = self._dense_below_bytes
-        return communicator
+    def connect(self) -> ProcessGroup:
+        group = self.join()
+        group.dense_below_bytes = self._dense_below_bytes
+        return group
 
     @property
     def packing(self) -> gradient_reduction.Packing:

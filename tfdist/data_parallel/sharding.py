@@ -16,13 +16,13 @@ import keras
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import collective
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers
 from tfdist.jobs import consensus
 from tfdist.optimizers.sharded import ShardedOptimizer
-from tfdist.trainer import TrainingStrategy
+from tfdist.training import job_strategy as collective
+from tfdist.training.strategy import TrainingStrategy
 
 KINDS = ("optimizer", "gradients")
 LEAVE_OUT = "leave out `shard`; each process then has the whole state of the optimizer"
@@ -43,14 +43,14 @@ class ShardingStrategy(TrainingStrategy):
         options: see the strategy.
     """
 
-    communicator: Any  # of the processes; `None` where TensorFlow exchanges tensors by itself
+    group: Any  # of the processes; `None` where TensorFlow exchanges tensors by itself
 
     def __init__(self, *, shard: str | None = None, job_settings: Mapping[str, str] | None = None, **options: Any):
         if shard is not None and shard not in KINDS:
             raise UnknownNameError("shard", shard, KINDS)
         self._shard = shard
         super().__init__(job_settings=dict(job_settings or {}) | {"shard": str(shard)}, **options)
-        if self.shard is not None and self.communicator is None:
+        if self.shard is not None and self.group is None:
             raise UsageError(
                 f"`shard` is `{shard}`, and the processes exchange tensors by TensorFlow's own collectives",
                 'use `communication="sockets"`, with one device per process, or the strategy `horovod`',
@@ -95,7 +95,7 @@ class ShardingStrategy(TrainingStrategy):
             consensus.all_gather_object(self, None, doing)
 
         of_tables = [tuple(variable.shape) for variable in tables(model)]
-        divided = ShardedOptimizer(optimizer, variables, of_tables, self.communicator, meet)
+        divided = ShardedOptimizer(optimizer, variables, of_tables, self.group, meet)
         # Past Keras' attribute tracking, so that it is not saved with the model.
         object.__setattr__(optimizer, _SHARDED, divided)
 

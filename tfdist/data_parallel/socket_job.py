@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from tfdist.data_parallel import collective
-from tfdist.groups import Alone, Communicator, joining
-from tfdist.groups.socket_group import SocketCommunicator
+from tfdist.groups import Alone, ProcessGroup, joining
+from tfdist.groups.socket_group import SocketGroup
+from tfdist.training import job_strategy as collective
 
 
 class SocketStrategy(collective.MultiProcessStrategy):
     """A strategy of several processes that are connected by sockets."""
 
-    communicator: SocketCommunicator
+    group: SocketGroup
 
-    def connect(self) -> Communicator:
+    def connect(self) -> ProcessGroup:
         if self.world.world_size == 1:
             return Alone()
         return joining.join_sockets(self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)

@@ -1,7 +1,7 @@
-"""A `tf.distribute.Strategy` over a `Communicator`, for stock Keras: its `model.fit`, or loops written by hand.
+"""A `tf.distribute.Strategy` over a `ProcessGroup`, for stock Keras: its `model.fit`, or loops written by hand.
 
-    communicator = tfdist.strategy("horovod").communicator
-    with StockKerasStrategy(communicator).scope():
+    group = tfdist.strategy("horovod").group
+    with StockKerasStrategy(group).scope():
         model = ...
 
 The strategies of tfdist do not need it: they are exact for uneven batches, and merge metrics.
@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data_parallel import gradient_reduction
-from tfdist.groups import Communicator
+from tfdist.groups import ProcessGroup
+from tfdist.groups import packing as gradient_reduction
 from tfdist.internals import tensorflow as tensorflow_internals
 
 
@@ -26,23 +26,21 @@ class StockKerasStrategy(tf.distribute.Strategy):
     optimizer gets them. The logs of `fit` under this strategy are each process' own.
 
     Args:
-        communicator: connects the processes.
+        group: the processes of the job.
         packing: how gradients are packed to be sent.
         device: the device of this process' replica.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
+        group: ProcessGroup,
         packing: gradient_reduction.Packing = gradient_reduction.Packing(1 << 20),  # noqa: B008 - frozen
         device: str = "CPU:0",
     ):
-        self._communicator = communicator
+        self._group = group
         self._exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        reduce = gradient_reduction.packed(lambda sent: communicator.all_reduce(sent, self._next_name()), packing)
-        super().__init__(
-            tensorflow_internals.ReducingExtended(self, device, communicator.rank, communicator.size, reduce)
-        )
+        reduce = gradient_reduction.packed(lambda sent: group.all_reduce(sent, self._next_name()), packing)
+        super().__init__(tensorflow_internals.ReducingExtended(self, device, group.rank, group.size, reduce))
 
     def _next_name(self) -> str:
         """A different name for each exchange of a graph and of the graphs inside it."""

@@ -45,10 +45,10 @@ CARRIED_AS = {
 }
 
 
-class Communicator:
+class ProcessGroup:
     """The connection of a process to all processes of its job; this base class is for a process without others.
 
-    Tensors are sent from the memory of the host. One thread at a time uses a communicator.
+    Tensors are sent from the memory of the host. One thread at a time uses a process group.
 
     Tensors of different processes belong together if their exchange has the same name: each exchange of a graph needs a
     different one, which is the same in every process.
@@ -241,7 +241,7 @@ class Communicator:
         return tensor
 
 
-Alone = Communicator
+Alone = ProcessGroup
 
 
 def opaque(tensor: Any) -> tf.Tensor:

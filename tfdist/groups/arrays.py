@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.groups import Communicator, opaque
+from tfdist.groups import ProcessGroup, opaque
 from tfdist.groups.exchanged import Exchanged
 from tfdist.groups.sockets import messages
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.profiling import breakdown
 
 
-class ArrayCommunicator(Communicator):
-    """A communicator whose exchanges are functions of arrays."""
+class ArrayGroup(ProcessGroup):
+    """A process group whose exchanges are functions of arrays."""
 
     in_order: ClassVar[bool] = True
 

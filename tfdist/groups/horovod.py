@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.errors import ClusterError, UsageError
-from tfdist.groups import Communicator, mpi
+from tfdist.groups import ProcessGroup, mpi
 from tfdist.groups.collective_counter import CollectiveCounter
 from tfdist.groups.exchanged import Exchanged
 
@@ -41,7 +41,7 @@ def load() -> Any:
         ) from error
 
 
-class HorovodCommunicator(Communicator):
+class HorovodGroup(ProcessGroup):
     """Connects the processes that Horovod's environment variables describe.
 
     Raises:

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 from tfdist.errors import UsageError
-from tfdist.groups import Communicator, gloo, horovod, horovod_timeline
-from tfdist.groups.mpi import MpiCommunicator
-from tfdist.groups.socket_group import SocketCommunicator
+from tfdist.groups import ProcessGroup, gloo, horovod, horovod_timeline
+from tfdist.groups.mpi import MpiGroup
+from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.sockets import star
 from tfdist.jobs import process_exit, rendezvous
 from tfdist.jobs.world import World
@@ -23,7 +23,7 @@ CYCLE_MS_PER_PROCESS = 0.05
 NAMES = ("auto", "sockets", "mpi", "horovod")
 
 
-def join(engine: str, world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> Communicator:
+def join(engine: str, world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> ProcessGroup:
     """Joins the job of the strategy `name`, which a process can do once for each engine.
 
     Args:
@@ -40,22 +40,22 @@ def join(engine: str, world: World, name: str, timeout_seconds: float, start_tim
     if engine == "horovod":
         return join_horovod(world, timeout_seconds, start_timeout_seconds, None)
     if world.world_size == 1 and engine == "auto":
-        return Communicator()
+        return ProcessGroup()
     if engine == "mpi" or (engine == "auto" and not world.tasks):
         return join_mpi()
     return join_sockets(world, name, timeout_seconds, start_timeout_seconds)
 
 
 @functools.cache
-def join_mpi() -> MpiCommunicator:
+def join_mpi() -> MpiGroup:
     """Joins MPI's world, which a process can do once."""
-    communicator = MpiCommunicator()
+    group = MpiGroup()
     # The other processes would wait in MPI for ever for a process that has failed.
-    process_exit.at_failure(communicator.abort)
-    return communicator
+    process_exit.at_failure(group.abort)
+    return group
 
 
-def join_sockets(world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> SocketCommunicator:
+def join_sockets(world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> SocketGroup:
     """Joins the job of the strategy `name` by sockets that live as long as this process, which can do so once.
 
     Raises:
@@ -72,19 +72,17 @@ def join_sockets(world: World, name: str, timeout_seconds: float, start_timeout_
 
 
 @functools.cache
-def _connected_by_sockets(
-    world: World, name: str, timeout_seconds: float, start_timeout_seconds: float
-) -> SocketCommunicator:
+def _connected_by_sockets(world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> SocketGroup:
     """Sockets that live as long as this process, which can join a job once."""
     rendezvous.meet(world, {"strategy": name}, start_timeout_seconds)
     with star.joined(world, start_timeout_seconds) as exchange:
-        return SocketCommunicator(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
+        return SocketGroup(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
 
 
 @functools.cache
 def join_horovod(
     world: World, timeout_seconds: float, start_timeout_seconds: float, timeline: Path | None
-) -> Communicator:
+) -> ProcessGroup:
     """Joins the job by Horovod, which a process can do once; `timeline` is the file to write its timeline to."""
     horovod.load()
     settings = _horovod_settings(world.world_size, timeout_seconds)
@@ -95,15 +93,15 @@ def join_horovod(
         # The second is known to a Horovod that scripts/install_horovod.sh has built; others write rank 0's alone.
         os.environ["HOROVOD_TIMELINE"] = str(horovod_timeline.begin(timeline, world.rank))
         os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
-    communicator = horovod.HorovodCommunicator()
+    group = horovod.HorovodGroup()
     if timeline is not None:
-        atexit.register(_end_timeline, communicator, timeline)
-    return communicator
+        atexit.register(_end_timeline, group, timeline)
+    return group
 
 
-def _end_timeline(communicator: Communicator, timeline: Path) -> None:
-    communicator.close()  # which closes the file
-    horovod_timeline.end(timeline, communicator.rank, communicator.size)
+def _end_timeline(group: ProcessGroup, timeline: Path) -> None:
+    group.close()  # which closes the file
+    horovod_timeline.end(timeline, group.rank, group.size)
 
 
 def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]:

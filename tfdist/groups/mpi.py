@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.groups.arrays import ArrayCommunicator
+from tfdist.groups.arrays import ArrayGroup
 from tfdist.groups.sockets import messages
 
 INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
@@ -45,7 +45,7 @@ def load() -> Any:
     return MPI
 
 
-class MpiCommunicator(ArrayCommunicator):
+class MpiGroup(ArrayGroup):
     """The processes of MPI's world.
 
     Raises:

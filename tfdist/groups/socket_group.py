@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import ClusterError
-from tfdist.groups.arrays import ArrayCommunicator
+from tfdist.groups.arrays import ArrayGroup
 from tfdist.groups.sockets.connections import Exchange
 from tfdist.groups.sockets.sockets import Sockets
 from tfdist.jobs.world import World
 
 
-class SocketCommunicator(ArrayCommunicator):
+class SocketGroup(ArrayGroup):
     """The processes of a job, connected by sockets.
 
     Args:
@@ -34,7 +34,7 @@ class SocketCommunicator(ArrayCommunicator):
         ClusterError: the processes cannot be connected; raised in all of them.
     """
 
-    added = (*ArrayCommunicator.added, tf.bfloat16)
+    added = (*ArrayGroup.added, tf.bfloat16)
     engine = "sockets"
 
     def __init__(self, world: World, exchange: Exchange, connect_timeout_seconds: float, timeout_seconds: float):

@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.data_parallel.gradient_reduction import Packing, packed
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
+from tfdist.groups.packing import Packing, packed
 from tfdist.horovod import names, operations
 
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist import terminal
 from tfdist.errors import ClusterError, DisagreementError
-from tfdist.groups import Communicator
+from tfdist.groups import ProcessGroup
 from tfdist.groups import horovod as engine
 from tfdist.horovod import operations, progress
 from tfdist.internals import keras_loops
@@ -173,7 +173,7 @@ def _guarded(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return guarded
 
 
-class _Exchange(Communicator):
+class _Exchange(ProcessGroup):
     """Exchanges messages of any length by Horovod."""
 
     def __init__(self, world: World):

@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data_parallel import gradient_reduction
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import horovod as engine
 from tfdist.groups import opaque
+from tfdist.groups import packing as gradient_reduction
 
 EXAMPLES, PROCESSES = "examples", "processes"
 # Arguments of Horovod's own functions that are not supported here, and what to do instead.

@@ -57,7 +57,7 @@ def parsed(given: Any) -> tuple[int, ...] | str | None:
 
 def settled(
     wanted: tuple[int, ...] | str | None,
-    peers: consensus.ProcessGroup,
+    peers: consensus.Peers,
     *,
     strategy: str,
     divides: bool,
@@ -106,7 +106,7 @@ def _written(wanted: tuple[int, ...] | str | None) -> str:
     return ",".join(map(str, wanted)) if isinstance(wanted, tuple) else str(wanted)
 
 
-def _measured(peers: consensus.ProcessGroup, devices: Sequence[str]) -> tuple[int, ...]:
+def _measured(peers: consensus.Peers, devices: Sequence[str]) -> tuple[int, ...]:
     """The speeds of all replicas, each process measuring its own at the same time as the others."""
     mine = [_products_per_second(device) for device in devices]
     of_all = [one for of_each in consensus.all_gather_object(peers, mine, "measures its speed") for one in of_each]

@@ -20,7 +20,7 @@ and one with an algorithm of its own
 
     program(steps)           the inner loop that runs the steps
 
-What replicas exchange in a step is in `tfdist.spmd.meshes`, what users call in `tfdist.trainer`, and
+What replicas exchange in a step is in `tfdist.spmd.meshes`, what users call in `tfdist.training.strategy`, and
 the loop in `tfdist.loop.outer_loop`.
 """
 
@@ -43,6 +43,7 @@ from tfdist.groups import parts
 from tfdist.groups.exchanged import Exchanged
 from tfdist.interface import devices as device_choice
 from tfdist.interface import randomness, shared_variables
+from tfdist.interface import recompute as recomputation
 from tfdist.interface import speeds as speeds_of_replicas
 from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps

@@ -27,7 +27,7 @@ DO_ALIKE = (
 )
 
 
-class ProcessGroup(Protocol):
+class Peers(Protocol):
     """The processes of a job, as one of them reaches the others; every strategy is one."""
 
     world: World
@@ -70,7 +70,7 @@ class Alone:
         """Nothing: there is no other process."""
 
 
-def all_gather_object(peers: ProcessGroup, value: Any, doing: str = "exchanges values") -> list[Any]:
+def all_gather_object(peers: Peers, value: Any, doing: str = "exchanges values") -> list[Any]:
     """The values of all processes, by rank.
 
     Args:
@@ -87,7 +87,7 @@ def all_gather_object(peers: ProcessGroup, value: Any, doing: str = "exchanges v
     return [values[message] for message in messages]
 
 
-def _exchanged(peers: ProcessGroup, value: Any, doing: str) -> tuple[dict[bytes, Any], list[bytes]]:
+def _exchanged(peers: Peers, value: Any, doing: str) -> tuple[dict[bytes, Any], list[bytes]]:
     """The value in each different message, and the messages by rank; most often all processes say the same."""
     messages = peers.exchange(json.dumps([doing, value]).encode())
     same = messages.count(messages[0]) == len(messages)  # at once, where all messages are one object
@@ -98,7 +98,7 @@ def _exchanged(peers: ProcessGroup, value: Any, doing: str) -> tuple[dict[bytes,
     return {message: value for message, (_, value) in found.items()}, messages
 
 
-def _by_process(peers: ProcessGroup, values: Iterable[Any]) -> str:
+def _by_process(peers: Peers, values: Iterable[Any]) -> str:
     """Which processes have which of `values`, which are by rank."""
     return by_value(dict(enumerate(values)), peers.world.named_briefly, "{ranks}: {value}")
 
@@ -111,12 +111,12 @@ def _parsed(message: bytes) -> tuple[str, Any]:
     return str(doing), value
 
 
-def broadcast_from_chief(peers: ProcessGroup, value: Any) -> Any:
+def broadcast_from_chief(peers: Peers, value: Any) -> Any:
     """The `value` of the chief, in all processes; it can be stored as JSON."""
     return all_gather_object(peers, value if peers.world.is_chief else None)[0]
 
 
-def next_call(peers: ProcessGroup, steps: int, stop: bool, given: str) -> tuple[int, bool]:
+def next_call(peers: Peers, steps: int, stop: bool, given: str) -> tuple[int, bool]:
     """The smallest requested number of steps for the next call, and whether any process wants to stop.
 
     Raises:
@@ -130,12 +130,12 @@ def next_call(peers: ProcessGroup, steps: int, stop: bool, given: str) -> tuple[
     return min(wish for wish, _, _ in found.values()), any(stops for _, stops, _ in found.values())
 
 
-def any_of(peers: ProcessGroup, wish: bool) -> bool:
+def any_of(peers: Peers, wish: bool) -> bool:
     """Whether `wish` is true in any process."""
     return any(all_gather_object(peers, wish, "asks whether to stop"))
 
 
-def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
+def require_equal(peers: Peers, facts: Mapping[str, Any]) -> None:
     """Compares `facts` by name over the processes.
 
     Raises:
@@ -152,7 +152,7 @@ def require_equal(peers: ProcessGroup, facts: Mapping[str, Any]) -> None:
             raise error
 
 
-def require_equal_variables(peers: ProcessGroup, described: Sequence[str], of: str = "the model") -> None:
+def require_equal_variables(peers: Peers, described: Sequence[str], of: str = "the model") -> None:
     """Compares the dtypes and shapes of the variables of the processes, which are those `of` something.
 
     Raises:
@@ -169,7 +169,7 @@ def require_equal_variables(peers: ProcessGroup, described: Sequence[str], of: s
     )
 
 
-def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str) -> None:
+def require_equal_fingerprints(peers: Peers, what: str, fingerprint: str) -> None:
     """Compares the fingerprint of this process' data with those of the other processes; `what` names the data.
 
     Raises:
@@ -178,7 +178,7 @@ def require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprint: str)
     _require_equal_fingerprints(peers, what, all_gather_object(peers, fingerprint, "compares its data"))
 
 
-def _require_equal_fingerprints(peers: ProcessGroup, what: str, fingerprints: list[str]) -> None:
+def _require_equal_fingerprints(peers: Peers, what: str, fingerprints: list[str]) -> None:
     if len(set(fingerprints)) > 1:
         values = _by_process(peers, fingerprints)
         raise DisagreementError(f"The processes of the job were given different {what} ({values})", GIVE_ALIKE)

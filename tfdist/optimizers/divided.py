@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.groups import Communicator, parts
+from tfdist.groups import ProcessGroup, parts
 from tfdist.groups.parts import Part
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, tensorflow_variables
@@ -22,13 +22,13 @@ class DividedOptimizer:
 
     Args:
         optimizer: of Keras; built for all variables that it updates, or not built.
-        communicator: of the processes.
+        group: of the processes.
         meet: is called with what this process is about to do, and raises an error if another one does something else.
     """
 
-    def __init__(self, optimizer: Any, communicator: Communicator, meet: Callable[[str], None]):
+    def __init__(self, optimizer: Any, group: ProcessGroup, meet: Callable[[str], None]):
         self.optimizer = optimizer
-        self._communicator = communicator
+        self._group = group
         self._meet = meet
         self._gathered: dict[int, np.ndarray] | None = None  # see `whole`; by the `id` of the variable
         # Keras saves one that scales the loss with its variables and those of the one inside, and that one again.
@@ -50,7 +50,7 @@ class DividedOptimizer:
         if self._gathered is not None:
             return [self._gathered[id(variable)] for variable in optimizer.variables]
         self._meet("gathers the state of an optimizer")
-        exchange = self._communicator.exchange
+        exchange = self._group.exchange
         return [
             np.asarray(variable.numpy()) if parts.part_of(variable) is None else parts.gathered(variable, exchange)
             for variable in optimizer.variables

@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.groups import Communicator
+from tfdist.groups import ProcessGroup
 from tfdist.groups.parts import Part
 from tfdist.internals import keras_optimizers, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -63,7 +63,7 @@ class ShardedOptimizer(DividedOptimizer):
         optimizer: of Keras; built or not.
         variables: that it is to be built for.
         whole_shapes: of variables that every process updates as a whole, as it does their slots.
-        communicator: of the processes.
+        group: of the processes.
         meet: is called with what this process is about to do, and raises an error if another one does something else.
     """
 
@@ -72,10 +72,10 @@ class ShardedOptimizer(DividedOptimizer):
         optimizer: Any,
         variables: Sequence[Any],
         whole_shapes: Collection[tuple[int, ...]],
-        communicator: Communicator,
+        group: ProcessGroup,
         meet: Callable[[str], None],
     ):
-        super().__init__(optimizer, communicator, meet)
+        super().__init__(optimizer, group, meet)
         self._whole_shapes = set(whole_shapes)
         self._slots: list[_StandIn] = []
         self._places: dict[int, tuple[tf.Tensor, _StandIn | None]] = {}  # by the `id` of the handle, which is held
@@ -104,18 +104,18 @@ class ShardedOptimizer(DividedOptimizer):
         """How a variable is cut; `None` if every process has the whole."""
         if shape in self._whole_shapes or not dtype.is_floating:
             return None
-        return spmd.Shard.evenly(shape, self._communicator.size)
+        return spmd.Shard.evenly(shape, self._group.size)
 
     def _own_shape(self, shape: tuple[int, ...], shard: spmd.Shard | None) -> list[int]:
         """The shape of this process' part of a variable."""
         own = list(shape)
         if shard is not None:
-            own[shard.axis] = shard.lengths(shape[shard.axis])[self._communicator.rank]
+            own[shard.axis] = shard.lengths(shape[shard.axis])[self._group.rank]
         return own
 
     def _divide(self, slot: Any, shape: tuple[int, ...], shard: spmd.Shard) -> None:
         whole = tensorflow_variables.without_value(shape, local(slot).dtype, local(slot).device)
-        divide(slot, Part(shape, tuple(shard.lengths(shape[shard.axis])), self._communicator.rank, shard.axis))
+        divide(slot, Part(shape, tuple(shard.lengths(shape[shard.axis])), self._group.rank, shard.axis))
         self._slots.append(_StandIn(whole, shard, slot))
 
     @property
@@ -156,7 +156,7 @@ class ShardedOptimizer(DividedOptimizer):
         """
         for one in self._slots:
             if one.is_cut and (handles is None or id(one.whole.handle) in handles):
-                undivide(one.variable, self._communicator.exchange)
+                undivide(one.variable, self._group.exchange)
                 one.is_cut = False
         for one in self._places_made:
             if handles is None or id(one.whole.handle) in handles:

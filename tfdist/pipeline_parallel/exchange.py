@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfdist.groups.arrays import ArrayCommunicator
+from tfdist.groups.arrays import ArrayGroup
 
 MOST_NUMBERS = 1 << 32
 
@@ -21,11 +21,11 @@ class Exchange:
     """What the stage of this process sends and receives.
 
     Args:
-        communicator: of the processes; stage number `rank` is in process `rank`.
+        group: of the processes; stage number `rank` is in process `rank`.
     """
 
-    def __init__(self, communicator: ArrayCommunicator):
-        self._communicator = communicator
+    def __init__(self, group: ArrayGroup):
+        self._group = group
         self._call = 0
         self._begun: list[tuple[tf.Tensor, list[tf.Tensor]]] = []
 
@@ -42,32 +42,32 @@ class Exchange:
 
     def _begin(self) -> None:
         """Called before the messages of a graph."""
-        self._begun.append((self._communicator.begin_messages(), []))
+        self._begun.append((self._group.begin_messages(), []))
 
     def _end(self) -> None:
         """Puts the messages of the present graph in order."""
         begin, done = self._begun.pop()
-        self._communicator.order_messages(begin, done)
+        self._group.order_messages(begin, done)
 
     @contextlib.contextmanager
     def around_branches(self) -> Iterator[None]:
         """The context of a condition in whose branches there are messages, in the midst of those of a graph."""
         self._end()
-        with self._communicator.around_branches():
+        with self._group.around_branches():
             yield
         self._begin()
 
     def note_branches(self, result: tf.Tensor) -> None:
         """Called with a result of the condition."""
-        self._communicator.note_branches(result)
+        self._group.note_branches(result)
 
     def send(self, tensor: tf.Tensor, to: int, number: int) -> None:
         """Sends `tensor` to stage `to`; `number` says which of the step's messages it is."""
-        self._begun[-1][1].append(self._communicator.send_in_graph(tensor, to, self._tag(number)))
+        self._begun[-1][1].append(self._group.send_in_graph(tensor, to, self._tag(number)))
 
     def receive(self, spec: tf.TensorSpec, from_: int, number: int) -> tf.Tensor:
         """The tensor that stage `from_` has sent with this `number`."""
-        received, done = self._communicator.receive_in_graph(spec, from_, self._tag(number))
+        received, done = self._group.receive_in_graph(spec, from_, self._tag(number))
         self._begun[-1][1].append(done)
         return received
 

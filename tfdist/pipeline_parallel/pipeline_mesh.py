@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel.gradient_reduction import Packing
-from tfdist.data_parallel.process_mesh import ProcessMesh
-from tfdist.groups import Communicator
+from tfdist.groups import ProcessGroup
+from tfdist.groups.packing import Packing
 from tfdist.pipeline_parallel import ordering
 from tfdist.pipeline_parallel.schedule import DELAYED, Schedule
 from tfdist.profiling import stages as stage_names
+from tfdist.spmd.process_mesh import ProcessMesh
 
 
 class PipelineMesh(spmd.Mesh):
@@ -109,7 +109,7 @@ class PipelinesMesh(PipelineMesh, ProcessMesh):
         devices: of this process, one for each stage.
         micro_batches: of each process.
         schedule: the order in which a stage computes them.
-        communicator: connects the processes.
+        group: the processes of the job.
         packing: of what is added up.
     """
 
@@ -118,13 +118,13 @@ class PipelinesMesh(PipelineMesh, ProcessMesh):
         devices: Sequence[str],
         micro_batches: int,
         schedule: Schedule,
-        communicator: Communicator,
+        group: ProcessGroup,
         packing: Packing,
     ):
-        ProcessMesh.__init__(self, communicator, devices[-1], packing)
+        ProcessMesh.__init__(self, group, devices[-1], packing)
         PipelineMesh.__init__(self, devices, micro_batches, schedule)
-        first = communicator.rank * micro_batches
-        self.count, self.local = communicator.size * micro_batches, range(first, first + micro_batches)
+        first = group.rank * micro_batches
+        self.count, self.local = group.size * micro_batches, range(first, first + micro_batches)
 
     def all_reduce(
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False

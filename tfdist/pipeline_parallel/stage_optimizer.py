@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.groups import Communicator, parts
+from tfdist.groups import ProcessGroup, parts
 from tfdist.groups.parts import Part
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
@@ -28,14 +28,12 @@ class StageOptimizer(DividedOptimizer):
     Args:
         optimizer: of Keras; built for `variables`, or not built.
         variables: all that it updates; `tfdist.groups.parts` says which are of this process.
-        communicator: of the processes.
+        group: of the processes.
         meet: is called with what this process is about to do, and raises an error if another one does something else.
     """
 
-    def __init__(
-        self, optimizer: Any, variables: Sequence[Any], communicator: Communicator, meet: Callable[[str], None]
-    ):
-        super().__init__(optimizer, communicator, meet)
+    def __init__(self, optimizer: Any, variables: Sequence[Any], group: ProcessGroup, meet: Callable[[str], None]):
+        super().__init__(optimizer, group, meet)
         self._parts = {id(variable): _part(variable) for variable in variables}
         self.own = [variable for variable in variables if self._parts[id(variable)].size]
         self._stand_ins: dict[int, tf.Variable] = {}

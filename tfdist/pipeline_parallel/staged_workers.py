@@ -11,8 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data_parallel import gradient_reduction, socket_job
+from tfdist.data_parallel import socket_job
 from tfdist.errors import UnknownNameError, UsageError
+from tfdist.groups import packing as gradient_reduction
 from tfdist.groups.sockets import costs
 from tfdist.pipeline_parallel import staging
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.data.input.feed import Feed
-from tfdist.data_parallel import collective, socket_job
+from tfdist.data_parallel import socket_job
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups import parts
-from tfdist.groups.arrays import ArrayCommunicator
+from tfdist.groups.arrays import ArrayGroup
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
@@ -30,6 +30,7 @@ from tfdist.pipeline_parallel.schedule import Schedule
 from tfdist.pipeline_parallel.stage_mesh import StageMesh
 from tfdist.pipeline_parallel.stage_optimizer import StageOptimizer
 from tfdist.pipeline_parallel.stage_programs import DelayedStageProgram, StagePredictProgram, StageProgram
+from tfdist.training import job_strategy as collective
 
 if TYPE_CHECKING:
     from tfdist.interface.program import Program, Steps
@@ -45,7 +46,7 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         schedule: "gpipe", "1f1b" or "2bw", see `tfdist.pipeline_parallel.schedule`.
         balance: what is made even between the stages: "time", measured by the chief, or "memory".
         stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
-        options: see `tfdist.data_parallel.collective.MultiProcessStrategy`.
+        options: see `tfdist.training.job_strategy.MultiProcessStrategy`.
     """
 
     name = "pipeline"
@@ -87,8 +88,8 @@ class StagesOfProcesses(socket_job.SocketStrategy):
             )
 
     def make_mesh(self) -> StageMesh:
-        assert isinstance(self.communicator, ArrayCommunicator)
-        self.exchange_of_stages = Exchange(self.communicator)
+        assert isinstance(self.group, ArrayGroup)
+        self.exchange_of_stages = Exchange(self.group)
         stages = self.world.rank, self.world.world_size
         return StageMesh(
             self.devices[0],
@@ -226,7 +227,7 @@ class StagesOfProcesses(socket_job.SocketStrategy):
                 def meet(doing: str) -> None:
                     consensus.all_gather_object(self, None, doing)
 
-                divided = StageOptimizer(optimizer, variables, self.communicator, meet)
+                divided = StageOptimizer(optimizer, variables, self.group, meet)
                 # Past Keras' attribute tracking, so that it is not saved with the model.
                 object.__setattr__(optimizer, _OPTIMIZER, divided)
         plan_of_model = self._plans[id(functional)]

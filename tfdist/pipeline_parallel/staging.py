@@ -2,7 +2,7 @@
 
     micro-batches of all processes    the parts of a global batch: those of rank 0, then those of rank 1, ...
     within a process                  added on the device of their stage, see `tfdist.pipeline_parallel.local_stages`
-    between processes                 packed, and added by the communicator
+    between processes                 packed, and added by the process group
 
 Every process has the whole model, on its own devices.
 """
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import collective, sharding
-from tfdist.data_parallel.process_mesh import ProcessMesh
+from tfdist.data_parallel import sharding
 from tfdist.errors import UsageError
 from tfdist.interface import devices as device_choice
 from tfdist.interface import gpus as _gpus
@@ -28,6 +27,8 @@ from tfdist.pipeline_parallel.local_stages import Stages
 from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh, PipelinesMesh
 from tfdist.pipeline_parallel.plan import Balance
 from tfdist.pipeline_parallel.schedule import Synchronous
+from tfdist.spmd.process_mesh import ProcessMesh
+from tfdist.training import job_strategy as collective
 
 if TYPE_CHECKING:
     from tfdist.interface.program import Program, Steps
@@ -51,7 +52,7 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
         schedule: see `tfdist.strategies.pipeline.PipelineStrategy`, "gpipe" unless set.
         balance: see `tfdist.strategies.pipeline.PipelineStrategy`, "time" unless set.
         options: see `tfdist.data_parallel.sharding.ShardingStrategy` and
-            `tfdist.data_parallel.collective.MultiProcessStrategy`.
+            `tfdist.training.job_strategy.MultiProcessStrategy`.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class StagingStrategy(sharding.ShardingStrategy, collective.MultiProcessStrategy
 
     def make_mesh(self) -> spmd.Mesh:
         if self._count == 1:
-            return ProcessMesh(self.communicator, self.devices[0], self.packing, self.shard)
+            return ProcessMesh(self.group, self.devices[0], self.packing, self.shard)
         self._stages = Stages(self.devices, **self._how)
         pipeline = self.devices, self._stages.micro_batches, self._stages.schedule
         several = self.world.world_size > 1
-        return PipelinesMesh(*pipeline, self.communicator, self.packing) if several else PipelineMesh(*pipeline)
+        return PipelinesMesh(*pipeline, self.group, self.packing) if several else PipelineMesh(*pipeline)
 
     @property
     def is_staged(self) -> bool:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import keras
 
 from tfdist.data.input import together
-from tfdist.data_parallel import collective
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.groups import Communicator, joining
+from tfdist.groups import ProcessGroup, joining
 from tfdist.interface import state as strategy_state
 from tfdist.interface.program import Steps
 from tfdist.internals import keras as keras_internals
 from tfdist.relaxed.averages import Averages
+from tfdist.training import job_strategy as collective
 
 
 class ApartStrategy(collective.MultiProcessStrategy):
@@ -27,7 +27,7 @@ class ApartStrategy(collective.MultiProcessStrategy):
     Args:
         engine: what carries the weights, see `tfdist.groups.joining`.
         alike: the settings of the algorithm, which must be the same in all processes.
-        options: see `tfdist.data_parallel.collective.MultiProcessStrategy`.
+        options: see `tfdist.training.job_strategy.MultiProcessStrategy`.
     """
 
     as_one_device = False
@@ -41,7 +41,7 @@ class ApartStrategy(collective.MultiProcessStrategy):
         settings = dict(job_settings or {}) | {name: str(value) for name, value in alike.items()}
         super().__init__(job_settings=settings, **options)
 
-    def connect(self) -> Communicator:
+    def connect(self) -> ProcessGroup:
         return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)
 
     def begin_anew(self, model: Any) -> None:

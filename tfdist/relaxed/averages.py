@@ -37,7 +37,7 @@ class Averages:
     """Averages a model's weights and its optimizer's slots over the processes, one part after the other.
 
     Args:
-        communicator: connects the processes.
+        group: the processes of the job.
         model: compiled and built, with the slots of its optimizers.
         outers: make the new weights of the mean, each of some of them; without any, the mean is taken.
         compressed: "none", or how what is sent is encoded, see `tfdist.relaxed.compression`. With `outers` the
@@ -49,8 +49,8 @@ class Averages:
         remembered: variables for checkpoints: those that are the same in all processes, and those of each.
     """
 
-    def __init__(self, communicator: Any, model: Any, outers: Sequence[Outer] = (), compressed: str = "none"):
-        self.communicator = communicator
+    def __init__(self, group: Any, model: Any, outers: Sequence[Outer] = (), compressed: str = "none"):
+        self.group = group
         self.taken = 0
         self._model, self._outers = model, outers
         trained = trained_weights(model)
@@ -116,27 +116,27 @@ class Averages:
         It is called for each part of the weights and slots, whose number is the same in all processes. An algorithm
         that averages otherwise overrides this; `values` must stay as they are.
         """
-        mean = values * np.float32(self._shares[self.communicator.rank])
-        self.communicator.sum_in_place(mean)
+        mean = values * np.float32(self._shares[self.group.rank])
+        self.group.sum_in_place(mean)
         return mean
 
     def shares_of_processes(self) -> list[float]:
         """What each process counts in the mean of weights that are not weighed by examples."""
-        return [1 / self.communicator.size] * self.communicator.size
+        return [1 / self.group.size] * self.group.size
 
     def end_epoch(self) -> dict[str, float]:
         """Meets, and returns the logs about the epoch's meetings."""
         self.settle()
         seconds = np.array([self._seconds], np.float64)
-        self.communicator.sum_in_place(seconds)
+        self.group.sum_in_place(seconds)
         disagreement = float(np.mean(self._disagreements)) if self._disagreements else 0.0
-        return {"disagreement": disagreement, "sync_seconds": float(seconds[0]) / self.communicator.size}
+        return {"disagreement": disagreement, "sync_seconds": float(seconds[0]) / self.group.size}
 
     def _note_distance(self, squared_distance: float) -> None:
         """Notes the mean over the processes of the squared distance of each from what they have met for."""
         of_all = np.array([squared_distance], np.float64)
-        self.communicator.sum_in_place(of_all)
-        self._disagreements.append(math.sqrt(of_all[0] / self.communicator.size))
+        self.group.sum_in_place(of_all)
+        self._disagreements.append(math.sqrt(of_all[0] / self.group.size))
 
     def _average_rest(self) -> None:
         """Averages what no rule is for, such as moving averages, if any process has seen examples."""
@@ -150,7 +150,7 @@ class Averages:
         """The `examples` of each process; counters become the largest of all processes."""
         counters = [variable.numpy().tolist() for variable in self._counters]
         mine = {"examples": examples, "finite": bool(self._finite()), "counters": counters}
-        of_all = [json.loads(one) for one in self.communicator.exchange(json.dumps(mine).encode())]
+        of_all = [json.loads(one) for one in self.group.exchange(json.dumps(mine).encode())]
         diverged = [rank for rank, one in enumerate(of_all) if not one["finite"]]
         if diverged:
             raise self.not_finite(diverged, "averaged with those of the other processes")
@@ -178,7 +178,7 @@ class Averages:
                 local = outer.packed_weights()
                 found = np.concatenate([self.mean(piece) for piece in pieces(local)])
             else:
-                local, found = feedback.exchange(self._sent_by_all, self._shares, self.communicator.rank)
+                local, found = feedback.exchange(self._sent_by_all, self._shares, self.group.rank)
             outer.update(found, learning_rate(self._model))
             distance += squared(local - found)
         return distance
@@ -188,7 +188,7 @@ class Averages:
 
     def _sent_by_all(self, encoding: str, values: np.ndarray) -> list[np.ndarray]:
         """The `values` of each process as they come, by rank; bit by bit the same in all processes."""
-        sent = self.communicator.exchange(compression.encode(encoding, values))
+        sent = self.group.exchange(compression.encode(encoding, values))
         return [compression.decode(encoding, one, values.size) for one in sent]
 
 

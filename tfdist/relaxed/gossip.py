@@ -33,19 +33,19 @@ class Gossip(Averages):
     """What a process exchanges; a meeting of all forms the mean, which the model shows, and each keeps its own.
 
     Args:
-        communicator: connects the processes.
+        group: the processes of the job.
         model: compiled and built, with the slots of its optimizers.
         shown: of the model's weights.
         machine: says what is sent, and what becomes of what has come.
     """
 
-    def __init__(self, communicator: Any, model: Any, shown: Shown, machine: Machine):
-        super().__init__(communicator, model, [shown])
+    def __init__(self, group: Any, model: Any, shown: Shown, machine: Machine):
+        super().__init__(group, model, [shown])
         self._shown, self._machine = shown, machine
         self._assign = tf.function(self._assign_flat, autograph=False)
         self._before = np.zeros(0, np.float32)
         # Messages with weights so far, to each process, and from each as far as it was looked for.
-        self._sent, self._come = [0] * communicator.size, [0] * communicator.size
+        self._sent, self._come = [0] * group.size, [0] * group.size
         self._weights: np.ndarray | None = None  # as they are; `None` where they may have been changed elsewhere
 
     def begin_epoch(self) -> None:
@@ -71,38 +71,38 @@ class Gossip(Averages):
             self._send(self._machine.begin(self._before))
         self._send(self._machine.stepped(self._packed()))
         for other in self._machine.expected:
-            self._machine.receive(other, self.communicator.receive(other, WEIGHTS))
+            self._machine.receive(other, self.group.receive(other, WEIGHTS))
         self._finish()
         self._seconds += time.perf_counter() - began
 
     def end_call(self) -> None:
         """Returns when no message of any process is on its way."""
-        if not self._machine.waits and self.communicator.size > 1:
+        if not self._machine.waits and self.group.size > 1:
             self._end_messages()
         self._weights = None
 
     def _end_messages(self) -> None:
         began = time.perf_counter()
-        others = [rank for rank in range(self.communicator.size) if rank != self.communicator.rank]
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         while self._machine.owes:
             self._answer()
         for other in others:
-            self.communicator.send(np.array([self._sent[other]]), other, DONE)
+            self.group.send(np.array([self._sent[other]]), other, DONE)
         sent: dict[int, int] = {}  # to this process so far, by those that have said so
         while len(sent) < len(others) or any(self._come[other] < count for other, count in sent.items()):
             self._answer()
-            for other in self.communicator.probe(DONE):
-                sent[other] = int(self.communicator.receive(other, DONE)[0])
+            for other in self.group.probe(DONE):
+                sent[other] = int(self.group.receive(other, DONE)[0])
         self._seconds += time.perf_counter() - began
 
     def shares_of_processes(self) -> list[float]:
-        masses = [float(one) for one in self.communicator.exchange(repr(self._machine.mass).encode())]
+        masses = [float(one) for one in self.group.exchange(repr(self._machine.mass).encode())]
         return [one / sum(masses) for one in masses]
 
     def end_epoch(self) -> dict[str, float]:
         logs = super().end_epoch()
         sent = np.array([self._messages], np.float64)
-        self.communicator.sum_in_place(sent)
+        self.group.sum_in_place(sent)
         return logs | {"messages": float(sent[0])}
 
     def _packed(self) -> np.ndarray:
@@ -116,9 +116,9 @@ class Gossip(Averages):
 
     def _finish(self) -> bool:
         """Makes new weights of what has come; returns whether anything has."""
-        come = [] if self._machine.waits else self.communicator.probe(WEIGHTS)
+        come = [] if self._machine.waits else self.group.probe(WEIGHTS)
         for other in come:
-            self._machine.receive(other, self.communicator.receive(other, WEIGHTS))
+            self._machine.receive(other, self.group.receive(other, WEIGHTS))
             self._come[other] += 1
         if not (self._machine.waits or come):
             return False
@@ -129,10 +129,10 @@ class Gossip(Averages):
 
     def _send(self, messages: Sends) -> None:
         if messages and not all(np.isfinite(np.sum(values)) for _, values in messages):
-            raise self.not_finite([self.communicator.rank], "sent to others")
+            raise self.not_finite([self.group.rank], "sent to others")
         self._messages += len(messages)
         for to, values in messages:
-            self.communicator.send(values, to, WEIGHTS)
+            self.group.send(values, to, WEIGHTS)
             self._sent[to] += 1
 
     def _assign_flat(self, flat: tf.Tensor) -> None:

@@ -30,7 +30,7 @@ class ApartProgram(StepProgram):
     """Runs `model.train_step` on this process' part of the data, without the other processes.
 
     Args:
-        strategy: has the `communicator`.
+        strategy: has the `group`.
         steps: of training, on the batches of all processes.
         averages: their meetings.
         split_once: see `tfdist.relaxed.own_batches.own`.
@@ -42,8 +42,8 @@ class ApartProgram(StepProgram):
         self._job = strategy
         self._averages = averages
         self._state: tuple[Any, Any] = (None, None)  # of all processes, and of this one
-        communicator = strategy.communicator
-        self._own = own_batches.own(steps.batches, communicator.rank, communicator.size, split_once=split_once)
+        group = strategy.group
+        self._own = own_batches.own(steps.batches, group.rank, group.size, split_once=split_once)
         own = dataclasses.replace(steps, batches=self._own, at_nan=AtNan.NOTHING)
         super().__init__(OnThisProcess(strategy), own)
 
@@ -79,7 +79,7 @@ class ApartProgram(StepProgram):
         """Of what a step itself returns: the sums of the processes' parts, each of which is weighed by its share."""
         values = [np.asarray(one, np.float64) for one in tf.nest.flatten(parts)]
         joined = np.concatenate([value.reshape(-1) for value in values])
-        self._job.communicator.sum_in_place(joined)
+        self._job.group.sum_in_place(joined)
         ends = np.cumsum([value.size for value in values])[:-1]
         pieces = zip(np.split(joined, ends), values, strict=True)
         found: Logs = tf.nest.pack_sequence_as(parts, [piece.reshape(value.shape) for piece, value in pieces])
@@ -112,7 +112,7 @@ class AveragingProgram(ApartProgram):
     """Runs steps apart, and meets at times.
 
     Args:
-        strategy: has the `communicator`.
+        strategy: has the `group`.
         steps: of training, on the batches of all processes.
         sync_every: meet after this number of steps; `None` meets at the end of an epoch only.
         averages: what a meeting makes of the weights; `None` averages over all processes.
@@ -129,7 +129,7 @@ class AveragingProgram(ApartProgram):
         split_once: bool = True,
     ):
         self._sync_every = sync_every
-        meetings = averages or Averages(strategy.communicator, steps.model)
+        meetings = averages or Averages(strategy.group, steps.model)
         super().__init__(strategy, steps, meetings, split_once=split_once)
 
     def steps_until_next(self, step: int) -> int | None:

@@ -43,15 +43,15 @@ class Streaming(Averages):
     """The meetings of fragments.
 
     Args:
-        communicator: connects the processes.
+        group: the processes of the job.
         model: compiled and built, with the slots of its optimizers.
         fragments: what makes the new weights of each.
         sync_every: steps from one meeting of a fragment to its next.
         overlap: steps while it travels, fewer than that.
     """
 
-    def __init__(self, communicator: Any, model: Any, fragments: Sequence[Outer], sync_every: int, overlap: int):
-        super().__init__(communicator, model, fragments)
+    def __init__(self, group: Any, model: Any, fragments: Sequence[Outer], sync_every: int, overlap: int):
+        super().__init__(group, model, fragments)
         self._fragments, self._every, self._overlap = fragments, sync_every, overlap
         self._examples_of = [0] * len(fragments)
         self._flights: dict[int, _Flight] = {}
@@ -94,11 +94,11 @@ class Streaming(Averages):
 
     def _send(self, number: int, due: int) -> None:
         began = time.perf_counter()
-        self.pause()  # one thread at a time uses the communicator
+        self.pause()  # one thread at a time uses the process group
         examples = self._meet(self._examples_of[number])
         self._examples_of[number] = 0
         if sum(examples):
-            share = np.float32(examples[self.communicator.rank] / sum(examples))
+            share = np.float32(examples[self.group.rank] / sum(examples))
             local = self._fragments[number].packed_weights()
             self._flights[number] = _Flight(due, local, self._thread.submit(self._mean_of, local, share))
         self._seconds += time.perf_counter() - began
@@ -106,7 +106,7 @@ class Streaming(Averages):
     def _mean_of(self, local: np.ndarray, share: np.float32) -> np.ndarray:
         mean = local * share
         for piece in pieces(mean):
-            self.communicator.sum_in_place(piece)
+            self.group.sum_in_place(piece)
         return mean
 
     def _take_in(self, number: int) -> None:

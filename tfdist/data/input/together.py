@@ -29,7 +29,7 @@ from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 
 
-class Peers(consensus.ProcessGroup, Protocol):
+class GraphPeers(consensus.Peers, Protocol):
     """The processes of a job, which can also gather numbers inside a graph; every strategy is one."""
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
@@ -37,7 +37,7 @@ class Peers(consensus.ProcessGroup, Protocol):
         ...
 
 
-def shared(feed: Feed, peers: Peers) -> Feed:
+def shared(feed: Feed, peers: GraphPeers) -> Feed:
     """`feed` as processes go through it that all have the same.
 
     Raises:
@@ -92,7 +92,7 @@ class Given:
 _given: weakref.WeakKeyDictionary[Any, Given] = weakref.WeakKeyDictionary()
 
 
-def given(peers: Peers) -> Given:
+def given(peers: GraphPeers) -> Given:
     """The batches that this process was given so far, one of `peers`."""
     if peers not in _given:
         _given[peers] = Given()
@@ -102,7 +102,7 @@ def given(peers: Peers) -> Given:
 class _SharedFeed(WrappedFeed):
     """A feed whose batches are alike in all processes, which take note of them."""
 
-    def __init__(self, feed: DatasetFeed, peers: Peers):
+    def __init__(self, feed: DatasetFeed, peers: GraphPeers):
         super().__init__(feed)
         self._peers = peers
         self._endless = feed.endless
@@ -134,7 +134,7 @@ class JoinedFeed(WrappedFeed):
 
     own = True
 
-    def __init__(self, feed: Feed, peers: Peers):
+    def __init__(self, feed: Feed, peers: GraphPeers):
         super().__init__(feed)
         self._peers = peers
         found = consensus.all_gather_object(peers, [feed.num_batches, feed.examples, feed.batch_size])

@@ -12,7 +12,7 @@ alive is then known only if TensorFlow, Horovod or MPI detects it.
 
 Synopsis:
 
-    heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, Limits(seconds=20.0), give_up=print)
+    heartbeat = Heartbeat(world, group.exchange, group.counts, Limits(seconds=20.0), give_up=print)
     with heartbeat.work():
         ...                # work that all processes do together
 """

@@ -11,14 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import distribute, gradient_reduction
-from tfdist.data_parallel import results as replica_results
-from tfdist.data_parallel.process_mesh import REDUCTIONS
+from tfdist.data_parallel import distribute
 from tfdist.groups import CARRIED_AS, gathered_in_pieces, structures
+from tfdist.groups import packing as gradient_reduction
+from tfdist.groups import tensorflow_results as replica_results
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
 from tfdist.jobs.world import World
+from tfdist.spmd.process_mesh import REDUCTIONS
 
 
 class WorkersMesh(distribute.MirroredMesh):

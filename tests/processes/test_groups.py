@@ -1,4 +1,4 @@
-"""Every operation of a `Communicator`, over each engine, on two and three processes, in a graph and outside."""
+"""Every operation of a `ProcessGroup`, over each engine, on two and three processes, in a graph and outside."""
 
 import signal
 import sys
@@ -14,21 +14,21 @@ require_horovod()
 SCRIPT = """
 import sys
 import numpy as np, tensorflow as tf
-from tfdist import communicators, strategy
+from tfdist import groups, strategy
 from tfdist.groups import mpi
-from tfdist.groups.horovod import HorovodCommunicator
-from tfdist.groups.mpi import MpiCommunicator
+from tfdist.groups.horovod import HorovodGroup
+from tfdist.groups.mpi import MpiGroup
 from tfdist.errors import UsageError
 
 engine = sys.argv[1]
 if engine == "mpi4py":
-    found = MpiCommunicator()
+    found = MpiGroup()
 elif engine == "sockets":
-    found = strategy("multiworker").communicator
+    found = strategy("multiworker").group
 elif engine == "MPI":
-    found = HorovodCommunicator()
+    found = HorovodGroup()
 else:
-    found = strategy("horovod").communicator
+    found = strategy("horovod").group
 rank, size = found.rank, found.size
 assert found.engine == {"mpi4py": "MPI"}.get(engine, engine)
 mine = tf.range(4 * size, dtype=tf.float32) * (rank + 1.0)
@@ -69,7 +69,7 @@ table = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, rank]), tf.constant([9
 assert list(rows.indices.numpy()) == list(range(size))
 np.testing.assert_array_equal(rows.values[0], [size + 1.0] * 3)
 assert found.exchange(b"x" * rank) == [b"x" * r for r in range(size)]
-communicators.GATHERED_BYTES, mpi.MOST_ELEMENTS = 1000, 3
+groups.GATHERED_BYTES, mpi.MOST_ELEMENTS = 1000, 3
 long = [bytes([r]) * 3001 * r for r in range(size)]
 assert found.exchange(long[rank]) == long
 check(operations)
@@ -102,7 +102,7 @@ def check_there_are_none():
         try:
             call()
         except UsageError as error:
-            assert "`HorovodCommunicator` has collective operations alone" in error.sentence
+            assert "`HorovodGroup` has collective operations alone" in error.sentence
         else:
             raise AssertionError
 
@@ -155,7 +155,7 @@ import numpy as np, tfdist
 
 name, options = sys.argv[1], eval(sys.argv[2])
 strategy = tfdist.strategy(name, timeout_seconds=5.0, **options)
-found = strategy.communicator
+found = strategy.group
 if found.rank == 1:
     found.send(np.ones(3), 0)
     print("sent", flush=True)
@@ -192,10 +192,10 @@ def test_one_that_is_killed_or_stopped_while_another_receives_is_named(tmp_path,
 YIELDS = """
 import ctypes, sys
 if sys.argv[1] == "mpi4py":
-    from tfdist.groups.mpi import MpiCommunicator as Communicator
+    from tfdist.groups.mpi import MpiGroup as ProcessGroup
 else:
-    from tfdist.groups.horovod import HorovodCommunicator as Communicator
-Communicator()
+    from tfdist.groups.horovod import HorovodGroup as ProcessGroup
+ProcessGroup()
 library = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "/libmpi.so" in line))
 index, count, handle, value = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_bool()
 assert library.MPI_T_init_thread(0, ctypes.byref(ctypes.c_int())) == 0
@@ -225,7 +225,7 @@ from tensorflow.python.ops import collective_ops
 import tfdist
 
 strategy = tfdist.strategy("multiworker", communication="sockets")
-sums, add_up = [], strategy.communicator.sockets.sum
+sums, add_up = [], strategy.group.sockets.sum
 
 def noted(values):
     sums.append(values.size)
@@ -238,7 +238,7 @@ class Alone(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):  # TensorFlow reads a metric's variables when they are reset
         collective_ops.all_reduce_v2 = collective_ops.all_gather_v2 = unexpected
 
-strategy.communicator.sockets.sum = noted
+strategy.group.sockets.sum = noted
 with strategy.scope():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"], jit_compile=False)

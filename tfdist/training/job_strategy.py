@@ -1,4 +1,4 @@
-"""What the strategies over a `Communicator` share: one replica per process, and its operations between processes.
+"""What the strategies over a `ProcessGroup` share: one replica per process, and its operations between processes.
 
 The variables are ordinary ones, a copy in each process: every process computes the same updates from the same reduced
 gradients. Each process has its part of a metric's state, and the parts are summed when the metric is read.
@@ -18,17 +18,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import distribute, gradient_reduction
-from tfdist.data_parallel.process_mesh import ProcessMesh
+from tfdist.data_parallel import distribute
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.groups import Communicator
+from tfdist.groups import ProcessGroup
+from tfdist.groups import packing as gradient_reduction
 from tfdist.groups.exchanged import Exchanged
 from tfdist.interface import gpus as _gpus
 from tfdist.jobs import consensus, timeouts
 from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
 from tfdist.jobs.world import World
 from tfdist.options import checked_seconds
-from tfdist.trainer import TrainingStrategy
+from tfdist.spmd.process_mesh import ProcessMesh
+from tfdist.training.strategy import TrainingStrategy
 
 
 def needs_whole_state(callback: Any) -> str | None:
@@ -77,7 +78,7 @@ class MultiProcessStrategy(TrainingStrategy):
         self.seed = consensus.broadcast_from_chief(self, self.seed)
         distribute.seed_tensorflow(self)
 
-    def connect(self) -> Communicator:
+    def connect(self) -> ProcessGroup:
         """Joins the job that `self.world` describes."""
         raise NotImplementedError
 
@@ -88,7 +89,7 @@ class MultiProcessStrategy(TrainingStrategy):
 
     def make_mesh(self) -> spmd.Mesh | None:
         """The replicas that compute the partitioned step of one device; one in each process, if not overridden."""
-        return ProcessMesh(self.communicator, self.devices[0], self.packing)
+        return ProcessMesh(self.group, self.devices[0], self.packing)
 
     @property
     def mesh(self) -> spmd.Mesh | None:
@@ -105,8 +106,8 @@ class MultiProcessStrategy(TrainingStrategy):
 
     def set_up(self) -> None:
         self.world = World.detect(os.environ)
-        self.communicator = self.connect()
-        self.world.require_size(self.communicator.size, self.communicator.engine)
+        self.group = self.connect()
+        self.world.require_size(self.group.size, self.group.engine)
         versions = {name: importlib.metadata.version(name) for name in distribute.PACKAGES}
         consensus.require_equal(self, versions | self._job_settings)
         self._mesh = self.make_mesh()
@@ -116,7 +117,7 @@ class MultiProcessStrategy(TrainingStrategy):
 
     def heartbeat(self, limits: Limits) -> Heartbeat:
         """The heartbeat of this process, which says which others are silent."""
-        return _heartbeat(self.communicator, self.world, limits)
+        return _heartbeat(self.group, self.world, limits)
 
     @property
     def alone(self) -> bool:
@@ -128,26 +129,26 @@ class MultiProcessStrategy(TrainingStrategy):
 
     def options(self) -> dict[str, Any]:
         return super().options() | {
-            "engine": self.communicator.engine,
+            "engine": self.group.engine,
             "timeout_seconds": self.timeout_seconds,
             "callback_timeout_seconds": self.callback_timeout_seconds,
         }
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         values = super().sum_metrics(variables, name)
-        return values if self.world.world_size == 1 else summed(self.communicator, values, name)
+        return values if self.world.world_size == 1 else summed(self.group, values, name)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        return self.communicator.exchange(message)
+        return self.group.exchange(message)
 
     def exchanged(self) -> Exchanged | None:
-        return self.communicator.exchanged() if self.world.world_size > 1 else None
+        return self.group.exchanged() if self.world.world_size > 1 else None
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
-        return self.communicator.all_gather(number[tf.newaxis], "numbers")
+        return self.group.all_gather(number[tf.newaxis], "numbers")
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
-        return self.communicator.broadcast_bytes(values)
+        return self.group.broadcast_bytes(values)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -155,7 +156,7 @@ class MultiProcessStrategy(TrainingStrategy):
             try:
                 yield
             except (tf.errors.OpError, ClusterError) as error:
-                failure = self.communicator.failure
+                failure = self.group.failure
                 told = self.explained(failure) if failure is not None else self._explain(error)
                 if told is None or told is error:
                     raise
@@ -179,17 +180,15 @@ class MultiProcessStrategy(TrainingStrategy):
         return gone(self.world, silent, self.timeout_seconds) if silent else None
 
 
-def summed(communicator: Communicator, tensors: Sequence[tf.Tensor], name: str) -> list[Any]:
+def summed(group: ProcessGroup, tensors: Sequence[tf.Tensor], name: str) -> list[Any]:
     """The sums of `tensors` over the processes, sent in one buffer; `name` names the exchange."""
-    reduce = gradient_reduction.packed(
-        lambda sent: communicator.all_reduce(sent, name), gradient_reduction.Packing(None)
-    )
+    reduce = gradient_reduction.packed(lambda sent: group.all_reduce(sent, name), gradient_reduction.Packing(None))
     return reduce(list(tensors))
 
 
 @functools.cache
-def _heartbeat(communicator: Communicator, world: World, limits: Limits) -> Heartbeat:
+def _heartbeat(group: ProcessGroup, world: World, limits: Limits) -> Heartbeat:
     """The heartbeat of this process, whose threads live as long as the process."""
-    heartbeat = Heartbeat(world, communicator.exchange, communicator.counts, limits, communicator.give_up)
-    communicator.excuse(heartbeat.others_are_busy)
+    heartbeat = Heartbeat(world, group.exchange, group.counts, limits, group.give_up)
+    group.excuse(heartbeat.others_are_busy)
     return heartbeat

@@ -1,4 +1,4 @@
-"""The replicas of a partitioned step that are one per process, and exchange values by a communicator."""
+"""The replicas of a partitioned step that are one per process, and exchange values by a process group."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import gradient_reduction
-from tfdist.data_parallel.gradient_reduction import Packing
-from tfdist.data_parallel.segments import Segments
-from tfdist.groups import Communicator, structures
+from tfdist.groups import ProcessGroup, structures
+from tfdist.groups import packing as gradient_reduction
+from tfdist.groups.packing import Packing
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.spmd.placements import Placed
+from tfdist.spmd.segments import Segments
 
 # Of gradients, in memory at the same time: one is sent while the next one is filled.
 BUFFERS = 2
@@ -37,17 +37,17 @@ class ProcessMesh(spmd.Mesh):
     """One replica in each process of a job, which has its own copy of the variables.
 
     Args:
-        communicator: connects the processes.
+        group: the processes of the job.
         device: of this process' replica.
         packing: of what is added up; `wire_dtype` holds for gradients alone.
         shard: see `tfdist.data_parallel.sharding`; with "optimizer" and "gradients" each process updates a part of each
             variable, and with "gradients" these are computed only as fast as they are sent, `BUFFERS` at a time.
     """
 
-    def __init__(self, communicator: Communicator, device: str, packing: Packing, shard: str | None = None):
+    def __init__(self, group: ProcessGroup, device: str, packing: Packing, shard: str | None = None):
         super().__init__([device])
-        self.count, self.local = communicator.size, [communicator.rank]
-        self._communicator = communicator
+        self.count, self.local = group.size, [group.rank]
+        self._group = group
         self._packing = packing
         self._divides, self._bounded = shard is not None, shard == "gradients"
         self._exchanges = 0  # of a graph, so that names agree however often each process traces
@@ -63,8 +63,8 @@ class ProcessMesh(spmd.Mesh):
 
     @contextlib.contextmanager
     def branches(self) -> Iterator[Callable[[tf.Tensor], None]]:
-        with self._communicator.around_branches():
-            yield self._communicator.note_branches
+        with self._group.around_branches():
+            yield self._group.note_branches
 
     def begin(self, variables: Sequence[Any]) -> None:
         copies = [tensorflow_variables.copies(variable)[0] for variable in variables]
@@ -75,7 +75,7 @@ class ProcessMesh(spmd.Mesh):
 
     def end(self, variables: Sequence[Any]) -> None:
         # Between steps the value of a metric is the sum over the processes.
-        for variable in variables if self._communicator.rank else ():
+        for variable in variables if self._group.rank else ():
             copy = tensorflow_variables.copies(variable)[0]
             copy.assign(tf.zeros_like(copy))
 
@@ -130,7 +130,7 @@ class ProcessMesh(spmd.Mesh):
             frame = Segments([terms[index].shape.as_list() for index in members], [shards[index] for index in members])
             buffer = frame.packed([terms[index] for index in members])
             sent = gradient_reduction.to_wire(buffer, self._packing.wire_dtype)
-            mine = self._communicator.reduce_scatter(sent, self._name())
+            mine = self._group.reduce_scatter(sent, self._name())
             received.append(mine)
             own = frame.own(gradient_reduction.from_wire(mine, buffer.dtype), self.local[0])
             for index, part in zip(members, own, strict=True):
@@ -147,7 +147,7 @@ class ProcessMesh(spmd.Mesh):
         return tf.nest.map_structure(lambda one: None if one is None else self._gather(one), structure)
 
     def once(self, compute: Callable[[], list[tf.Tensor]], like: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-        results = compute() if self._communicator.rank == 0 else [None] * len(like)
+        results = compute() if self._group.rank == 0 else [None] * len(like)
         return [
             spmd.of_one_process(result, one, lambda rows: [self._gather(rows)])
             for result, one in zip(results, like, strict=True)
@@ -157,13 +157,11 @@ class ProcessMesh(spmd.Mesh):
         """The rows of all processes."""
         if rows.dtype == tf.bool:
             return tf.cast(self._gather(tf.cast(rows, tf.uint8)), tf.bool)
-        return structures.gathered(
-            rows, lambda part: self._communicator.all_gather(part, self._name()), self._communicator.rank
-        )
+        return structures.gathered(rows, lambda part: self._group.all_gather(part, self._name()), self._group.rank)
 
     def _summed(self, tensors: Sequence[tf.Tensor], packing: Packing) -> list[tf.Tensor]:
         def add(sent: list[Any]) -> list[Any]:
-            return self._communicator.all_reduce(sent, self._name())
+            return self._group.all_reduce(sent, self._name())
 
         return gradient_reduction.packed(add, packing)(list(tensors)) if tensors else []
 

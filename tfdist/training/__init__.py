@@ -1,0 +1,1 @@
+"""What all strategies derive from: the interface with what users call, and what processes of a job share."""
