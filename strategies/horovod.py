@@ -12,17 +12,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfdist.data_parallel import reducing
+from tfdist.data_parallel.strategy import DataParallel
 from tfdist.groups import ProcessGroup, joining
 from tfdist.interface.traits import Traits
 
 
-class HorovodStrategy(reducing.ReducingStrategy):
+class HorovodStrategy(DataParallel):
     """Trains on all processes of a job, over MPI or over Gloo.
 
     Args:
         timeline: the file to write Horovod's timeline of this job to, see `tfdist.groups.horovod_timeline`.
-        options: see `tfdist.data_parallel.reducing.ReducingStrategy`.
+        options: see `tfdist.data_parallel.strategy.DataParallel`.
     """
 
     name = "horovod"
@@ -33,7 +33,7 @@ class HorovodStrategy(reducing.ReducingStrategy):
 
     def join(self) -> ProcessGroup:
         timeline = None if self._timeline is None else Path(self._timeline).absolute()
-        return joining.join_horovod(self.world, self.timeout_seconds, self._start_timeout_seconds, timeline)
+        return joining.join_horovod(self.world, self.timeout_seconds, self.start_timeout_seconds, timeline)
 
 
 STRATEGY = HorovodStrategy

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.data_parallel import distribute
+from tfdist.data_parallel.mirrored_mesh import MirroredMesh
+from tfdist.data_parallel.tensorflow_variables import TensorFlowVariables
 from tfdist.interface.traits import Traits
+from tfdist.strategies import base
 
 
-class MirroredStrategy(distribute.DistributeStrategy):
-    """Trains on several devices of this machine: all GPUs, or two logical CPU devices, unless `devices` is set."""
+class MirroredStrategy(base.Strategy):
+    """Trains on several devices of this machine: all GPUs, or two logical CPU devices, unless `devices` is set.
+
+    Args:
+        options: see `tfdist.strategies.base.Strategy`.
+    """
 
     name = "mirrored"
     takes_speeds = True
@@ -22,11 +28,12 @@ class MirroredStrategy(distribute.DistributeStrategy):
         # Between logical CPU devices, which share their memory, a plain sum is the cheapest reduction.
         on_cpu = all(device.startswith("CPU") for device in self.devices)
         operations = tf.distribute.ReductionToOneDevice() if on_cpu else None
-        self.tf_strategy = tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)
-        self._mesh = distribute.MirroredMesh(self.tf_strategy, self.devices)
+        strategy = tf.distribute.MirroredStrategy(self.devices, cross_device_ops=operations)
+        self.variables = TensorFlowVariables(strategy, self.name)
+        self._mesh = MirroredMesh(strategy, self.devices)
 
     @property
-    def mesh(self) -> distribute.MirroredMesh:
+    def mesh(self) -> MirroredMesh:
         return self._mesh
 
 

@@ -5,16 +5,16 @@ It is what `horovod` is over MPI, without Horovod: nothing has to be built for t
 
 from __future__ import annotations
 
-from tfdist.data_parallel import reducing
+from tfdist.data_parallel.strategy import DataParallel
 from tfdist.groups import ProcessGroup, joining
 from tfdist.interface.traits import Traits
 
 
-class MpiStrategy(reducing.ReducingStrategy):
+class MpiStrategy(DataParallel):
     """Trains on the processes that `mpirun` has started.
 
     Args:
-        options: see `tfdist.data_parallel.reducing.ReducingStrategy`.
+        options: see `tfdist.data_parallel.strategy.DataParallel`.
     """
 
     name = "mpi"

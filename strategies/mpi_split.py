@@ -24,7 +24,7 @@ class MpiSplitStrategy(local_sgd.LocalSgdStrategy):
 
     Args:
         sync_every: "epoch", or the number of steps after which the weights are averaged.
-        options: see `tfdist.training.job_strategy.MultiProcessStrategy`.
+        options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 
     name = "mpi_split"

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Feed
-from tfdist.data_parallel import distribute
+from tfdist.data_parallel.tensorflow_variables import TensorFlowVariables
 from tfdist.errors import ClusterError, UsageError
 from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps
@@ -42,7 +42,7 @@ from tfdist.strategies import base
 SHARD_BYTES = 8 << 20
 
 
-class ParameterServerStrategy(distribute.DistributeStrategy):
+class ParameterServerStrategy(base.Strategy):
     """Trains on the workers of a job, with the variables on its parameter servers.
 
     Every process of the job runs the same program and makes the strategy. On the chief the constructor returns, and the
@@ -161,15 +161,16 @@ class ParameterServerStrategy(distribute.DistributeStrategy):
                 "start it with `--workers 2 --ps 1`, or name all three roles in `TF_CONFIG`",
             )
         job_settings = tuple(self._job_settings.items())
-        self.tf_strategy, self._coordinator = parameter_server_job.join(
+        self._tf_strategy, self._coordinator = parameter_server_job.join(
             self._job, self._start_timeout_seconds, job_settings
         )
+        self.variables = TensorFlowVariables(self._tf_strategy, self.name)
         self.mode.settle(self.num_workers)
         self._data = parameter_server_data.Data(self, self._job)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        with self.tf_strategy.scope(), sharded_variable.above(self.shard_bytes):
+        with self._tf_strategy.scope(), sharded_variable.above(self.shard_bytes):
             yield
 
     @property

@@ -1,28 +1,29 @@
-"""The option `shard` of the strategies of several processes: each process holds and updates a part of the optimizer.
+"""The option `shard`: each process of a job holds and updates a part of the state of optimizers (ZeRO).
 
     "optimizer"    the slots are divided over the processes
     "gradients"    the same, and back-propagation waits for gradients to be sent, so that few of them are in memory
 
 `tfdist.optimizers.sharded` makes the update.
+Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.errors import UnknownNameError, UsageError
+from tfdist.errors import UsageError
+from tfdist.groups import ProcessGroup
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers
 from tfdist.jobs import consensus
 from tfdist.optimizers.sharded import ShardedOptimizer
-from tfdist.training import job_strategy as collective
-from tfdist.training.strategy import TrainingStrategy
+from tfdist.training.job_strategy import needs_whole_state
 
 KINDS = ("optimizer", "gradients")
 LEAVE_OUT = "leave out `shard`; each process then has the whole state of the optimizer"
@@ -35,134 +36,98 @@ def tables(model: Any) -> list[Any]:
     return [v for layer in layers if isinstance(layer, keras.layers.Embedding) for v in layer.trainable_variables]
 
 
-class ShardingStrategy(TrainingStrategy):
-    """A strategy of several processes that can divide the state of optimizers among them.
+def sharded(optimizer: Any) -> ShardedOptimizer | None:
+    """The parts of `optimizer` that this process has; `None` if it has all of it."""
+    found: ShardedOptimizer | None = vars(optimizer).get(_SHARDED)
+    return found
+
+
+class ShardedState:
+    """The state of optimizers, of which each process has a part.
 
     Args:
-        shard: "optimizer" or "gradients", see this module; `None` leaves the whole state in each process.
-        options: see the strategy.
+        kind: one of `KINDS`.
+        group: the processes of the job.
+        peers: the same processes, which agree on what they do.
     """
 
-    group: Any  # of the processes; `None` where TensorFlow exchanges tensors by itself
+    def __init__(self, kind: str, group: ProcessGroup, peers: consensus.Peers):
+        self.kind = kind
+        self._group, self._peers = group, peers
 
-    def __init__(self, *, shard: str | None = None, job_settings: Mapping[str, str] | None = None, **options: Any):
-        if shard is not None and shard not in KINDS:
-            raise UnknownNameError("shard", shard, KINDS)
-        self._shard = shard
-        super().__init__(job_settings=dict(job_settings or {}) | {"shard": str(shard)}, **options)
-        if self.shard is not None and self.group is None:
-            raise UsageError(
-                f"`shard` is `{shard}`, and the processes exchange tensors by TensorFlow's own collectives",
-                'use `communication="sockets"`, with one device per process, or the strategy `horovod`',
-            )
-
-    @property
-    def shard(self) -> str | None:
-        """What is divided among the processes; `None` where there is only one."""
-        return self._shard if self.world.world_size > 1 else None
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"shard": self.shard}
-
-    def sharded(self, optimizer: Any) -> ShardedOptimizer | None:
-        """The parts of `optimizer` that this process has; `None` if it has all of it."""
-        found: ShardedOptimizer | None = vars(optimizer).get(_SHARDED)
-        return found
-
-    def is_divided(self, optimizer: Any) -> bool:
-        return self.sharded(optimizer) is not None
-
-    def divide_optimizers(self, model: Any) -> None:
-        if self.shard is None:
-            return
+    def divide_all(self, model: Any, *, eager: bool) -> None:
+        """Divides the optimizers of `model` that are built; with `eager` steps they are kept whole."""
         for optimizer in keras_internals.optimizers(model):
-            sharded = self.sharded(optimizer)
-            if self.runs_eagerly(model):  # operation by operation, on whole variables
-                if sharded is not None:
-                    sharded.keep_whole()
-            elif sharded is None and optimizer.built:
-                self.broadcast_variables(optimizer.variables)
-                self._divide(model, optimizer, [])
+            found = sharded(optimizer)
+            if eager:  # operation by operation, on whole variables
+                if found is not None:
+                    found.keep_whole()
+            elif found is None and optimizer.built:
+                self._peers.broadcast_variables(optimizer.variables)
+                self.divide(model, optimizer, [])
 
-    def build_optimizer(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
-        if self.shard is None or self.runs_eagerly(model):
-            super().build_optimizer(model, optimizer, variables)
-        else:
-            self._divide(model, optimizer, variables)
+    def divide(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Builds the part of `optimizer`, which updates `variables`, that this process has."""
 
-    def _divide(self, model: Any, optimizer: Any, variables: Sequence[Any]) -> None:
         def meet(doing: str) -> None:
-            consensus.all_gather_object(self, None, doing)
+            consensus.all_gather_object(self._peers, None, doing)
 
         of_tables = [tuple(variable.shape) for variable in tables(model)]
-        divided = ShardedOptimizer(optimizer, variables, of_tables, self.group, meet)
+        divided = ShardedOptimizer(optimizer, variables, of_tables, self._group, meet)
         # Past Keras' attribute tracking, so that it is not saved with the model.
         object.__setattr__(optimizer, _SHARDED, divided)
 
-    def _sharded_of(self, model: Any) -> list[ShardedOptimizer]:
-        found = [self.sharded(optimizer) for optimizer in keras_internals.optimizers(model)]
-        return [one for one in found if one is not None]
-
     @contextlib.contextmanager
     def tracing(self, model: Any) -> Iterator[None]:
-        with super().tracing(model), contextlib.ExitStack() as stack:
-            for sharded in self._sharded_of(model):
-                stack.enter_context(sharded.tracing())
+        """The context in which a step is traced as if this process had the whole state."""
+        with contextlib.ExitStack() as stack:
+            for one in _sharded_of(model):
+                stack.enter_context(one.tracing())
             yield
 
-    def place_of_update(self, optimizer: Any) -> Callable[[tf.Variable], tf.Variable | None]:
-        sharded = None if optimizer is None else self.sharded(optimizer)
-        return super().place_of_update(optimizer) if sharded is None else sharded.place
-
     def variables_in_parts(self, model: Any) -> Mapping[int, spmd.Placed]:
-        return {key: one for sharded in self._sharded_of(model) for key, one in sharded.variables.items()}
+        """See `Strategy.variables_in_parts`."""
+        return {key: placed for one in _sharded_of(model) for key, placed in one.variables.items()}
 
     def keep_whole(self, model: Any, handles: Collection[int]) -> None:
-        for sharded in self._sharded_of(model):
-            sharded.keep_whole(handles)
+        """See `Strategy.keep_whole`."""
+        for one in _sharded_of(model):
+            one.keep_whole(handles)
 
-    def finalize_variables(self, model: Any) -> None:
-        sharded = self.sharded(model.optimizer)
-        if sharded is None:
-            super().finalize_variables(model)
+    def finalize(self, model: Any, mesh: spmd.Mesh) -> None:
+        """What the optimizer of `model` does to its variables at the end of a training."""
+        found = sharded(model.optimizer)
+        if found is None:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
         elif keras_optimizers.inner(model.optimizer).use_ema:
+
+            def finalized() -> None:
+                model.optimizer.finalize_variable_values(model.trainable_weights)
+
             with self.tracing(model):
-                update = tf.function(lambda: super(ShardingStrategy, self).finalize_variables(model), autograph=False)
-                traced = update.get_concrete_function()
-            mesh, variables = self.mesh, sharded.variables
-            assert mesh is not None
+                traced = tf.function(finalized, autograph=False).get_concrete_function()
+            variables = found.variables
             tf.function(lambda: spmd.compute(traced, mesh, [], None, spmd.Cost(), None, variables), autograph=False)()
 
     @contextlib.contextmanager
-    def whole_state(self, model: Any) -> Iterator[None]:
+    def whole(self, model: Any) -> Iterator[None]:
+        """The context in which the chief has the whole state; all processes enter it."""
         with contextlib.ExitStack() as stack:
-            for optimizer in keras_internals.optimizers(model):
-                sharded = self.sharded(optimizer)
-                if sharded is not None:
-                    stack.enter_context(sharded.whole())
+            for one in _sharded_of(model):
+                stack.enter_context(one.whole())
             yield
 
-    def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        self._refuse_verification()
-        return super().verify(model, *arguments, **named)
-
-    def prepare(self, model: Any, *, verify: bool = False) -> Any:
-        if verify:
-            self._refuse_verification()
-        return super().prepare(model, verify=verify)
-
-    def _refuse_verification(self) -> None:
-        if self.shard is not None:
-            raise UsageError(
-                f"`shard` is `{self.shard}`, and a verification compares the whole state of optimizers",
-                "verify the model with the same strategy without `shard`",
-            )
-
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
-        for callback in callbacks if self.shard is not None else ():
-            what = collective.needs_whole_state(callback)
+        """Raises `UsageError` for a callback that needs the whole state."""
+        for callback in callbacks:
+            what = needs_whole_state(callback)
             if what is not None:
                 raise UsageError(
-                    f"`shard` is `{self.shard}`, and {what} needs the whole state of the optimizer",
+                    f"`shard` is `{self.kind}`, and {what} needs the whole state of the optimizer",
                     f"use `tfdist.callbacks.Checkpoint` in its place, or {LEAVE_OUT}",
                 )
+
+
+def _sharded_of(model: Any) -> list[ShardedOptimizer]:
+    found = [sharded(optimizer) for optimizer in keras_internals.optimizers(model)]
+    return [one for one in found if one is not None]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist import spmd
-from tfdist.data_parallel import distribute
-from tfdist.groups import CARRIED_AS, gathered_in_pieces, structures
+from tfdist.data_parallel.mirrored_mesh import MirroredMesh
+from tfdist.groups import CARRIED_AS, structures
 from tfdist.groups import packing as gradient_reduction
-from tfdist.groups import tensorflow_results as replica_results
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_variables
 from tfdist.internals.keras import tf_variable
@@ -22,7 +19,7 @@ from tfdist.jobs.world import World
 from tfdist.spmd.process_mesh import REDUCTIONS
 
 
-class WorkersMesh(distribute.MirroredMesh):
+class WorkersMesh(MirroredMesh):
     """The replicas of several processes, which exchange values by TensorFlow's collective operations.
 
     Args:
@@ -116,37 +113,6 @@ class WorkersMesh(distribute.MirroredMesh):
             found = self._strategy.gather(tensorflow_internals.per_replica(sent), axis=0)
         rows = tf.bitcast(found, dtype) if _is_bitcast(parts[0]) else tf.cast(found, dtype)
         return self._on_each_copy(tf.identity, rows)
-
-
-def exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
-    """The messages of all processes of the job, by rank."""
-    replicas = len(strategy.extended.worker_devices)  # of this process, each of which sends the message
-
-    def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-        # Collectives carry no bytes, so four of them are sent as an int32; with no element at all they crash.
-        words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
-        ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
-        parts = np.split(all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
-        return [part.view(np.uint8)[:size] for part, size in zip(parts, sizes, strict=True)]
-
-    length = np.array([len(message)], np.int64).view(np.int32)
-    lengths = all_gather(strategy)(tf.constant(length)).numpy().view(np.int64)[::replicas]
-    return gathered_in_pieces(message, lengths.tolist(), gather)
-
-
-@functools.cache
-def all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
-    """A function that gathers an int32 vector of each replica; all processes call it together."""
-
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
-    def gather(values: tf.Tensor) -> Any:
-        def on_replica() -> Any:
-            # A tensor from outside the function has no device to gather on.
-            return tf.distribute.get_replica_context().all_gather(tf.identity(values), axis=0)
-
-        return replica_results.local_results(strategy, strategy.run(on_replica))[0]
-
-    return gather
 
 
 def _as_gathered(tensor: tf.Tensor) -> tf.Tensor:

@@ -29,9 +29,10 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import ClusterError, UsageError
+from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups.exchanged import Exchanged
 from tfdist.jobs import process_exit
+from tfdist.jobs.heartbeat import Heartbeat, gone
 
 # Engines count with 32 bits. Longer messages travel in pieces; the pieces of all processes have this size together.
 GATHERED_BYTES = 1 << 28
@@ -67,6 +68,7 @@ class ProcessGroup:
     rank: int = 0
     size: int = 1
     dense_below_bytes: int = 0
+    carries_tensors: ClassVar[bool] = True  # not only messages between steps
     in_order: ClassVar[bool] = False  # whether the engine matches exchanges by their order instead of their names
 
     def all_reduce(self, tensors: Sequence[Any], name: str) -> list[Any]:
@@ -90,6 +92,11 @@ class ProcessGroup:
         """The tensors `[n_rank, ...]` of all processes, of which `n_rank` may differ, concatenated by rank."""
         dtype = tensor.dtype
         return _given_back(_hidden(self._all_gather, _carried(tensor), name), dtype)
+
+    def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
+        """The `number` of each process, an int32 scalar, by rank: int32 `[size]`."""
+        one = number[tf.newaxis]
+        return one if self.size == 1 else self.all_gather(one, "numbers")
 
     def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
         """The `tensor` of process `root`; all have the same shape and dtype."""
@@ -164,6 +171,28 @@ class ProcessGroup:
     def failure(self) -> ClusterError | None:
         """Why the processes are no longer connected; `None` while they are, and of an engine that does not know."""
         return None
+
+    def explained(self, error: Exception, heartbeat: Heartbeat | None, timeout_seconds: float) -> ClusterError | None:
+        """The error to raise in place of an `error` of the engine, which says what the other processes did.
+
+        Args:
+            error: of TensorFlow, or a `ClusterError`.
+            heartbeat: of this process, which knows who is silent; `None` in a job of one process.
+            timeout_seconds: how long a process may be silent.
+
+        Returns:
+            `None` if `error` is not about other processes, or names them already.
+        """
+        if self.failure is not None or isinstance(error, ClusterError):
+            return self.failure
+        mismatch = next((line for line in str(error).splitlines() if "Mismatched" in line), None)
+        if mismatch is not None:
+            return DisagreementError(
+                "The processes of the job disagree on the model, or on the data: " + mismatch.strip(),
+                "build the same model, on the same data, in all processes",
+            )
+        silent = heartbeat.silent() if heartbeat is not None else []
+        return gone(heartbeat.world, silent, timeout_seconds) if heartbeat is not None and silent else None
 
     def give_up(self, error: ClusterError) -> None:
         """Ends the wait of this process for others, of which `error` tells; called from another thread."""

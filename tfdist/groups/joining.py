@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import warnings
 from pathlib import Path
 
-from tfdist.errors import UsageError
+from tfdist.errors import ClusterError, UsageError
 from tfdist.groups import ProcessGroup, gloo, horovod, horovod_timeline
 from tfdist.groups.mpi import MpiGroup
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.groups.sockets import star
+from tfdist.groups.tensorflow import Joined, SocketsOverTensorFlow
 from tfdist.jobs import process_exit, rendezvous
 from tfdist.jobs.world import World
 
@@ -39,7 +41,7 @@ def join(engine: str, world: World, name: str, timeout_seconds: float, start_tim
     """
     if engine == "horovod":
         return join_horovod(world, timeout_seconds, start_timeout_seconds, None)
-    if world.world_size == 1 and engine == "auto":
+    if world.world_size == 1 and engine in ("auto", "sockets"):
         return ProcessGroup()
     if engine == "mpi" or (engine == "auto" and not world.tasks):
         return join_mpi()
@@ -115,3 +117,24 @@ def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
     }
+
+
+@functools.cache
+def sockets_over_tensorflow(
+    world: World, joined: Joined, timeout_seconds: float, required: bool
+) -> SocketsOverTensorFlow | None:
+    """Sockets between the processes of `multiworker` that live as long as this process.
+
+    Returns:
+        `None` if the processes cannot connect and need not.
+
+    Raises:
+        ClusterError: the processes cannot connect, and are `required` to; raised in all of them.
+    """
+    try:
+        return SocketsOverTensorFlow(world, joined, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
+    except ClusterError as error:
+        if required:
+            raise
+        warnings.warn(f"{error.sentence}. TensorFlow's slower ring is used", RuntimeWarning, stacklevel=2)
+        return None

@@ -1,7 +1,4 @@
-"""The all-reduce of gradients: packed into few buffers, and summed over the replicas.
-
-`tfdist.loop.gradient_tape` says when gradients are reduced, and `tfdist.loop.share` what each is multiplied by.
-"""
+"""How tensors are packed into few buffers to be sent, and summed over the processes of a group."""
 
 from __future__ import annotations
 
@@ -55,6 +52,11 @@ def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
         return results
 
     return reduce
+
+
+def summed(group: Any, tensors: Sequence[tf.Tensor], name: str) -> list[Any]:
+    """The sums of `tensors` over the processes of `group`, sent in one buffer; `name` identifies the exchange."""
+    return packed(lambda sent: group.all_reduce(sent, name), Packing(None))(list(tensors))
 
 
 def buffers(tensors: Sequence[Any], buffer_bytes: int | None) -> list[list[int]]:

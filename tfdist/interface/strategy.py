@@ -39,7 +39,7 @@ from tfdist.data.input import device_feed, together
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
-from tfdist.groups import parts
+from tfdist.groups import Alone, ProcessGroup, parts
 from tfdist.groups.exchanged import Exchanged
 from tfdist.interface import devices as device_choice
 from tfdist.interface import randomness, shared_variables
@@ -47,8 +47,8 @@ from tfdist.interface import recompute as recomputation
 from tfdist.interface import speeds as speeds_of_replicas
 from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps
+from tfdist.interface.variables import Variables
 from tfdist.internals import keras_routes, keras_variables
-from tfdist.internals.keras import tf_variable
 from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 from tfdist.spmd import Mesh, Placed
@@ -90,7 +90,6 @@ class Strategy:
     one_device: ClassVar[bool] = False  # it trains on one device, also where there are several GPUs
     takes_speeds: ClassVar[bool] = False  # its replicas can have parts of different sizes
     as_one_device: bool = True  # N replicas compute what one device does
-    metrics_by_process: bool = False  # each process has its own part of a metric's state, in an ordinary variable
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback asks for shorter calls
     speeds: tuple[int, ...] | None = None  # of the replicas, where they differ
     steps_at_once: int = 1  # of workers that do not wait for each other, in this process
@@ -118,6 +117,8 @@ class Strategy:
         self.recompute = recomputation.parsed(recompute)
         wanted_speeds = speeds_of_replicas.parsed(speeds)
         self.world = World()
+        self.group: ProcessGroup = Alone()
+        self.variables = Variables()
         self.seed = randomness.seed_of_random() if seed is None else seed
         self.seed_is_given = self.seed_is_settled = seed is not None
         self.fused = fused
@@ -170,6 +171,11 @@ class Strategy:
         return chosen
 
     @property
+    def metrics_by_process(self) -> bool:
+        """Whether each process has its own part of a metric's state, in an ordinary variable."""
+        return self.variables.in_parts
+
+    @property
     def bound(self) -> Bound | None:
         """What the strategy states of steps that are not those of one device; `None` if it states nothing."""
         return None
@@ -196,15 +202,14 @@ class Strategy:
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which a model and its optimizer are made and compiled."""
-        return contextlib.nullcontext()
+        return self.variables.scope()
 
     def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
         """The sums over all replicas of `variables`, the state of metrics, of which each replica may have a part.
 
         Called in the strategy's scope, inside a graph or outside; `name` tells the sum from others of the same step.
         """
-        del name
-        return [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
+        return self.variables.sum_metrics(self.group, variables, name)
 
     def on_this_process(self) -> Strategy:
         """A strategy of one replica, on the first device of this process."""
@@ -233,8 +238,7 @@ class Strategy:
 
     def tracing(self, model: Any) -> contextlib.AbstractContextManager[Any]:
         """The context in which a step of `model` is traced for one device, to be partitioned for the replicas."""
-        del model
-        return contextlib.nullcontext()
+        return self.variables.tracing(model)
 
     def place_of_update(self, optimizer: Any) -> Callable[[tf.Variable], tf.Variable | None]:
         """Where a kernel of `optimizer` updates a variable; returns `None` for the variable itself."""
@@ -260,11 +264,11 @@ class Strategy:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all processes of the job, by rank; all processes must call it."""
-        return [message]
+        return self.group.exchange(message)
 
     def exchanged(self) -> Exchanged | None:
         """What this process has exchanged with others so far; `None` where nobody counts it."""
-        return None
+        return self.group.exchanged() if self.world.world_size > 1 else None
 
     def coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
         """What all processes do next, asked before each call of the inner loop, which all then run alike.
@@ -292,7 +296,7 @@ class Strategy:
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         """The `number` of each process, an int32 scalar, by rank: int32 `[world_size]`; inside a graph or outside."""
-        return number[tf.newaxis]
+        return self.group.numbers_of_all(number)
 
     def placed(self, feed: Feed) -> Feed:
         """`feed` as the replicas of this strategy read it."""
@@ -307,7 +311,7 @@ class Strategy:
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
         """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""
-        return values
+        return self.group.broadcast_bytes(values) if self.group.size > 1 else values
 
     def broadcast_variables(self, variables: Sequence[Any], unless_equal: bool = False) -> None:
         """Gives Keras `variables` the chief's values in every process, but those of which each has a part.
@@ -363,6 +367,7 @@ class Strategy:
 
     def check(self, model: Any) -> None:
         """Raises `UsageError` when `model` cannot be trained by this strategy."""
+        self.variables.check(model, self.is_divided)
 
     def stages_of(self, model: Any) -> list[dict[str, Any]]:
         """The device, layers and parameters of each stage of `model`, for the run's record; empty if it is not cut."""
@@ -385,6 +390,7 @@ class OnThisProcess(Strategy):
     def __init__(self, strategy: Strategy):
         self.name = strategy.name  # type: ignore[misc]
         self.world, self.devices = World(), strategy.devices[:1]
+        self.group, self.variables = Alone(), Variables()
         self.fused, self.steps_per_call = strategy.fused, strategy.steps_per_call
         self.device_data_bytes = strategy.device_data_bytes
         self.recompute = strategy.recompute

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -32,23 +32,34 @@ from tfdist.jobs.world import World
 from tfdist.parameter_server import reader
 from tfdist.parameter_server.closure_data import STEPS_OF_A_CLOSURE, Closure, ClosurePass, IndexedArrays, ReadByNumber
 
-if TYPE_CHECKING:
-    from tfdist.strategies.parameter_server import ParameterServerStrategy
-
 # Arrays that are sent whole, if the user states no bound; TensorFlow sends no message above 2 GiB.
 SENT_BYTES = 1 << 30
+
+
+class Workers(Protocol):
+    """The workers of a job, as the chief reaches them; `ParameterServerStrategy` is one."""
+
+    device_data_bytes: int | None
+
+    def on_each_worker(self, function: Any, *arguments: Any) -> Any:
+        """What each worker computes by `function(*arguments)`, and keeps."""
+        ...
+
+    def answers(self, function: Any) -> list[Any]:
+        """What `function()` returns on each worker."""
+        ...
 
 
 class Data:
     """The data of one job: decides who reads which.
 
     Args:
-        strategy: its workers read, or are sent to.
+        workers: who read the data, or are sent them.
         job: the processes of the job.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, job: World):
-        self._strategy = strategy
+    def __init__(self, workers: Workers, job: World):
+        self._workers = workers
         self._job = job
         tf.get_logger().addFilter(reader.not_told)
         self._held: weakref.WeakKeyDictionary[Feed, Any] = weakref.WeakKeyDictionary()
@@ -66,17 +77,17 @@ class Data:
     def _held_by_workers(self, feed: ArrayFeed) -> Any:
         """The arrays on each worker; `None` if they are too large to be sent."""
         if feed not in self._held:
-            bound = self._strategy.device_data_bytes
+            bound = self._workers.device_data_bytes
             arrays = feed.arrays
             described = self._description(feed)
             if described is not None:
-                self._held[feed] = self._strategy.on_each_worker(_loading(feed, described))
+                self._held[feed] = self._workers.on_each_worker(_loading(feed, described))
             elif device_feed.is_dense(arrays) and device_feed.size_bytes(arrays) > (
                 SENT_BYTES if bound is None else bound
             ):
                 self._held[feed] = None
             else:
-                self._held[feed] = self._strategy.on_each_worker(_received, arrays)
+                self._held[feed] = self._workers.on_each_worker(_received, arrays)
         return self._held[feed]
 
     def _description(self, feed: Feed) -> str | None:
@@ -96,7 +107,7 @@ class Data:
     def _descriptions(self, origin: FeedOrigin) -> dict[int, str]:
         """What each worker would read, by its rank."""
         line = origin.to_json()
-        found = self._strategy.answers(tf.function(lambda: reader.description_of_worker(line), autograph=False))
+        found = self._workers.answers(tf.function(lambda: reader.description_of_worker(line), autograph=False))
         if found is None:
             raise ClusterError.lost("A worker does not say what it reads")
         ranks = [rank for rank, task in enumerate(self._job.tasks) if task.role == "worker"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data_parallel import distribute
 from tfdist.errors import UsageError
+from tfdist.groups import tensorflow as tensorflow_group
 from tfdist.interface import gpus as _gpus
 from tfdist.internals import tensorflow_coordinator
 from tfdist.jobs import rendezvous
@@ -44,7 +44,7 @@ def join(world: World, start_timeout_seconds: float, job_settings: tuple[Any, ..
     """
     assert world.task is not None
     own = gpus_of(world, tf.config.get_visible_devices("GPU"), os.environ)
-    distribute.meet(world, "parameter_server", job_settings, start_timeout_seconds)
+    tensorflow_group.meet(world, "parameter_server", job_settings, start_timeout_seconds)
     cluster = tf.train.ClusterSpec(world.cluster())
     if not world.is_chief:
         _serve(world, world.task, cluster, own)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist.data.input.feed import Feed
-from tfdist.data_parallel import socket_job
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.groups import parts
+from tfdist.groups import ProcessGroup, joining, parts
 from tfdist.groups.arrays import ArrayGroup
-from tfdist.interface.strategy import Strategy
+from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
 from tfdist.jobs import consensus
@@ -30,7 +29,7 @@ from tfdist.pipeline_parallel.schedule import Schedule
 from tfdist.pipeline_parallel.stage_mesh import StageMesh
 from tfdist.pipeline_parallel.stage_optimizer import StageOptimizer
 from tfdist.pipeline_parallel.stage_programs import DelayedStageProgram, StagePredictProgram, StageProgram
-from tfdist.training import job_strategy as collective
+from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 if TYPE_CHECKING:
     from tfdist.interface.program import Program, Steps
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 _OPTIMIZER = "_tfdist_stage"
 
 
-class StagesOfProcesses(socket_job.SocketStrategy):
+class StagesOfProcesses(JobStrategy):
     """Trains one stage of a model in each process of the job; see `tfdist.strategies.pipeline`.
 
     Args:
@@ -46,11 +45,10 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         schedule: "gpipe", "1f1b" or "2bw", see `tfdist.pipeline_parallel.schedule`.
         balance: what is made even between the stages: "time", measured by the chief, or "memory".
         stages: the name of the first layer of each stage but the first; `None` lets `balance` choose.
-        options: see `tfdist.training.job_strategy.MultiProcessStrategy`.
+        options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 
     name = "pipeline"
-    metrics_by_process = False
 
     def __init__(
         self,
@@ -76,6 +74,10 @@ class StagesOfProcesses(socket_job.SocketStrategy):
         self.as_one_device = schedule != delayed.NAME
         super().__init__(job_settings=dict(job_settings or {}) | alike, **options)
         self.compare_first_step = False  # no process could compute the whole step
+
+    def join(self) -> ProcessGroup:
+        self.variables = Variables()
+        return joining.join("sockets", self.world, self.name, self.timeout_seconds, self.start_timeout_seconds)
 
     def set_up(self) -> None:
         super().set_up()
@@ -149,10 +151,6 @@ class StagesOfProcesses(socket_job.SocketStrategy):
     def placed(self, feed: Feed) -> Feed:
         self._examples = feed.batch_size or self._examples
         return super().placed(feed)
-
-    def sum_metrics(self, variables: Sequence[Any], name: str) -> list[tf.Tensor]:
-        """The state of metrics, which all processes have whole."""
-        return Strategy.sum_metrics(self, variables, name)
 
     def check(self, model: Any) -> None:
         plan.require_cuttable(model, self.world.world_size)
@@ -263,7 +261,7 @@ class StagesOfProcesses(socket_job.SocketStrategy):
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         for callback in callbacks:
-            what = collective.needs_whole_state(callback)
+            what = needs_whole_state(callback)
             if getattr(callback, "restore_best_weights", False):
                 what = f"`{type(callback).__name__}` with `restore_best_weights`"
             if what is not None:
@@ -305,13 +303,13 @@ class StagesOfProcesses(socket_job.SocketStrategy):
 
     # Errors.
 
-    def explained(self, failure: ClusterError) -> ClusterError:
-        """`failure` with the stages and the layers of the processes that it names."""
+    def named(self, error: ClusterError) -> ClusterError:
+        """`error` with the stages and the layers of the processes that it names."""
         stages = [
             f"stage {rank} ({layers})"
             for rank, layers in enumerate(self._told)
-            if self.world.named(rank) in failure.sentence and f"stage {rank} (" not in failure.sentence
+            if self.world.named(rank) in error.sentence and f"stage {rank} (" not in error.sentence
         ]
         if not stages:
-            return failure
-        return type(failure)(f"{failure.sentence}: {', '.join(stages)} of the pipeline", failure.hint)
+            return error
+        return type(error)(f"{error.sentence}: {', '.join(stages)} of the pipeline", error.hint)

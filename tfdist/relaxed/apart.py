@@ -14,10 +14,10 @@ from tfdist.interface import state as strategy_state
 from tfdist.interface.program import Steps
 from tfdist.internals import keras as keras_internals
 from tfdist.relaxed.averages import Averages
-from tfdist.training import job_strategy as collective
+from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 
-class ApartStrategy(collective.MultiProcessStrategy):
+class ApartStrategy(JobStrategy):
     """Trains on all processes of a job, each on its part of the global batches by itself, until they meet.
 
     An epoch ends with a meeting, and a checkpoint within an epoch is one. What all processes have in common then is
@@ -27,7 +27,7 @@ class ApartStrategy(collective.MultiProcessStrategy):
     Args:
         engine: what carries the weights, see `tfdist.groups.joining`.
         alike: the settings of the algorithm, which must be the same in all processes.
-        options: see `tfdist.training.job_strategy.MultiProcessStrategy`.
+        options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 
     as_one_device = False
@@ -41,8 +41,8 @@ class ApartStrategy(collective.MultiProcessStrategy):
         settings = dict(job_settings or {}) | {name: str(value) for name, value in alike.items()}
         super().__init__(job_settings=settings, **options)
 
-    def connect(self) -> ProcessGroup:
-        return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self._start_timeout_seconds)
+    def join(self) -> ProcessGroup:
+        return joining.join(self._engine, self.world, self.name, self.timeout_seconds, self.start_timeout_seconds)
 
     def begin_anew(self, model: Any) -> None:
         kept = strategy_state.of(model).kept
@@ -68,7 +68,7 @@ class ApartStrategy(collective.MultiProcessStrategy):
                     "lack what the processes remember besides",
                     "use `tfdist.callbacks.Checkpoint` in its place",
                 )
-            what = collective.needs_whole_state(callback)
+            what = needs_whole_state(callback)
             if what is not None and "within epochs" in what:
                 raise UsageError(
                     f"{what} saves the weights of one process, and those of others are elsewhere",

@@ -48,7 +48,7 @@ class TrainingStrategy(Strategy):
         return self._in_loop("predict_on_batch", model, *arguments, **named)
 
     def _in_loop(self, method: str, model: Any, *arguments: Any, **named: Any) -> Any:
-        with self.guard():
+        with self.variables.calling(self, model), self.guard():
             return getattr(outer_loop, method)(self, model, *arguments, **named)
 
     def verify(self, model: Any, *arguments: Any, **named: Any) -> Any:
@@ -69,7 +69,7 @@ class TrainingStrategy(Strategy):
             VerificationError: the steps differ by more than rounding; the error names the layer and the likely cause.
             UsageError: this strategy does not compute what one device does, by design, and states no bound.
         """
-        with self.guard():
+        with self.variables.calling(self, model), self.guard():
             return verify.verify(self, model, *arguments, **named)
 
     def prepare(self, model: Any, *, verify: bool = False) -> Any:

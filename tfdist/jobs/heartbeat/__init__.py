@@ -80,6 +80,7 @@ class Heartbeat:
         hint: what to do if processes wait for different operations.
 
     Attributes:
+        world: the job, and which of its processes this one is.
         error: the error that `give_up` was called with.
         unreachable: if this process cannot take part, the ranks that it could not reach at the start, with the reasons.
     """
@@ -95,7 +96,7 @@ class Heartbeat:
         hint: str = SAME_CALLS,
     ):
         self.error: ClusterError | None = None
-        self._world = world
+        self.world = world
         self._limits = limits
         self._give_up = give_up
         self._depth = 0
@@ -142,15 +143,15 @@ class Heartbeat:
     def others_are_busy(self) -> bool:
         """Whether another process is alive and busy, so that it may be worth waiting for it."""
         whole = self._tree.whole
-        own = [rank for rank, _ in whole.busy].count(self._world.rank)
+        own = [rank for rank, _ in whole.busy].count(self.world.rank)
         return whole.processes - whole.waiting > own
 
     def _say_who_is_unreachable(self) -> None:
         for rank, reason in self.unreachable.items():
-            here = self._world.named(self._world.rank)
+            here = self.world.named(self.world.rank)
             warnings.warn(
-                f"{here} cannot connect to the heartbeat of {self._world.named(rank)} ({reason}). The job "
-                f"continues, but may not notice whether {self._world.named(rank)} is silent or only busy. Let the "
+                f"{here} cannot connect to the heartbeat of {self.world.named(rank)} ({reason}). The job "
+                f"continues, but may not notice whether {self.world.named(rank)} is silent or only busy. Let the "
                 "machines of the job reach all ports of each other",
                 RuntimeWarning,
                 stacklevel=2,
@@ -176,8 +177,8 @@ class Heartbeat:
         """The error if the job must be given up; reports which processes the job waits for."""
         lost = self._given_up(whole.lost, bool(self._depth) or own.waits)
         if lost:
-            return gone(self._world, lost, self._limits.seconds)
-        all_wait = own.waits and whole.waiting == self._world.world_size
+            return gone(self.world, lost, self._limits.seconds)
+        all_wait = own.waits and whole.waiting == self.world.world_size
         if all_wait and whole.least_seconds >= ALL_WAIT * self._limits.seconds:
             return ClusterError(
                 f"All processes of the job have waited for each other for {whole.least_seconds:.0f} s: not all are in "
@@ -191,9 +192,9 @@ class Heartbeat:
                 self._hint,
             )
         busy = dict(whole.busy)
-        busy.pop(self._world.rank, None)
+        busy.pop(self.world.rank, None)
         if not own.waits:
-            busy[self._world.rank] = own.seconds
+            busy[self.world.rank] = own.seconds
         longest_wait = max(whole.longest_seconds, own.seconds if own.waits else 0.0)
         self._tell_of(busy if longest_wait >= self._limits.seconds else {})
         bound = self._limits.busy_seconds
@@ -209,14 +210,14 @@ class Heartbeat:
             return False
         if own.activity.stage % 2 and whole.last_stage > own.activity.stage:
             return True  # one has ended the stage that this one is in
-        all_wait = whole.waiting == self._world.world_size and whole.least_seconds >= self._limits.seconds
-        most = max(whole.operations.values(), default=self._world.world_size)
-        return all_wait and most < self._world.world_size
+        all_wait = whole.waiting == self.world.world_size and whole.least_seconds >= self._limits.seconds
+        most = max(whole.operations.values(), default=self.world.world_size)
+        return all_wait and most < self.world.world_size
 
     def said(self, texts: Mapping[str, Collection[int]]) -> str:
         """What processes do, with their names, in one phrase."""
         verbs = {text: "is" if len(ranks) == 1 else "are" for text, ranks in texts.items()}
-        return ", and ".join(f"{self._world.named_all(ranks)} {verbs[text]} {text}" for text, ranks in texts.items())
+        return ", and ".join(f"{self.world.named_all(ranks)} {verbs[text]} {text}" for text, ranks in texts.items())
 
     def last_said(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """What some processes have said last of their work, those that have said nothing left out."""
@@ -241,7 +242,7 @@ class Heartbeat:
     def _tell_of(self, busy: Mapping[int, float]) -> None:
         """Reports once which processes the job waits for."""
         late = {rank: seconds for rank, seconds in busy.items() if seconds >= self._limits.seconds}
-        if late.keys() - self._told and self._world.is_chief:  # only one process, since all may have the same output
+        if late.keys() - self._told and self.world.is_chief:  # only one process, since all may have the same output
             bound = self._limits.busy_seconds
             end = "`callback_timeout_seconds` would limit it" if bound is None else f"it is given up after {bound:g} s"
             terminal.say(
@@ -253,7 +254,7 @@ class Heartbeat:
     def _named(self, late: Collection[int]) -> str:
         whole = self._tree.whole
         are_all = len(late) < MOST_BUSY or whole.processes - whole.waiting <= MOST_BUSY
-        return self._world.named_all(late) + ("" if are_all else " and others")
+        return self.world.named_all(late) + ("" if are_all else " and others")
 
 
 def gone(world: World, ranks: Collection[int], seconds: float) -> ClusterError:

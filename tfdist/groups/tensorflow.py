@@ -1,0 +1,261 @@
+"""TensorFlow's own collective operations, rings over gRPC and NCCL: how `multiworker` joins its job, and its groups.
+
+A process joins a job by `join`, before TensorFlow's server starts. TensorFlow waits for silent processes without limit:
+`Watch` ends the wait. On CPUs, `SocketsOverTensorFlow` exchanges tensors faster than TensorFlow's ring.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.errors import ClusterError, DisagreementError, UsageError
+from tfdist.groups import ProcessGroup, gathered_in_pieces, tensorflow_results
+from tfdist.groups.collective_counter import CollectiveCounter
+from tfdist.groups.exchanged import Exchanged
+from tfdist.groups.socket_group import SocketGroup
+from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_patches
+from tfdist.internals.tensorflow import runtime_started
+from tfdist.jobs import rendezvous, watchdog
+from tfdist.jobs.heartbeat import Heartbeat, gone
+from tfdist.jobs.world import World
+
+# What must be the same in all processes of a job.
+PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
+# How long TensorFlow is asked which processes are silent, after an error.
+SECONDS_TO_ASK = 5.0
+
+Communication = tf.distribute.experimental.CommunicationImplementation
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that must be the same in all processes."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], deadline_seconds: float) -> bool:
+    """Waits for all processes of the job, and compares their versions and `job_settings`.
+
+    Returns `False` if the job had already begun.
+
+    Raises:
+        UsageError: TensorFlow has already started.
+        ClusterError: a process is missing, or differs.
+    """
+    if runtime_started():
+        raise UsageError(
+            "TensorFlow has already started, and must know the cluster when it starts",
+            "create the strategy before anything else uses TensorFlow",
+        )
+    return rendezvous.meet(world, versions() | {"strategy": strategy} | dict(job_settings), deadline_seconds)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A job that this process has joined.
+
+    Attributes:
+        strategy: TensorFlow's.
+        watch: ends collective operations that wait too long; `None` in a job of one process.
+        counter: counts them; `None` in a job of one process.
+    """
+
+    strategy: tf.distribute.MultiWorkerMirroredStrategy
+    watch: watchdog.Watch | None = None
+    counter: CollectiveCounter | None = None
+
+
+@functools.cache
+def join(
+    world: World,
+    communication: Communication,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+    job_settings: tuple[tuple[str, str], ...],
+) -> Joined:
+    """Joins the job of `multiworker`, which a process can do once.
+
+    Raises:
+        UsageError: TensorFlow has already started.
+        ClusterError: a process is missing, or has other versions or settings.
+    """
+    options = tf.distribute.experimental.CommunicationOptions(implementation=communication)
+    if world.world_size == 1:
+        return Joined(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options))
+    if not meet(world, "multiworker", job_settings, start_timeout_seconds):
+        raise ClusterError(
+            f"The job of {world.named(0)} has begun without {world.named(world.rank)}",
+            "end all its processes, and start all of them again",
+        )
+    tensorflow_internals.configure_coordination(world.cluster(), timeout_seconds)
+    task = world.task
+    assert task is not None
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(world.cluster()), task_type=task.role, task_id=task.index, rpc_layer="grpc"
+    )
+    with tensorflow_internals.sigterm_as_it_was():
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
+    counter = CollectiveCounter()
+    tensorflow_patches.around_collectives(counter.around)
+    watch = watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
+    return Joined(strategy, watch, counter)
+
+
+class TensorFlowGroup(ProcessGroup):
+    """The processes of `multiworker`, which exchange messages by TensorFlow's collectives; tensors go by its strategy.
+
+    Args:
+        world: the job, and which of its processes this one is.
+        joined: what `join` has returned.
+    """
+
+    engine = "TensorFlow"
+    carries_tensors = False
+
+    def __init__(self, world: World, joined: Joined):
+        self.rank, self.size = world.rank, world.world_size
+        self._world, self._joined = world, joined
+
+    def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
+        strategy = self._joined.strategy
+        return all_gather(strategy)(number[tf.newaxis])[:: len(strategy.extended.worker_devices)]
+
+    def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
+        # Collectives add up no bytes, so four of them are sent as an int32, whose sum with zeros is exact.
+        mine = values if self.rank == 0 else np.zeros_like(values)
+        words = np.append(mine, np.zeros(-len(values) % 4, np.uint8)).view(np.int32)
+        total = _sum_of_first(self._joined.strategy)(tf.constant(words))
+        return total.numpy().view(np.uint8)[: len(values)]
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        return exchange(self._joined.strategy, message)
+
+    def exchanged(self) -> Exchanged:
+        counter = self._joined.counter
+        return super().exchanged() if counter is None else counter.exchanged()
+
+    def counts(self) -> tuple[int, int]:
+        counter = self._joined.counter
+        return super().counts() if counter is None else counter.counts()
+
+    def give_up(self, error: ClusterError) -> None:
+        tensorflow_internals.abort_collectives(error.sentence)
+
+    def excuse(self, excused: Callable[[], bool]) -> None:
+        if self._joined.watch is not None:
+            self._joined.watch.excused = excused
+
+    def explained(self, error: Exception, heartbeat: Heartbeat | None, timeout_seconds: float) -> ClusterError | None:
+        return _explained(self, self._world, error, heartbeat, timeout_seconds)
+
+
+class SocketsOverTensorFlow(SocketGroup):
+    """Sockets between the processes of `multiworker`, whose first values of variables TensorFlow exchanges.
+
+    Raises:
+        ClusterError: the processes cannot be connected; raised in all of them.
+    """
+
+    def __init__(self, world: World, joined: Joined, connect_timeout_seconds: float, timeout_seconds: float):
+        exchange_messages = functools.partial(exchange, joined.strategy)
+        super().__init__(world, exchange_messages, connect_timeout_seconds, timeout_seconds)
+        self._world, self._joined = world, joined
+
+    def counts(self) -> tuple[int, int]:
+        begun, ended = super().counts()
+        if self._joined.counter is None:
+            return begun, ended
+        begun_by_tensorflow, ended_by_tensorflow = self._joined.counter.counts()
+        return begun + begun_by_tensorflow, ended + ended_by_tensorflow
+
+    def give_up(self, error: ClusterError) -> None:
+        super().give_up(error)
+        tensorflow_internals.abort_collectives(error.sentence)
+
+    def excuse(self, excused: Callable[[], bool]) -> None:
+        super().excuse(excused)
+        if self._joined.watch is not None:
+            self._joined.watch.excused = excused
+
+    def explained(self, error: Exception, heartbeat: Heartbeat | None, timeout_seconds: float) -> ClusterError | None:
+        return _explained(self, self._world, error, heartbeat, timeout_seconds)
+
+
+def _explained(
+    group: ProcessGroup, world: World, error: Exception, heartbeat: Heartbeat | None, timeout_seconds: float
+) -> ClusterError | None:
+    tensorflow_internals.close_pools(error)
+    failure = group.failure
+    if failure is None and heartbeat is not None:
+        failure = heartbeat.error
+    if isinstance(error, ClusterError) and error is not failure:
+        return None  # it names the process already
+    if world.world_size == 1 or isinstance(failure, DisagreementError):
+        return failure
+    shapes = re.search(r"[Ss]hape mismatch.*expected shape (\[.*?\]) but another member.*shape (\[.*?\])", str(error))
+    if shapes is not None:
+        return DisagreementError(
+            f"The processes of the job disagree on the model, or on the data: a tensor has the shape {shapes[1]} "
+            f"in one and {shapes[2]} in another",
+            "build the same model, on the same data, in all processes",
+        )
+    silent = set(tensorflow_internals.silent_peers(world, seconds=SECONDS_TO_ASK))
+    if silent and heartbeat is not None:
+        silent |= set(heartbeat.silent())
+    return gone(world, silent, timeout_seconds) if silent else failure
+
+
+def exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
+    """The messages of all processes of the job, by rank."""
+    replicas = len(strategy.extended.worker_devices)  # of this process, each of which sends the message
+
+    def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+        # Collectives carry no bytes, so four of them are sent as an int32; with no element at all they crash.
+        words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
+        ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
+        parts = np.split(all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
+        return [part.view(np.uint8)[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    length = np.array([len(message)], np.int64).view(np.int32)
+    lengths = all_gather(strategy)(tf.constant(length)).numpy().view(np.int64)[::replicas]
+    return gathered_in_pieces(message, lengths.tolist(), gather)
+
+
+@functools.cache
+def all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
+    """A function that gathers an int32 vector of each replica; all processes call it together."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+    def gather(values: tf.Tensor) -> Any:
+        def on_replica() -> Any:
+            # A tensor from outside the function has no device to gather on.
+            return tf.distribute.get_replica_context().all_gather(tf.identity(values), axis=0)
+
+        return tensorflow_results.local_results(strategy, strategy.run(on_replica))[0]
+
+    return gather
+
+
+@functools.cache
+def _sum_of_first(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
+    """The sum of int32 numbers over the first replicas of the processes."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
+    def sum_of_first(values: tf.Tensor) -> Any:
+        def on_replica() -> Any:
+            is_first = tensorflow_results.current_index() % len(strategy.extended.worker_devices) == 0
+            # A tensor from outside the function has no device to reduce on.
+            mine = tf.identity(values) if is_first else tf.zeros_like(values)
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+        return tensorflow_results.local_results(strategy, strategy.run(on_replica))[0]
+
+    return sum_of_first
