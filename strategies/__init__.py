@@ -29,7 +29,7 @@ from tfdist.interface.traits import Traits
 from tfdist.jobs.world import World
 
 if TYPE_CHECKING:
-    from tfdist.interface.strategy import Strategy
+    from tfdist.strategies.base import Strategy
 
 
 def names() -> list[str]:
@@ -96,7 +96,7 @@ def _ours(name: str) -> type[Strategy]:
 
 
 def _users_own(reference: str) -> type[Strategy]:
-    from tfdist.interface.strategy import Strategy
+    from tfdist.strategies.base import Strategy
 
     found = registry.resolve(reference, "strategy")
     if not (isinstance(found, type) and issubclass(found, Strategy)):

@@ -210,7 +210,7 @@ class ParameterServerStrategy(base.Strategy):
         """What a worker's step on a whole batch does."""
         return self.mode.replica()
 
-    def run(self, step: base.Step) -> Any:
+    def run(self, step: Callable[[], Any]) -> Any:
         with tensorflow_internals.without_strategy():  # whose replicas do not meet, as those of `tf.distribute` do
             return step()
 

@@ -20,7 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdist.interface.strategy import Strategy
+    from tfdist.strategies.base import Strategy
 
 __version__ = "0.1.0"
 

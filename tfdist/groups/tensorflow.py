@@ -76,7 +76,7 @@ class Joined:
 @functools.cache
 def join(
     world: World,
-    communication: Communication,
+    communication: tf.distribute.experimental.CommunicationImplementation,
     timeout_seconds: float,
     start_timeout_seconds: float,
     job_settings: tuple[tuple[str, str], ...],

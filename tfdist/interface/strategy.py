@@ -155,7 +155,7 @@ class Strategy:
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
         if "scope" in vars(cls):
-            cls.scope = _noted(vars(cls)["scope"])  # type: ignore[method-assign]
+            cls.scope = _noted(vars(cls)["scope"])  # type: ignore[assignment]
 
     def set_up(self) -> None:
         """Makes what the strategy needs once its devices are known."""

@@ -31,7 +31,11 @@ class Peers(Protocol):
     """The processes of a job, as one of them reaches the others; every strategy is one."""
 
     world: World
-    metrics_by_process: bool  # each process has its own part of a metric's state, in an ordinary variable
+
+    @property
+    def metrics_by_process(self) -> bool:
+        """Whether each process has its own part of a metric's state, in an ordinary variable."""
+        ...
 
     @property
     def servers(self) -> Mapping[str, str]:

@@ -45,7 +45,7 @@ class Workers(Protocol):
         """What each worker computes by `function(*arguments)`, and keeps."""
         ...
 
-    def answers(self, function: Any) -> list[Any]:
+    def answers(self, function: Any) -> list[Any] | None:
         """What `function()` returns on each worker."""
         ...
 
