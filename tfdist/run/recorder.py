@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -16,20 +16,54 @@ import tensorflow as tf
 
 from tfdist import data
 from tfdist.callbacks import memory
+from tfdist.groups.exchanged import Exchanged
+from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.jobs import consensus, job_environment
 from tfdist.loop import programs
 from tfdist.run import resume, schema
+from tfdist.run.config import TrainConfig
+from tfdist.run.folder import RunFolder
 from tfdist.run.schema import RunRecord
 
-if TYPE_CHECKING:
-    from tfdist.groups.exchanged import Exchanged
-    from tfdist.interface.strategy import Strategy
-    from tfdist.run.session import Session
+
+class Recorded(Protocol):
+    """A run of the command, whose record is filled; `tfdist.run.session.Session` is one.
+
+    Attributes:
+        config: what is trained.
+        folder: the folder of its files.
+        record: `None` before it begins.
+        command: the command and its options.
+        typed: the command line as it was typed.
+        started: when the process began.
+        data_touched: when the dataset was first read, by `time.monotonic`.
+    """
+
+    config: TrainConfig
+    folder: RunFolder
+    record: RunRecord | None
+    command: list[str]
+    typed: str
+    started: datetime
+    data_touched: float
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """The options of the model."""
+        ...
+
+    def raise_if_interrupted(self) -> None:
+        """Raises `KeyboardInterrupt` if the run is to end."""
+        ...
+
+    def write_record(self) -> None:
+        """Writes the record of all processes, in the chief."""
+        ...
 
 
 def begin_record(
-    session: Session, strategy: Any, model: Any, source: data.Source, earlier: RunRecord | None
+    session: Recorded, strategy: Any, model: Any, source: data.Source, earlier: RunRecord | None
 ) -> RunRecord:
     """The record of a new run, or of one that continues the run of `earlier`."""
     config = session.config
@@ -86,7 +120,7 @@ def begin_record(
 class Recorder(keras.callbacks.Callback):
     """Updates the record after each epoch."""
 
-    def __init__(self, session: Session, strategy: Strategy, throughput: Any, timer: Any):
+    def __init__(self, session: Recorded, strategy: Strategy, throughput: Any, timer: Any):
         super().__init__()
         self._session = session
         self._strategy = strategy
