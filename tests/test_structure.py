@@ -1,4 +1,4 @@
-"""The structure of the package: what imports what, read from the source; imports inside functions and for types count."""
+"""The structure of the package: what imports what, read from the source. Imports in functions and for types count."""
 
 import ast
 import graphlib

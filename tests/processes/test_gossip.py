@@ -155,7 +155,7 @@ STALLED = (
     + """
 import time
 import tensorflow as tf
-from tfdist.strategies import _gossip as gossip
+from tfdist.relaxed import gossip
 
 rank = tfdist.jobs.world.World.detect().rank
 end_messages = gossip.Gossip._end_messages

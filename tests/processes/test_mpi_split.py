@@ -124,7 +124,7 @@ PIECES = """
 import sys
 import keras, numpy as np, tfdist
 from tfdist.internals import tensorflow_variables
-from tfdist.strategies import _averages as averages
+from tfdist.relaxed import averages
 
 strategy = tfdist.strategy("mpi_split", seed=1, sync_every=2)
 x = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
