@@ -20,8 +20,8 @@ def dense(spec):
 class Apart(mpi_split.MpiSplitStrategy):
     "Leaves the averaging out."
 
-    def connect(self):
-        found = super().connect()
+    def join(self):
+        found = super().join()
         found.sum_in_place = lambda values: None
         return found
 """
