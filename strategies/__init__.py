@@ -68,6 +68,7 @@ def create(name: str, **options: Any) -> Strategy:
         UsageError: an option is unknown or cannot work here, or `module:Class` leads to no strategy.
     """
     constructor = _users_own(name) if ":" in name else _ours(name)
+    constructor = constructor.of_job(_world())
     strategy: Strategy = registry.call(constructor, kind="strategy", name=name, options=options)
     if not traits(name).processes:
         _warn_of_other_processes(name)
@@ -76,10 +77,7 @@ def create(name: str, **options: Any) -> Strategy:
 
 def _warn_of_other_processes(name: str) -> None:
     """Warns that processes of one job train apart from each other."""
-    try:
-        world = World.detect(os.environ)
-    except UsageError:  # nothing here depends on it
-        return
+    world = _world()
     if world.world_size > 1:
         warnings.warn(
             f"This process is {world.rank + 1} of {world.world_size} of a job ({world.source}), and the strategy "
@@ -87,6 +85,13 @@ def _warn_of_other_processes(name: str) -> None:
             f"To train together, use one of {', '.join(f'`{one}`' for one in having('processes'))}",
             stacklevel=4,
         )
+
+
+def _world() -> World:
+    try:
+        return World.detect(os.environ)
+    except UsageError:  # the strategies that depend on it raise it, too
+        return World()
 
 
 def _ours(name: str) -> type[Strategy]:

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.data.input.array_feed import ArrayFeed
@@ -31,7 +28,8 @@ from tfdist.jobs.cores import cores
 from tfdist.options import Count
 from tfdist.parameter_server import closures
 from tfdist.parameter_server.closure_data import IndexedArrays
-from tfdist.parameter_server.closure_replica import ClosureReplica
+from tfdist.parameter_server.closure_replica import LockingReplica
+from tfdist.parameter_server.workers import Threads
 from tfdist.strategies import base
 
 _numbers = itertools.count()
@@ -55,7 +53,7 @@ class HogwildStrategy(base.Strategy):
         super().__init__(**options)
 
     def set_up(self) -> None:
-        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix=self.name)
+        self.workers = Threads(self.num_workers, self.name)
         with tf.device("CPU:0"):
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{self.name}_{next(_numbers)}") if self.locks else None
 
@@ -109,50 +107,9 @@ class HogwildStrategy(base.Strategy):
     def unseeded(self) -> Any:
         return None if self.alone else closures.unseeded_of(self)  # Keras' own is of one thread
 
-    def replica(self) -> HogwildReplica:
+    def replica(self) -> LockingReplica:
         """What a thread's step on a whole batch does."""
-        return HogwildReplica(self._mutex)
-
-    def schedule(self, function: Any, arguments: Sequence[Any]) -> Future[Any]:
-        """Lets a free thread run the `tf.function` `function(*arguments)`."""
-        function.get_concrete_function(*arguments)  # one thread at a time may trace a step
-        return self._threads.submit(function, *arguments)
-
-    def results_of(self, scheduled: Sequence[Future[Any]]) -> list[Any]:
-        """The results of what was scheduled, as NumPy arrays, once all of it has ended."""
-        try:
-            return [tf.nest.map_structure(np.asarray, one.result()) for one in scheduled]
-        finally:  # after an error too, nobody changes the variables any more
-            for one in scheduled:
-                one.cancel()
-            wait(scheduled)
-
-
-class HogwildReplica(ClosureReplica):
-    """A thread's step on a whole batch.
-
-    Args:
-        mutex: a handle of what is locked during an update; `None` if nothing is.
-    """
-
-    def __init__(self, mutex: tf.Tensor | None):
-        super().__init__()
-        self._mutex = mutex
-
-    def update(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Any) -> None:
-        if self._mutex is None:
-            super().update(optimizer, apply, gradients, variables)
-            return
-        graph = tf.compat.v1.get_default_graph()
-        known = [gradient for gradient in gradients if gradient is not None]
-        with tf.control_dependencies(tf.nest.flatten(known, expand_composites=True)):
-            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
-        before = len(graph.get_operations())
-        with tf.control_dependencies([lock]):
-            super().update(optimizer, apply, gradients, variables)
-        updates = [operation for operation in graph.get_operations()[before:] if operation.op_def.is_stateful]
-        with tf.control_dependencies(updates):
-            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        return LockingReplica(self._mutex)
 
 
 STRATEGY = HogwildStrategy

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -21,21 +20,21 @@ from pydantic import Field
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Feed
 from tfdist.data_parallel.tensorflow_variables import TensorFlowVariables
-from tfdist.errors import ClusterError, UsageError
+from tfdist.errors import UsageError
 from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
-from tfdist.internals import keras_variables, tensorflow_coordinator
+from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.jobs import ports, rendezvous, timeouts
-from tfdist.jobs.task import Task
+from tfdist.jobs import timeouts
 from tfdist.jobs.world import World
 from tfdist.options import Count, Fraction, checked_seconds
-from tfdist.parameter_server import closures, copies, modes, sharded_variable, waiting
+from tfdist.parameter_server import closures, copies, modes, sharded_variable
 from tfdist.parameter_server import data as parameter_server_data
 from tfdist.parameter_server import job as parameter_server_job
 from tfdist.parameter_server.closure_replica import ClosureReplica
 from tfdist.parameter_server.round_mesh import RoundMesh
+from tfdist.parameter_server.workers import Processes
 from tfdist.strategies import base
 
 # A table of a million rows is spread over the servers; a layer of a usual size, which each step reads whole, is not.
@@ -161,12 +160,11 @@ class ParameterServerStrategy(base.Strategy):
                 "start it with `--workers 2 --ps 1`, or name all three roles in `TF_CONFIG`",
             )
         job_settings = tuple(self._job_settings.items())
-        self._tf_strategy, self._coordinator = parameter_server_job.join(
-            self._job, self._start_timeout_seconds, job_settings
-        )
+        self._tf_strategy, coordinator = parameter_server_job.join(self._job, self._start_timeout_seconds, job_settings)
         self.variables = TensorFlowVariables(self._tf_strategy, self.name)
+        self.workers = Processes(self._job, coordinator, self.timeout_seconds)
         self.mode.settle(self.num_workers)
-        self._data = parameter_server_data.Data(self, self._job)
+        self._data = parameter_server_data.Data(self.workers, self._job, self.device_data_bytes)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -217,71 +215,16 @@ class ParameterServerStrategy(base.Strategy):
     def unseeded(self) -> Any:
         return closures.unseeded_of(self)  # Keras' own is of the coordinator
 
-    def schedule(self, function: Any, arguments: Sequence[Any]) -> Any:
-        """Lets a free worker run `function(*arguments)`; returns a `RemoteValue`."""
-        return self._coordinator.schedule(function, args=tuple(arguments))
-
-    def results_of(self, scheduled: Sequence[Any]) -> list[Any]:
-        """The results of what was scheduled, as NumPy arrays, once all of it has ended.
-
-        Raises:
-            ClusterError: no worker has finished a closure for too long.
-        """
-        return waiting.results_of(self, scheduled)
-
-    def wait_for_schedule(self, seconds: float) -> bool:
-        """Waits until all that was scheduled has ended, for at most `seconds`; whether it has."""
-        return tensorflow_coordinator.wait_for_closures(self._coordinator, seconds)
-
-    def on_each_worker(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The results of `function` on all workers, to be passed as an argument to `schedule`."""
-        return tensorflow_coordinator.on_each_worker(self._coordinator, function, *arguments)
-
-    def answers(self, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
-        """The results of `function` on all workers, as NumPy arrays; `None` if one fails, or is silent for too long."""
-        per_worker = self.on_each_worker(function, *arguments)
-        return tensorflow_coordinator.answers_of_workers(per_worker, self.timeout_seconds)
-
-    def names_of(self, role: str) -> list[str]:
-        """The tasks of a role, as messages name them."""
-        return [str(task) for task in self._job.tasks_of(role)]
-
-    def unreachable(self, role: str) -> list[str]:
-        """The tasks of a role that do not answer, as messages name them."""
-        return [str(task) for task in self._silent(role)]
-
-    def drop_silent_workers(self) -> list[str]:
-        """Ends the connections to workers that do not answer, and returns their names as messages have them.
-
-        Closures on such a worker then fail as if the worker had ended; if it answers again, it gets closures again.
-        """
-        silent = self._silent("worker")
-        for task in silent:
-            ports.hang_up(task.host, task.port)
-        return [str(task) for task in silent]
-
-    def _silent(self, role: str) -> list[Task]:
-        return [task for task in self._job.tasks_of(role) if not rendezvous.serves(task)]
-
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         try:
             yield
         except tf.errors.OpError as error:
             copies.require_finite(error)
-            gone = self.unreachable("ps")
-            if gone:
-                raise ClusterError.lost(f"Gone: {', '.join(gone)}, with its part of the variables") from error
-            broken = isinstance(error, tf.errors.UnavailableError) and _named_server(error.message)
-            if not broken:
+            explained = self.workers.explained(error)
+            if explained is None:
                 raise
-            raise ClusterError.lost(f"Connections to {broken} broke, which serves on") from error
-
-
-def _named_server(message: str) -> str | None:
-    """The parameter server that a message of TensorFlow names, as messages of tfdist do."""
-    found = re.search(r"/job:ps/replica:0/task:(\d+)", message)
-    return f"ps {found[1]}" if found else None
+            raise explained from error
 
 
 def _counted(world: World) -> str:

@@ -8,30 +8,22 @@ one device is partitioned for the micro-batches as for replicas (`tfdist.spmd`).
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
-from pydantic import BeforeValidator
 
+from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
 from tfdist.jobs.world import World
 from tfdist.options import Count
 from tfdist.pipeline_parallel import delayed
 from tfdist.pipeline_parallel.local_stages import Stages
 from tfdist.pipeline_parallel.pipeline_mesh import PipelineMesh
-from tfdist.pipeline_parallel.plan import Balance, Plan
+from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
 from tfdist.pipeline_parallel.schedule import Schedule
 from tfdist.pipeline_parallel.stages_of_processes import StagesOfProcesses
 from tfdist.strategies import base
-
-if TYPE_CHECKING:
-    from tfdist.interface.program import Program, Steps
-
-Names = Annotated[
-    Sequence[str] | None, BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
-]
 
 
 class PipelineStrategy(base.Strategy):
@@ -50,11 +42,9 @@ class PipelineStrategy(base.Strategy):
     name = "pipeline"
     default_cpus = 2
 
-    def __new__(cls, **options: Any) -> Any:
-        """In a job of several processes, the strategy with a stage in each of them."""
-        if World.detect(os.environ).world_size > 1:
-            return StagesOfProcesses(**options)
-        return super().__new__(cls)
+    @classmethod
+    def of_job(cls, world: World) -> type[base.Strategy]:
+        return StagesOfProcesses if world.world_size > 1 else cls
 
     def __init__(
         self,
@@ -62,7 +52,7 @@ class PipelineStrategy(base.Strategy):
         micro_batches: Count = 4,
         schedule: Schedule = "gpipe",
         balance: Balance = "time",
-        stages: Names = None,
+        stages: LayerNames = None,
         **options: Any,
     ):
         self._own: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "balance": balance}

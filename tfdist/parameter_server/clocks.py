@@ -18,9 +18,7 @@ from tfdist.interface.program import Steps
 from tfdist.internals import tensorflow_coordinator
 from tfdist.parameter_server import closure_data as data
 from tfdist.parameter_server import closures as loop
-from tfdist.parameter_server.waiting import Waiting
-
-SECONDS_BETWEEN_LOOKS = 1e-3
+from tfdist.parameter_server.workers import SECONDS_BETWEEN_LOOKS, Waiting
 
 
 class RoundsProgram(loop.ClosureProgram):
@@ -67,7 +65,7 @@ class ClocksProgram(loop.ClosureProgram):
 
     def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[loop.Result], bool]]:
         # A call ends when all its steps are done, and all workers see them: the clocks start anew.
-        workers = [_Worker() for _ in range(self._strategy.num_workers)]
+        workers = [_Worker() for _ in range(self._strategy.workers.count)]
         work = data.closures(self._given, state, first, count, self._length)
         given, finite = 0, True
         results: list[loop.Result] = []
@@ -96,7 +94,7 @@ class ClocksProgram(loop.ClosureProgram):
 
     def _ended(self, workers: list[_Worker]) -> list[loop.Result]:
         """Waits until a closure has ended; returns the results of those that have."""
-        waiting = Waiting(self._strategy)
+        waiting = Waiting(self._strategy.workers)
         busy = [worker for worker in workers if worker.running is not None]
         while True:
             ended = [worker for worker in busy if tensorflow_coordinator.finished(worker.running, 0)]

@@ -82,3 +82,30 @@ class ClosureReplica:
             read = tf.identity(counter.read_value())
         with keras_patches.counting(inner, count):
             yield staleness
+
+
+class LockingReplica(ClosureReplica):
+    """A thread's step on a whole batch.
+
+    Args:
+        mutex: a handle of what is locked during an update; `None` if nothing is.
+    """
+
+    def __init__(self, mutex: tf.Tensor | None):
+        super().__init__()
+        self._mutex = mutex
+
+    def update(self, optimizer: Any, apply: Callable[..., None], gradients: Sequence[Any], variables: Any) -> None:
+        if self._mutex is None:
+            super().update(optimizer, apply, gradients, variables)
+            return
+        graph = tf.compat.v1.get_default_graph()
+        known = [gradient for gradient in gradients if gradient is not None]
+        with tf.control_dependencies(tf.nest.flatten(known, expand_composites=True)):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        before = len(graph.get_operations())
+        with tf.control_dependencies([lock]):
+            super().update(optimizer, apply, gradients, variables)
+        updates = [operation for operation in graph.get_operations()[before:] if operation.op_def.is_stateful]
+        with tf.control_dependencies(updates):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)

@@ -9,11 +9,9 @@ The metrics of a closure that ran twice, because its first worker died or was si
 
 The strategy has
 
-    num_workers                       how many closures run at a time
-    locks                             whether updates lock the variables
-    schedule(function, arguments)     lets a free worker run a closure
-    results_of(scheduled)             the results of such closures, as NumPy arrays, once all have ended
-    replica()                         what a step does besides Keras' own, see `tfdist.parameter_server.closure_replica`
+    workers       who run the closures, see `tfdist.parameter_server.workers`
+    locks         whether updates lock the variables
+    replica()     what a step does besides Keras' own, see `tfdist.parameter_server.closure_replica`
 """
 
 from __future__ import annotations
@@ -126,7 +124,7 @@ class ClosureProgram(StepProgram):
         for wanted in self._rounds(count):
             work = list(data.closures(self._given, state, first + done, wanted, self._closure_length(wanted)))
             scheduled = list(map(self._schedule, work))
-            results = [self._codec.unpack(vector) for vector in self._strategy.results_of(scheduled)]
+            results = [self._codec.unpack(vector) for vector in self._strategy.workers.results_of(scheduled)]
             done += self._steps_of(results)
             yield results, sum(closure.steps for closure in work) < wanted
 
@@ -143,11 +141,11 @@ class ClosureProgram(StepProgram):
     def _closure_length(self, count: int) -> int:
         if self._one_by_one:
             return count
-        closures = CLOSURES_OF_A_WORKER * self._strategy.num_workers
+        closures = CLOSURES_OF_A_WORKER * self._strategy.workers.count
         return max(1, min(data.STEPS_OF_A_CLOSURE, count // closures))
 
     def _schedule(self, closure: data.Closure) -> Any:
-        return self._strategy.schedule(self._function_of(closure), self._arguments(closure))
+        return self._strategy.workers.schedule(self._function_of(closure), self._arguments(closure))
 
     def _arguments(self, closure: data.Closure) -> tuple[Any, ...]:
         return closure.arguments
@@ -258,8 +256,8 @@ class ClosurePredictProgram(Program):
     def run(self, state: Any, first: int, count: int) -> Outcome:
         """Predicts up to `count` batches; the logs are `{"outputs": ...}`, in the order of the examples."""
         work = list(data.closures(self._given, state, first, count, 1))
-        scheduled = [self._strategy.schedule(self._function, closure.arguments) for closure in work]
-        results = self._strategy.results_of(scheduled)
+        scheduled = [self._strategy.workers.schedule(self._function, closure.arguments) for closure in work]
+        results = self._strategy.workers.results_of(scheduled)
         outputs = [keras_internals.tree.map_structure(_as_tensor, output) for output in results]
         return Outcome(len(work), len(work) < count, {"outputs": joined(outputs)} if outputs else {})
 

@@ -86,7 +86,7 @@ class CopiesProgram(loop.ClosureProgram):
         return logs
 
     def _have_all_leave(self) -> None:
-        found = self._strategy.answers(self._leave, tf.constant(self._training, tf.int64))
+        found = self._strategy.workers.answers(self._leave, tf.constant(self._training, tf.int64))
         if found is None:
             warnings.warn(
                 "A worker was gone at the end of the epoch, with the steps that it had not pushed", stacklevel=2

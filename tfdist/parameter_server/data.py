@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -31,23 +31,10 @@ from tfdist.internals.keras import tree
 from tfdist.jobs.world import World
 from tfdist.parameter_server import reader
 from tfdist.parameter_server.closure_data import STEPS_OF_A_CLOSURE, Closure, ClosurePass, IndexedArrays, ReadByNumber
+from tfdist.parameter_server.workers import Processes
 
 # Arrays that are sent whole, if the user states no bound; TensorFlow sends no message above 2 GiB.
 SENT_BYTES = 1 << 30
-
-
-class Workers(Protocol):
-    """The workers of a job, as the chief reaches them; `ParameterServerStrategy` is one."""
-
-    device_data_bytes: int | None
-
-    def on_each_worker(self, function: Any, *arguments: Any) -> Any:
-        """What each worker computes by `function(*arguments)`, and keeps."""
-        ...
-
-    def answers(self, function: Any) -> list[Any] | None:
-        """What `function()` returns on each worker."""
-        ...
 
 
 class Data:
@@ -56,10 +43,11 @@ class Data:
     Args:
         workers: who read the data, or are sent them.
         job: the processes of the job.
+        sent_bytes: larger arrays are not sent whole; `None` is `SENT_BYTES`.
     """
 
-    def __init__(self, workers: Workers, job: World):
-        self._workers = workers
+    def __init__(self, workers: Processes, job: World, sent_bytes: int | None):
+        self._workers, self._sent_bytes = workers, SENT_BYTES if sent_bytes is None else sent_bytes
         self._job = job
         tf.get_logger().addFilter(reader.not_told)
         self._held: weakref.WeakKeyDictionary[Feed, Any] = weakref.WeakKeyDictionary()
@@ -77,17 +65,14 @@ class Data:
     def _held_by_workers(self, feed: ArrayFeed) -> Any:
         """The arrays on each worker; `None` if they are too large to be sent."""
         if feed not in self._held:
-            bound = self._workers.device_data_bytes
             arrays = feed.arrays
             described = self._description(feed)
             if described is not None:
-                self._held[feed] = self._workers.on_each_worker(_loading(feed, described))
-            elif device_feed.is_dense(arrays) and device_feed.size_bytes(arrays) > (
-                SENT_BYTES if bound is None else bound
-            ):
+                self._held[feed] = self._workers.on_each(_loading(feed, described))
+            elif device_feed.is_dense(arrays) and device_feed.size_bytes(arrays) > self._sent_bytes:
                 self._held[feed] = None
             else:
-                self._held[feed] = self._workers.on_each_worker(_received, arrays)
+                self._held[feed] = self._workers.on_each(_received, arrays)
         return self._held[feed]
 
     def _description(self, feed: Feed) -> str | None:

@@ -103,11 +103,11 @@ class SynchronousProgram(loop.ClosureProgram):
         for number in range(step.rounds):  # of which the last one counts in metrics
             parts: list[Any] = []
             try:
-                parts += (self._strategy.schedule(part, closure.arguments) for part in step.parts(number))
+                parts += (self._strategy.workers.schedule(part, closure.arguments) for part in step.parts(number))
             finally:
-                vectors = self._strategy.results_of(parts)
+                vectors = self._strategy.workers.results_of(parts)
         arguments = () if step.rounds else closure.arguments
-        return [*vectors, *self._strategy.results_of([self._strategy.schedule(step.update, arguments)])]
+        return [*vectors, *self._strategy.workers.results_of([self._strategy.workers.schedule(step.update, arguments)])]
 
     def _steps_of(self, results: Sequence[loop.Result]) -> int:
         return min(1, len(results))

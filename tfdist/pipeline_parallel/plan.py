@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import keras
+from pydantic import BeforeValidator
 
 from tfdist import registry
 from tfdist.errors import UsageError
@@ -16,6 +17,10 @@ from tfdist.pipeline_parallel import costs as costs_of
 from tfdist.pipeline_parallel import partition
 
 Balance = Literal["time", "memory"]
+# The first layer of each stage but the first; on a command line with commas between.
+LayerNames = Annotated[
+    Sequence[str] | None, BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
+]
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
 from tfdist.jobs import consensus
+from tfdist.options import Count
 from tfdist.pipeline_parallel import delayed, own_variables, placement, plan, previous_weights, separate
 from tfdist.pipeline_parallel.exchange import Exchange
 from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
-from tfdist.pipeline_parallel.plan import Balance, Plan
+from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
 from tfdist.pipeline_parallel.schedule import Schedule
 from tfdist.pipeline_parallel.stage_mesh import StageMesh
 from tfdist.pipeline_parallel.stage_optimizer import StageOptimizer
@@ -53,10 +54,10 @@ class StagesOfProcesses(JobStrategy):
     def __init__(
         self,
         *,
-        micro_batches: int = 4,
+        micro_batches: Count = 4,
         schedule: Schedule = "gpipe",
         balance: Balance = "time",
-        stages: Sequence[str] | None = None,
+        stages: LayerNames = None,
         job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):

@@ -9,12 +9,19 @@ from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_routes
+from tfdist.jobs.world import World
 from tfdist.loop import outer_loop, programs
 from tfdist.verification import comparison, verify
 
 
 class TrainingStrategy(Strategy):
     """A strategy with `fit`, `evaluate`, `predict`, their variants on one batch, `verify` and `prepare`."""
+
+    @classmethod
+    def of_job(cls, world: World) -> type[TrainingStrategy]:
+        """The class to make in a job, by its name `cls.name`, if not this one."""
+        del world
+        return cls
 
     def program(self, steps: Steps) -> Program:
         return programs.of_mesh(self, steps)
