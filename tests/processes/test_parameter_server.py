@@ -359,6 +359,10 @@ def break_connections(server, process):
     return len(own)
 
 
+# How long TensorFlow may take, on busy cores, to connect a few times again.
+SECONDS_TO_CONNECT_AGAIN = 10.0
+
+
 @pytest.mark.parametrize("mode", ["asp", pytest.param("easgd", marks=pytest.mark.thorough)])
 def test_connections_of_a_worker_that_break_change_no_count(tmp_path, mode):
     run_dir = tmp_path / "run"
@@ -366,8 +370,8 @@ def test_connections_of_a_worker_that_break_change_no_count(tmp_path, mode):
     with serving(*options, run_dir=run_dir) as job:
         job.wait_for(lambda: epochs_done(run_dir) >= 2)
         server, worker = job.process("ps", 0), job.process("worker", 0)
-        broken = 0
-        for _ in range(5):
+        broken, until = 0, time.monotonic() + SECONDS_TO_CONNECT_AGAIN
+        while broken < 3 and time.monotonic() < until:
             broken += break_connections(server, worker)
             time.sleep(0.3)
         code, _, err = job.end()
