@@ -370,8 +370,9 @@ def test_connections_of_a_worker_that_break_change_no_count(tmp_path, mode):
     with serving(*options, run_dir=run_dir) as job:
         job.wait_for(lambda: epochs_done(run_dir) >= 2)
         server, worker = job.process("ps", 0), job.process("worker", 0)
-        broken, until = 0, time.monotonic() + SECONDS_TO_CONNECT_AGAIN
-        while broken < 3 and time.monotonic() < until:
+        looks, broken, until = 0, 0, time.monotonic() + SECONDS_TO_CONNECT_AGAIN
+        while looks < 5 or (broken < 3 and time.monotonic() < until):
+            looks += 1
             broken += break_connections(server, worker)
             time.sleep(0.3)
         code, _, err = job.end()
