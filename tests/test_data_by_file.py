@@ -104,6 +104,7 @@ def source_of(records, cache="off", **options):
 
 
 class TestRecords:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("augment", ["none", "crop_flip"])
     @pytest.mark.parametrize("cache", ["off", "disk", "memory"])
     def test_give_the_same_global_batches_to_any_number_of_ranks(self, records, cache, augment):

@@ -45,6 +45,7 @@ def weights_after(fit, optimizer, **options):
     return [np.float32(each) for each in model.get_weights()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_compiled_by_xla_the_weights_are_those_of_keras(optimizer):
     ours = weights_after(tfdist.strategy("single").fit, optimizer, jit_compile=True)
@@ -53,6 +54,7 @@ def test_compiled_by_xla_the_weights_are_those_of_keras(optimizer):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_variables_of_bfloat16_are_updated_by_keras_itself(optimizer):
@@ -73,6 +75,7 @@ SLOW = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
 @pytest.mark.parametrize("name", SLOW)
 def test_over_many_steps_a_kernel_stays_with_keras_whatever_the_decay(name, dtype, tolerance):

@@ -95,10 +95,11 @@ def test_every_optimizer_is_found_once_in_the_order_of_the_model():
 
 
 # In `make test` in turn.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "at"),
     [
-        pytest.param(name, at, marks=() if (number + index) % 2 == 0 else pytest.mark.thorough)
+        pytest.param(name, at, marks=() if (number + index) % 2 == 0 else pytest.mark.exhaustive)
         for number, name in enumerate(("single", "custom", "mirrored"))
         for index, at in enumerate(((1, 3), (2, 0)))
     ],

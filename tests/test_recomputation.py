@@ -132,10 +132,11 @@ def assert_alike(found, expected):
 
 
 # In `make test` in turn.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param(name, how, marks=() if (number + index) % 2 == 0 else pytest.mark.thorough)
+        pytest.param(name, how, marks=() if (number + index) % 2 == 0 else pytest.mark.exhaustive)
         for number, name in enumerate(MODELS)
         for index, how in enumerate(("named", "blocks"))
     ],
@@ -149,6 +150,7 @@ def test_trains_as_without_recomputation(name, how, copied):
     assert not any(operation.op_def.is_stateful for operation in copied)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -157,7 +159,7 @@ def test_trains_as_without_recomputation(name, how, copied):
         {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"]},
         pytest.param(
             {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"], "schedule": "1f1b"},
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=lambda options: "-".join(map(str, list(options.values())[:3])) + options.get("schedule", ""),
@@ -178,8 +180,9 @@ def test_equals_stock_keras_on_one_device(name, copied):
         assert equality.largest_difference(found[what], expected[what]) < case.tolerance, what
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", ["unet", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("segnet", "resnet20"))]
+    "name", ["unet", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("segnet", "resnet20"))]
 )
 def test_models_of_the_zoo_train_as_without_recomputation(name, copied):
     task, shape = ("classification", (8, 8, 3)) if name == "resnet20" else ("segmentation", (32, 32, 3))
@@ -248,6 +251,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_process_takes_less_memory():
     peaks = {}
@@ -305,6 +309,7 @@ def test_an_unknown_layer_is_named_with_those_that_there_are():
         trained(tfdist.strategy("single", recompute=["middle"]), convolutional, X)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("typed", "recorded"), [("blocks", "blocks"), ("dense,logits", ["dense", "logits"])])
 def test_the_command_takes_the_option_and_records_it(typed, recorded, working_folder):
     from tfdist import train

@@ -42,6 +42,7 @@ def with_everything():
     return network(layers.Dropout(0.4), layers.BatchNormalization(), layers.GaussianNoise(0.1), layers.Dense(300))
 
 
+@pytest.mark.thorough
 @on_one_machine
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "adafactor", "rmsprop"])
 def test_it_is_equal_and_the_training_is_that_without_the_comparison(contestant, optimizer):
@@ -54,11 +55,13 @@ def test_it_is_equal_and_the_training_is_that_without_the_comparison(contestant,
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
+@pytest.mark.thorough
 @on_one_machine
 def test_it_is_equal_where_a_step_draws_and_normalizes(contestant):
     assert not trained(contestant, with_everything)[1]
 
 
+@pytest.mark.thorough
 @on_one_machine
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_rule_of_the_partitioner_is_warned_of(name, contestant, monkeypatch):
@@ -83,6 +86,7 @@ class Counts(layers.Layer):
         return tf.ensure_shape(tf.numpy_function(count, [x], tf.float32), x.shape)
 
 
+@pytest.mark.sampled(1)
 @on_one_machine
 def test_what_has_effects_does_not_run_twice(contestant):
     Counts.calls = 0
@@ -90,6 +94,7 @@ def test_what_has_effects_does_not_run_twice(contestant):
     assert Counts.calls == 4  # two epochs of two batches
 
 
+@pytest.mark.thorough
 @contestants.among({"custom": (2,)})
 def test_many_trainings_are_not_said_to_trace_one_function_again_and_again(contestant, caplog):
     for _ in range(6):  # TensorFlow speaks from the fifth on

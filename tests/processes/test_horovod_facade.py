@@ -31,7 +31,7 @@ UNEQUAL = [
     "different_sizes_sum",
     "different_sizes_normalized",
 ]
-THOROUGH = [
+EXHAUSTIVE = [
     "momentum_and_clipnorm",
     "moving_average",
     "sparse_gradients_as_dense",
@@ -81,7 +81,7 @@ def over(tmp_path_factory):
     return results
 
 
-@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
 def job(request, over):
     return over(request.param, *OVER[request.param])
 
@@ -92,18 +92,21 @@ def check_equal_to_one_process(results, names):
         assert results[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", QUICK)
 def test_the_weights_are_those_of_one_process_with_the_same_global_batches(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, [name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_batches_of_different_sizes_give_the_weights_of_one_process_with_the_joined_batches(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, [name])
 
 
+@pytest.mark.thorough
 def test_horovods_own_rule_that_processes_count_alike_can_be_chosen(over):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, ["different_sizes_plain_mean"])
@@ -129,17 +132,20 @@ TAPES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TAPES)
 def test_a_tape_gives_the_reduced_gradients_of_variables_of_keras(job, name):
     ranks, _, _ = job
     assert [rank["tapes"][name] for rank in ranks] == [TAPES[name]] * SIZE
 
 
+@pytest.mark.thorough
 def test_the_gradients_of_local_layers_stay_local(job):
     ranks, _, _ = job
     assert [rank["tapes"]["local"] for rank in ranks] == [[[[0.5]], [1.5]], [[[1.0]], [1.5]]]
 
 
+@pytest.mark.thorough
 def test_every_collective_takes_variables_of_keras(over):
     ranks, _, _ = over("gloo", *OVER["gloo"])
     expected = {
@@ -161,38 +167,41 @@ def test_every_collective_takes_variables_of_keras(over):
     assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ONLY_BETWEEN)
 def test_all_processes_have_the_same_weights(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     assert chief[name]["between"] == 0
 
 
-@pytest.mark.thorough  # the contract of `horovod` is shown over MPI
+@pytest.mark.exhaustive  # the contract of `horovod` is shown over MPI
 def test_over_mpi_the_weights_are_those_of_one_process_too(over):
     (chief, _), _, _ = over("mpi", *OVER["mpi"])
     check_equal_to_one_process(chief, ["sgd", "sparse_gradients", "loss_scaling_outside"])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_less_usual_options_give_the_weights_of_one_process(over, name):
-    (chief, _), _, _ = over("gloo", *THOROUGH)
+    (chief, _), _, _ = over("gloo", *EXHAUSTIVE)
     check_equal_to_one_process(chief, [name])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_over_mpi_every_case_gives_the_weights_of_one_process(over):
-    (chief, _), _, _ = over("mpi", *QUICK, *THOROUGH, *ONLY_BETWEEN)
-    check_equal_to_one_process(chief, [*QUICK, *THOROUGH])
+    (chief, _), _, _ = over("mpi", *QUICK, *EXHAUSTIVE, *ONLY_BETWEEN)
+    check_equal_to_one_process(chief, [*QUICK, *EXHAUSTIVE])
     assert all(chief[name]["between"] == 0 for name in ONLY_BETWEEN)
 
 
+@pytest.mark.thorough
 def test_an_overflow_in_one_process_skips_the_step_in_all(job):
     (chief, _), _, _ = job
     found = chief["loss_scaling_outside"]
     assert found["scale"] == found["in_one"] == 2.0  # halved once an epoch
 
 
+@pytest.mark.thorough
 def test_the_learning_rate_warms_up_batch_by_batch_and_then_follows_its_schedule(job):
     ranks, _, output = job
     warmup = [0.2 / SIZE * (1 + (SIZE - 1) * step / 8) for step in range(1, 9)]
@@ -202,6 +211,7 @@ def test_the_learning_rate_warms_up_batch_by_batch_and_then_follows_its_schedule
     assert output.count("Epoch 2: finished gradual learning rate warmup to 0.2.") == 1
 
 
+@pytest.mark.thorough
 def test_the_metrics_of_an_epoch_are_the_means_over_the_processes(job):
     ranks, _, _ = job
     losses = np.array([rank["callbacks"]["losses"] for rank in ranks])
@@ -210,12 +220,14 @@ def test_the_metrics_of_an_epoch_are_the_means_over_the_processes(job):
         np.testing.assert_allclose(rank["callbacks"]["history"]["loss"], losses.mean(axis=0), rtol=1e-12)
 
 
+@pytest.mark.thorough
 def test_values_cross_the_processes(over):
     ranks, _, _ = over("gloo", *OVER["gloo"])
     expected = {"allreduce": 0.5, "sum": [1, 2], "allgather": [0, 1], "broadcast": 8, "variable": 1.0, "size": 2}
     assert [rank["values"] for rank in ranks] == [expected] * 2
 
 
+@pytest.mark.thorough
 def test_the_launcher_starts_it_over_gloo_and_tensorflow_is_configured_afterwards(tmp_path):
     (tmp_path / "which.py").write_text(
         "import runpy; import tfdist.horovod as hvd; hvd.init(); print('gloo', hvd.gloo_enabled(), flush=True)\n"
@@ -243,6 +255,7 @@ print("trained on")
 """
 
 
+@pytest.mark.thorough
 def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
     ranks, folder, _ = over("gloo", *OVER["gloo"])
     command = [sys.executable, "-c", ELSEWHERE, folder / "model.keras", folder / "weights.npy"]
@@ -255,7 +268,7 @@ def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
     assert ranks[0]["checkpoints"] == {"between": 0.0, "kind": "Adam", "iterations": 16}
 
 
-@pytest.mark.thorough  # in one process tests/test_documents.py runs them
+@pytest.mark.exhaustive  # in one process tests/test_documents.py runs them
 def test_the_ports_of_horovods_own_examples_train(tmp_path):
     output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_keras_mnist.py", cwd=tmp_path)
     assert output.count("'accuracy'") == 1  # rank 0 alone prints

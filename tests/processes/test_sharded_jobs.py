@@ -8,6 +8,8 @@ import pytest
 from tests.processes.jobs import launched, require_horovod, require_mpi, train
 from tests.processes.test_contract import EQUALITY, equality_cases, run_together
 
+pytestmark = pytest.mark.thorough
+
 # One of each kind: by a kernel, by products, several exchanges within an update, sparse rows, own steps.
 QUICK = [
     "adam",
@@ -190,9 +192,9 @@ def together(strategy, shard, workers, *tests, cwd):
 @pytest.mark.parametrize(
     ("strategy", "shard"),
     [
-        pytest.param("multiworker", "gradients", marks=pytest.mark.thorough),
+        pytest.param("multiworker", "gradients", marks=pytest.mark.exhaustive),
         ("horovod", "optimizer"),
-        pytest.param("mpi", "gradients", marks=pytest.mark.thorough),
+        pytest.param("mpi", "gradients", marks=pytest.mark.exhaustive),
     ],
 )
 def test_its_weights_are_those_of_one_device(tmp_path, strategy, shard):
@@ -200,7 +202,7 @@ def test_its_weights_are_those_of_one_device(tmp_path, strategy, shard):
     assert f"{len(QUICK)} passed" in together(strategy, shard, 2, *tests, cwd=tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize("strategy", ["multiworker", "horovod", "mpi"])

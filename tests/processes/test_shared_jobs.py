@@ -252,7 +252,7 @@ ENGINES = {"multiworker": "sockets", "horovod": "Gloo"}
 
 
 # What they promise is written once, over a communicator; `make test` has one of them.
-@pytest.fixture(scope="module", params=["horovod", pytest.param("multiworker", marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=["horovod", pytest.param("multiworker", marks=pytest.mark.exhaustive)])
 def job(request, tmp_path_factory):
     strategy = request.param
     if strategy == "horovod":
@@ -273,26 +273,32 @@ def job(request, tmp_path_factory):
     return Several(tmp_path_factory.mktemp(strategy), scripts)
 
 
+@pytest.mark.thorough
 def test_predictions_of_any_type_are_those_of_one_device(job):
     assert job.printed("predictions") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_single_batches_are_those_of_one_device(job):
     assert job.printed("single batches") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_variables_of_every_dtype_get_the_chiefs_values_bit_by_bit(job):
     assert job.printed("variables") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_weights_that_one_process_changes_alone_are_told_and_become_those_of_the_chief(job):
     assert job.printed("drift") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_draws_without_a_seed_are_the_same_in_all_processes(job):
     assert job.printed("unseeded") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_the_state_of_a_model_travels_once_at_a_start_and_at_a_resume(job):
     """Once more within an epoch, since callbacks begin it a second time; and where the models differ."""
     printed = job.printed("states")
@@ -309,16 +315,18 @@ def test_so_they_do_over_tensorflows_own_collectives(tmp_path):
     assert "ALL RIGHT" in out
 
 
+@pytest.mark.thorough
 def test_all_operations_give_every_process_what_they_promise(job):
     assert job.printed("operations") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_two_processes_verify_together(job):
     for printed in job.printed("verify"):
         assert "NAMED The output of the layer `norm`" in printed
 
 
-@pytest.mark.thorough  # a job of its own
+@pytest.mark.exhaustive  # a job of its own
 @pytest.mark.parametrize("job", ["multiworker"], indirect=True)
 def test_what_draws_without_a_seed_gives_every_process_the_same_batches(job):
     for printed in job.printed("alike"):
