@@ -59,18 +59,13 @@ ALONE = ("single", "CPU:0")
 
 WHERE = dict(zip(("single", "custom", "mirrored", "alone"), (*STRATEGIES, ALONE), strict=True))
 DATA = {"even": pictures(48), "uneven": pictures(41), "tokens": sentences(42)}
-# In `make test` each strategy has some of the data, in turn.
-EACH_ON_EACH = [
-    pytest.param(strategy, data, marks=() if (number + index) % 3 == 0 else pytest.mark.exhaustive)
-    for number, strategy in enumerate(WHERE)
-    for index, data in enumerate(DATA)
-]
 
 
 class TestTheResultDoesNotDependOnWhereTheArraysAre:
     @pytest.mark.thorough
     @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
-    @pytest.mark.parametrize(("strategy", "data"), EACH_ON_EACH)
+    @pytest.mark.parametrize("data", DATA)
+    @pytest.mark.parametrize("strategy", WHERE)
     def test_of_a_training(self, strategy, data, budget):
         (name, devices), data = WHERE[strategy], DATA[data]
         # The last batch of 41 has one example, fewer than there are replicas.
@@ -80,7 +75,7 @@ class TestTheResultDoesNotDependOnWhereTheArraysAre:
     @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
     @pytest.mark.parametrize(
         ("name", "devices"),
-        [pytest.param(*STRATEGIES[0], marks=pytest.mark.exhaustive), STRATEGIES[1]],
+        STRATEGIES[:2],
         ids=["single", "custom"],
     )
     def test_of_a_training_that_is_resumed_within_an_epoch(self, name, devices, budget, tmp_path):

@@ -131,16 +131,9 @@ def assert_alike(found, expected):
         np.testing.assert_allclose(found[1][name], values, rtol=2e-5)
 
 
-# In `make test` in turn.
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        pytest.param(name, how, marks=() if (number + index) % 2 == 0 else pytest.mark.exhaustive)
-        for number, name in enumerate(MODELS)
-        for index, how in enumerate(("named", "blocks"))
-    ],
-)
+@pytest.mark.parametrize("how", ["named", "blocks"])
+@pytest.mark.parametrize("name", MODELS)
 def test_trains_as_without_recomputation(name, how, copied):
     build, x = MODELS[name]
     expected = trained(tfdist.strategy("single", seed=7), build, x)
@@ -157,10 +150,7 @@ def test_trains_as_without_recomputation(name, how, copied):
         {"name": "custom", "devices": 2},
         {"name": "mirrored", "devices": 2},
         {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"]},
-        pytest.param(
-            {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"], "schedule": "1f1b"},
-            marks=pytest.mark.exhaustive,
-        ),
+        {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"], "schedule": "1f1b"},
     ],
     ids=lambda options: "-".join(map(str, list(options.values())[:3])) + options.get("schedule", ""),
 )
@@ -171,6 +161,7 @@ def test_replicas_train_as_without_recomputation(options, copied):
     assert names and len(set(names)) == len(names)  # the step of one device is changed once, and then partitioned
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TELLING)
 def test_equals_stock_keras_on_one_device(name, copied):
     case, expected = CASES[name], equality.reference(name)
@@ -181,9 +172,7 @@ def test_equals_stock_keras_on_one_device(name, copied):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", ["unet", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("segnet", "resnet20"))]
-)
+@pytest.mark.parametrize("name", ["unet", "segnet", "resnet20"])
 def test_models_of_the_zoo_train_as_without_recomputation(name, copied):
     task, shape = ("classification", (8, 8, 3)) if name == "resnet20" else ("segmentation", (32, 32, 3))
     source = tfdist.data.load("synthetic", task=task, shape=shape, classes=3, train=4)

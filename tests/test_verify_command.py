@@ -159,16 +159,9 @@ OF_SEVERAL_EXAMPLES = (
 )
 
 
-# In `make test` in turn.
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("model", "strategy"),
-    [
-        pytest.param(model, strategy, marks=() if (number + index) % 2 == 0 else pytest.mark.exhaustive)
-        for number, model in enumerate(OF_SEVERAL_EXAMPLES)
-        for index, strategy in enumerate(("custom", "pipeline"))
-    ],
-)
+@pytest.mark.parametrize("strategy", ["custom", "pipeline"])
+@pytest.mark.parametrize("model", OF_SEVERAL_EXAMPLES)
 def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step_is_partitioned(
     verified, model, strategy
 ):

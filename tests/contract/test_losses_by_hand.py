@@ -74,13 +74,9 @@ LOSSES = {
 }
 
 
-# Each way to sum and to average; `make test` has every second one.
-EVERY_LOSS = [pytest.param(name, marks=pytest.mark.exhaustive if i % 2 else ()) for i, name in enumerate(LOSSES)]
-
-
 @pytest.mark.sampled(1)
 @contestants.among(REPLICAS)
-@pytest.mark.parametrize("name", EVERY_LOSS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_by_hand_is_that_of_one_device(name, same_as_stock):
     def trained(contestant):
         strategy = start(contestant)
@@ -172,7 +168,6 @@ TOGETHER = {
     "the hardest triplets": hardest_triplets,
     "a likelihood of those at risk": cox,
 }
-SHOWN = ("a mean over what a mask leaves", "a weight by the largest", "CLIP", "VICReg", "a likelihood of those at risk")
 
 
 class Together(keras.Model):
@@ -211,9 +206,7 @@ def trained(contestant, make, epochs=2):
 
 @pytest.mark.thorough
 @contestants.among(REPLICAS)
-@pytest.mark.parametrize(
-    "name", [one if one in SHOWN else pytest.param(one, marks=pytest.mark.exhaustive) for one in TOGETHER]
-)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_what_several_examples_make_together_is_made_of_all_of_them(name, same_as_stock):
     same_as_stock(lambda contestant: trained(contestant, lambda: Together(TOGETHER[name])))
 

@@ -169,13 +169,7 @@ OF_UNKNOWN_LENGTH = [name for name in RESHUFFLED if name != "as many steps as ba
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize(
     ("name", "unknown_length"),
-    [
-        *((name, False) for name in RESHUFFLED),
-        *(
-            pytest.param(name, True, marks=() if number % 2 == 0 else pytest.mark.exhaustive)
-            for number, name in enumerate(OF_UNKNOWN_LENGTH)
-        ),
-    ],
+    [*((name, False) for name in RESHUFFLED), *((name, True) for name in OF_UNKNOWN_LENGTH)],
     ids=lambda value: value if isinstance(value, str) else "unknown length" if value else "known length",
 )
 def test_a_dataset_that_is_reshuffled_comes_in_the_orders_of_stock_keras(name, unknown_length, same_as_stock):

@@ -439,15 +439,8 @@ STOPS = {"to the end": None, "stopped": 1, "stopped at the end": 2}
 
 @pytest.mark.thorough
 @contestants.among(contestants.WHOLE_AND_PARTS)
-@pytest.mark.parametrize(
-    ("name", "stop"),
-    [
-        # In `make test` in turn.
-        pytest.param(name, stop, marks=() if (number + index) % 3 < 2 else pytest.mark.exhaustive)
-        for number, name in enumerate(HOOKS)
-        for index, stop in enumerate(STOPS)
-    ],
-)
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("name", HOOKS)
 def test_a_py_dataset_that_shuffles_in_its_hooks_gives_the_batches_of_stock_keras(name, stop, same_as_stock):
     def case(contestant):
         heard, found = [], []

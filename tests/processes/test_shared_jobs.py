@@ -251,7 +251,7 @@ print("TIMES", *found)
 ENGINES = {"multiworker": "sockets", "horovod": "Gloo"}
 
 
-# What they promise is written once, over a communicator; `make test` has one of them.
+# What they promise is written once, over a communicator, so that one of them shows it.
 @pytest.fixture(scope="module", params=["horovod", pytest.param("multiworker", marks=pytest.mark.exhaustive)])
 def job(request, tmp_path_factory):
     strategy = request.param
