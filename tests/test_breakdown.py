@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.profiling import breakdown, trace
 
-SECONDS = {"input": 0.05, "compute": 0.04, "communication": 0.03, "waiting": 0.02}
+SECONDS = {"input": 0.125, "compute": 0.1, "communication": 0.075, "waiting": 0.05}
 
 
 def test_the_synopsis_runs():

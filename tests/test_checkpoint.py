@@ -643,7 +643,7 @@ def early_stopping(folder):
 
 
 def reduce_on_plateau(folder):
-    return keras.callbacks.ReduceLROnPlateau("score", mode="min", factor=0.5, patience=2)
+    return keras.callbacks.ReduceLROnPlateau("score", mode="min", factor=0.5, patience=1, cooldown=2)
 
 
 def best_weights(folder):
@@ -707,7 +707,8 @@ class TestOtherCallbacks:
 
     def test_reduce_on_plateau_counts_on(self, both):
         unbroken, found = both
-        assert unbroken["rates"][23] == 2 * unbroken["rates"][24]  # two epochs after the best one
+        # One epoch after the best one, and not in the epochs of the cooldown, in the first of which the run is killed.
+        assert unbroken["rates"][17] == 2 * unbroken["rates"][18] == 2 * unbroken["rates"][-1]
         assert found["callbacks"][1] == unbroken["callbacks"][1]
         assert found["rates"] == unbroken["rates"]
 

@@ -598,7 +598,6 @@ def read_only(*folders):
 
 
 class TestReadiness:
-    @pytest.mark.thorough
     def test_what_is_not_says_why_and_the_one_command(self, tmp_path):
         path = without(tmp_path, "mpi4py", "horovod")
         done = run_code(READY, "-S", PYTHONPATH=path, https_proxy="http://proxy:1")

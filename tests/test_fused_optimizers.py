@@ -71,11 +71,20 @@ SLOW = {
     "adamax": lambda: optimizers.Adamax(0.01, beta_2=0.9999),
     "rmsprop": lambda: optimizers.RMSprop(0.01, rho=0.999, momentum=0.9),
     "nesterov": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),
-    "ftrl": lambda: optimizers.Ftrl(0.1),
+    "momentum": lambda: optimizers.SGD(0.01, momentum=0.9),
+    "centered rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "adadelta": lambda: optimizers.Adadelta(0.1),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+    "ftrl": lambda: optimizers.Ftrl(
+        0.1,
+        l1_regularization_strength=0.01,
+        l2_regularization_strength=0.02,
+        l2_shrinkage_regularization_strength=0.03,
+        beta=0.4,
+    ),
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-12)])
 @pytest.mark.parametrize("name", SLOW)
 def test_over_many_steps_a_kernel_stays_with_keras_whatever_the_decay(name, dtype, tolerance):

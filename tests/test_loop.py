@@ -331,6 +331,18 @@ def test_a_generator_is_not_read_on_after_a_verification_that_fails(method, monk
     assert drawn == at_the_end >= 2
 
 
+@pytest.mark.parametrize("steps", [None, 1, 3])
+def test_keras_cap_on_the_steps_of_an_epoch_holds_whatever_steps_are_asked_for(steps):
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    keras.config.set_max_steps_per_epoch(2)
+    try:
+        tfdist.strategy("single").fit(model, X[:8, :1], Y[:8], batch_size=2, steps_per_epoch=steps, verbose=0)
+    finally:
+        keras.config.set_max_steps_per_epoch(None)
+    assert int(model.optimizer.iterations) == min(steps or 2, 2)
+
+
 def test_on_one_core_nothing_is_autotuned_unless_the_user_asks_for_it():
     def autotunes(dataset):
         return adapters.make(adapters.request(dataset), seed=0).start(0, 0)._dataset.options().autotune.enabled

@@ -148,7 +148,6 @@ def test_units_that_do_not_divide_among_the_heads_are_refused():
         tfdist.models.build("transformer", zoo.TEXTS, units=10, heads=4)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["nbow", "textcnn", "bilstm", "transformer", "seq2seq"])
 def test_padding_changes_nothing(case):
     model, (x, _) = build(case), zoo.data(case, 4)

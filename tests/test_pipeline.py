@@ -287,7 +287,7 @@ def delayed(optimizer="adam", **compile_options):
     return model
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [

@@ -38,6 +38,8 @@ def test_parts_join_to_the_batch_and_each_is_within_one_example_of_its_proportio
     assert parts[0][1] > 0 or examples == 0
     for (begin, end), speed in zip(parts, speeds, strict=True):
         assert abs(end - begin - examples * speed / sum(speeds)) < 1
+    length = division.even_length(examples)
+    assert length is None or {end - begin for begin, end in parts} == {length}
     numbers = [
         tuple(map(int, division.part(tf.constant(examples), tf.constant(index)))) for index in range(len(speeds))
     ]

@@ -61,7 +61,7 @@ def test_it_is_equal_where_a_step_draws_and_normalizes(contestant):
     assert not trained(contestant, with_everything)[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(1)
 @on_one_machine
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_rule_of_the_partitioner_is_warned_of(name, contestant, monkeypatch):

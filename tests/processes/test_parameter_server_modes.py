@@ -4,6 +4,7 @@ import json
 import re
 import signal
 
+import keras
 import pytest
 
 import tfdist
@@ -12,6 +13,7 @@ from tests.processes.test_contract import BY_HAND, STEPS, USERS_STEPS, equality_
 from tests.processes.test_parameter_server import run_script
 from tfdist.core.centre_rules import Eamsgd, Easgd, walked
 from tfdist.errors import UsageError
+from tfdist.strategies import _parameter_server_modes
 
 SYNCHRONOUS = [
     "remainder 1",
@@ -380,6 +382,16 @@ def test_what_a_mode_cannot_train_is_refused_in_a_sentence(tmp_path):
 def test_options_that_do_not_belong_together_are_refused(options, told):
     with pytest.raises(UsageError, match=re.escape(told)):
         tfdist.strategy("parameter_server", **options)
+
+
+@pytest.mark.parametrize("name", ["asp", "ssp", "easgd"])
+def test_accumulated_gradients_are_refused_where_steps_of_two_workers_overlap(name):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    mode = _parameter_server_modes.Mode(name, {})
+    mode.settle(workers=2)
+    with pytest.raises(UsageError, match="accumulat"):
+        mode.check(model)
 
 
 NOT_FINITE = (
