@@ -99,7 +99,9 @@ def test_processes_meet_within_a_call_of_several_steps_too(steps_per_execution):
         keras.utils.set_random_seed(0)
         model = made()
         model.compile("sgd", "mse", steps_per_execution=steps)
-        fit(tfdist.strategy("local_sgd", outer="slowmo", sync_every=3, seed=1), model, epochs=2, shuffle=False)
+        watches = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+        strategy = tfdist.strategy("local_sgd", outer="slowmo", sync_every=3, seed=1)
+        fit(strategy, model, epochs=2, shuffle=False, callbacks=[watches])
         weights.append(model.get_weights())
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.contract import contestants
-from tests.contract.test_verify import PLANTED
+from tests.contract.test_verify import PLANTED, running_sum_of_each_part
 from tests.planted_rules import plant
 from tfdist.errors import DifferenceWarning
 
@@ -71,6 +71,33 @@ def test_a_wrong_rule_of_the_partitioner_is_warned_of(name, contestant, monkeypa
     assert "differs from that of one device" in said
     assert "a fault of tfdist" in said
     assert not trained(contestant, make, compare_first_step=False)[1]
+
+
+class LargestRunningSum(keras.metrics.Metric):
+    """What a metric computes of several examples together."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_max(tf.cumsum(tf.abs(y_true - y_pred), 0)))
+
+    def result(self):
+        return self.total
+
+
+@contestants.among({"custom": (2,)})
+def test_a_wrong_rule_is_warned_of_where_a_metric_alone_follows_it(contestant, monkeypatch):
+    plant("Cumsum", running_sum_of_each_part, monkeypatch)
+
+    def make():
+        model = network()
+        model.compile("sgd", "mse", metrics=[LargestRunningSum()])
+        return model
+
+    _, (said,) = trained(contestant, make)
+    assert "`largest/total` by" in said
 
 
 class Counts(layers.Layer):

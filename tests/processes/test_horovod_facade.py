@@ -92,21 +92,18 @@ def check_equal_to_one_process(results, names):
         assert results[name]["from_one_process"] < (1e-4 if name == "half_precision_on_the_wire" else 5e-6), name
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", QUICK)
 def test_the_weights_are_those_of_one_process_with_the_same_global_batches(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, [name])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_batches_of_different_sizes_give_the_weights_of_one_process_with_the_joined_batches(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, [name])
 
 
-@pytest.mark.thorough
 def test_horovods_own_rule_that_processes_count_alike_can_be_chosen(over):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
     check_equal_to_one_process(chief, ["different_sizes_plain_mean"])
@@ -132,20 +129,17 @@ TAPES = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", TAPES)
 def test_a_tape_gives_the_reduced_gradients_of_variables_of_keras(job, name):
     ranks, _, _ = job
     assert [rank["tapes"][name] for rank in ranks] == [TAPES[name]] * SIZE
 
 
-@pytest.mark.thorough
 def test_the_gradients_of_local_layers_stay_local(job):
     ranks, _, _ = job
     assert [rank["tapes"]["local"] for rank in ranks] == [[[[0.5]], [1.5]], [[[1.0]], [1.5]]]
 
 
-@pytest.mark.thorough
 def test_every_collective_takes_variables_of_keras(over):
     ranks, _, _ = over("gloo", *OVER["gloo"])
     expected = {
@@ -167,7 +161,6 @@ def test_every_collective_takes_variables_of_keras(over):
     assert [rank["collectives"] for rank in ranks] == [expected] * SIZE
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", ONLY_BETWEEN)
 def test_all_processes_have_the_same_weights(over, name):
     (chief, _), _, _ = over("gloo", *OVER["gloo"])
@@ -194,14 +187,12 @@ def test_over_mpi_every_case_gives_the_weights_of_one_process(over):
     assert all(chief[name]["between"] == 0 for name in ONLY_BETWEEN)
 
 
-@pytest.mark.thorough
 def test_an_overflow_in_one_process_skips_the_step_in_all(job):
     (chief, _), _, _ = job
     found = chief["loss_scaling_outside"]
     assert found["scale"] == found["in_one"] == 2.0  # halved once an epoch
 
 
-@pytest.mark.thorough
 def test_the_learning_rate_warms_up_batch_by_batch_and_then_follows_its_schedule(job):
     ranks, _, output = job
     warmup = [0.2 / SIZE * (1 + (SIZE - 1) * step / 8) for step in range(1, 9)]
@@ -211,7 +202,6 @@ def test_the_learning_rate_warms_up_batch_by_batch_and_then_follows_its_schedule
     assert output.count("Epoch 2: finished gradual learning rate warmup to 0.2.") == 1
 
 
-@pytest.mark.thorough
 def test_the_metrics_of_an_epoch_are_the_means_over_the_processes(job):
     ranks, _, _ = job
     losses = np.array([rank["callbacks"]["losses"] for rank in ranks])
@@ -220,7 +210,6 @@ def test_the_metrics_of_an_epoch_are_the_means_over_the_processes(job):
         np.testing.assert_allclose(rank["callbacks"]["history"]["loss"], losses.mean(axis=0), rtol=1e-12)
 
 
-@pytest.mark.thorough
 def test_values_cross_the_processes(over):
     ranks, _, _ = over("gloo", *OVER["gloo"])
     expected = {"allreduce": 0.5, "sum": [1, 2], "allgather": [0, 1], "broadcast": 8, "variable": 1.0, "size": 2}

@@ -13,6 +13,7 @@ from tests.processes.test_contract import BY_HAND, STEPS, USERS_STEPS, equality_
 from tests.processes.test_parameter_server import run_script
 from tfdist.core.centre_rules import Eamsgd, Easgd, walked
 from tfdist.errors import UsageError
+from tfdist.strategies import _parameter_server_clocks as clocks
 from tfdist.strategies import _parameter_server_modes
 
 SYNCHRONOUS = [
@@ -303,6 +304,16 @@ def test_two_workers_with_copies_bring_the_centre_to_what_is_sought(tmp_path, mo
     history = json.loads(said["HISTORY"])
     assert int(said["STEPS"]) == 5 * 81
     assert history["val_loss"][-1] < 0.2 * history["val_loss"][0] or history["val_loss"][-1] < 0.01
+
+
+@pytest.mark.parametrize("slack", [0, 2, 5])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_no_worker_begins_a_step_that_is_more_than_the_slack_ahead_of_the_slowest(slack, steps):
+    slowest, ahead = clocks.Clock(done=10, running="a closure"), clocks.Clock(done=10)
+    while clocks.next_clock([slowest, ahead], steps, slack) is ahead:
+        ahead.done += steps
+    # The last step that it took began when it had done `slack` steps more than the slowest, at most.
+    assert ahead.done - 1 - slowest.done <= slack < ahead.done + steps - 1 - slowest.done
 
 
 @pytest.mark.thorough

@@ -8,8 +8,6 @@ import pytest
 from tests.processes.jobs import launched, require_horovod, require_mpi, train
 from tests.processes.test_contract import EQUALITY, equality_cases, run_together
 
-pytestmark = pytest.mark.thorough
-
 # One of each kind: by a kernel, by products, several exchanges within an update, sparse rows, own steps.
 QUICK = [
     "adam",
@@ -189,6 +187,7 @@ def together(strategy, shard, workers, *tests, cwd):
 
 
 # Of the other pairs, gradients are divided in the next tests; all are among `test_all_cases_of_equality`.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "shard"),
     [
@@ -232,6 +231,7 @@ def test_each_process_holds_its_share_and_a_run_of_two_is_continued_by_three_and
     assert trained(tmp_path, 1, "single", "also kept", "4") == ([everything], everything)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
     (tmp_path / "script.py").write_text(REFUSED)
     done = launched("--workers", "2", "--verbose", "script.py", cwd=tmp_path, timeout=240)
@@ -241,12 +241,14 @@ def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
         assert any(part in sentence for sentence in told), told
 
 
+@pytest.mark.thorough
 def test_optimizers_and_layers_of_ones_own_are_those_of_one_device(tmp_path):
     (tmp_path / "script.py").write_text(OF_ONES_OWN)
     done = launched("--workers", "2", "--verbose", "script.py", cwd=tmp_path, timeout=240)
     assert len(re.findall("EQUAL", done.stdout)) == 2 * 6, (done.stdout + done.stderr)[-4000:]
 
 
+@pytest.mark.thorough
 def test_an_unknown_kind_and_collectives_of_tensorflow_are_refused_with_a_sentence(tmp_path):
     ring = ["--shard", "optimizer", "--communication", "ring"]
     for options, part in ((["--shard", "weights"], "weights"), (ring, "collectives")):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.processes import test_any_model, test_communicators, test_data
-from tests.processes.jobs import RunningJob, Several, require_horovod
+from tests.processes.jobs import Several, require_horovod
 
 # Both processes pass what is equal, and both end with the same sentence on what is not.
 VERIFIES = """
@@ -307,12 +307,50 @@ def test_the_state_of_a_model_travels_once_at_a_start_and_at_a_resume(job):
     assert printed[0] in ("TIMES 1 1 2 2\n", "TIMES 1 1 2 1\n")
 
 
-def test_so_they_do_over_tensorflows_own_collectives(tmp_path):
-    (tmp_path / "script.py").write_text(VARIABLES)
-    with RunningJob("--log-dir", "logs", "script.py", "multiworker", "communication=ring", cwd=tmp_path) as started:
-        code, out, err = started.end()
-    assert code == 0, err
-    assert "ALL RIGHT" in out
+# Gradients travel as bfloat16, of three digits. The metric begins at another number than zero, which counts once.
+METRICS = """
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def reset_state(self):
+        self.total.assign(5.0)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign(tf.maximum(self.total, tf.reduce_max(tf.abs(y_true - y_pred))))
+
+    def result(self):
+        return self.total
+
+
+x = np.linspace(0.1, 0.9, 8, dtype="float32")[:, np.newaxis] ** 3
+with strategy.scope():
+    centred = keras.layers.Lambda(lambda values: values - tf.reduce_mean(values, axis=0))
+    model = keras.Sequential([keras.Input((1,)), centred, keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mse", Largest()], jit_compile=False)
+found = strategy.fit(model, x, 0 * x - 1, batch_size=8, verbose=0).history
+expected = np.mean((x - x.mean() + 1) ** 2)
+assert abs(found["loss"][0] - expected) < 1e-6 and abs(found["mse"][0] - expected) < 1e-6, (found, expected)
+assert found["largest"] == [5.0], found
+print("METRICS RIGHT")
+"""
+
+
+@pytest.fixture(scope="module", params=[["multiworker", "communication=ring"], ["horovod"]], ids=["ring", "horovod"])
+def compressed(request, tmp_path_factory):
+    if request.param == ["horovod"]:
+        require_horovod()
+    scripts = {"all": (VARIABLES + METRICS, [*request.param, "compression=bf16"])}
+    return Several(tmp_path_factory.mktemp("compressed"), scripts).printed("all")
+
+
+def test_so_they_do_over_tensorflows_own_collectives_and_compressed(compressed):
+    assert ["ALL RIGHT" in printed for printed in compressed] == [True] * 2
+
+
+def test_gradients_alone_are_narrowed_and_what_a_metric_begins_with_counts_once(compressed):
+    assert ["METRICS RIGHT" in printed for printed in compressed] == [True] * 2
 
 
 @pytest.mark.thorough
