@@ -5,11 +5,12 @@ MODEL ?= cnn
 DATASET ?= digits
 ARGS ?=
 TESTS ?= tests
+COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
 
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env horovod train test test-all test-gpu lint docs bench clean
+.PHONY: env horovod train test test-seventh test-all test-gpu lint docs bench clean
 
 env: $(VENV)/.installed
 
@@ -27,15 +28,20 @@ endif
 train: env
 	$(BIN)/python -m tfdist.train --strategy $(STRATEGY) --model $(MODEL) --dataset $(DATASET) $(ARGS)
 
+# Of all tests the quick ones; of those that TESTS names the thorough ones too.
 test: horovod
-	scripts/run_tests.sh $(BIN)/python "not thorough" $(TESTS)
+	scripts/run_tests.sh $(BIN)/python "$(if $(filter tests,$(TESTS)),not thorough and )not exhaustive" $(TESTS)
+
+# One seventh of what `make test` leaves out, which follows from the commit.
+test-seventh: horovod
+	scripts/run_tests.sh $(BIN)/python "thorough and not exhaustive" $(TESTS) --seventh-of $(COMMIT)
 
 # Needs TensorFlow's CUDA libraries: `pip install tensorflow[and-cuda]` of the version in requirements.lock.
 test-gpu: horovod
-	$(BIN)/python -m pytest --gpu -m "not thorough" tests/contract tests/gpu
+	$(BIN)/python -m pytest --gpu -m "not exhaustive" tests/contract tests/gpu
 
 test-all: horovod
-	scripts/run_tests.sh $(BIN)/python "thorough or not thorough" $(TESTS)
+	scripts/run_tests.sh $(BIN)/python "exhaustive or not exhaustive" $(TESTS)
 
 lint: env
 	$(BIN)/ruff check .

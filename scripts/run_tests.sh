@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests whose marks match EXPRESSION, such as "not thorough"; see `markers` in pyproject.toml.
+# Runs the tests whose marks match EXPRESSION, such as "not exhaustive"; see `markers` in pyproject.toml.
 # Usage: scripts/run_tests.sh PYTHON EXPRESSION [PATH ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."

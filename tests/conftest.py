@@ -12,6 +12,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import hypothesis
 import pytest
 
+from tests import selection
 from tfdist import startup
 
 startup.require_tensorflow_backend()
@@ -72,6 +73,16 @@ def use_gpus():
 
 
 def pytest_collection_modifyitems(config, items):
+    """Chooses by `tests/selection.py`, and skips what this machine cannot run."""
+    selection.mark_samples(items)
+    if commit := config.getoption("--seventh-of"):
+        chosen = selection.in_seventh(items, commit)
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
+    skip_without_gpu(config, items)
+
+
+def skip_without_gpu(config, items):
     """With `--gpu` all tests need a GPU, and those in `tests/gpu` need `--gpu`."""
     asked = config.getoption("--gpu")
     if asked and tf.config.list_physical_devices("GPU"):
@@ -83,6 +94,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_addoption(parser):
+    parser.addoption("--seventh-of", metavar="COMMIT", help="run one seventh of the thorough tests, as CI does")
     parser.addoption("--gpu", action="store_true", help="run the tests on the GPUs of this machine")
     parser.addoption(
         "--strategies",

@@ -89,6 +89,7 @@ def test_what_cannot_be_predicted_is_one_sentence_and_a_hint(options, sentence):
     assert sentence in found.output and "hint:" in found.output
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_machines_on_a_described_link_are_predicted_from_real_steps(tmp_path):
     options = ["--batch-size", "64", "--workers", "2..3", "--link", "10Gbit", "--latency", "50us"]
@@ -99,12 +100,14 @@ def test_machines_on_a_described_link_are_predicted_from_real_steps(tmp_path):
     assert "parameter_server" in (tmp_path / "curves.svg").read_text()
 
 
+@pytest.mark.thorough
 def test_a_large_model_is_measured_with_few_steps_and_a_small_one_with_many(tmp_path):
     work = measured.Work({"model": "mlp", "dataset": "digits"}, 64, 1347, tuple(sorted(os.sched_getaffinity(0))))
     assert work.steps == measured.PROBED_STEPS
     assert work.with_steps_for(tmp_path).steps == measured.MOST_STEPS
 
 
+@pytest.mark.thorough
 def test_options_that_do_not_train_are_told_with_the_error_of_the_training():
     options = ["--model-option", "colour=red", "--workers", "2", "--link", "10Gbit", "--latency", "50us"]
     found = CliRunner().invoke(advise.command, [*WORK, *options])

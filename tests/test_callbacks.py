@@ -577,6 +577,7 @@ class TestInTfdistsLoop:
         with open(tmp_path / "log.csv", encoding="utf-8") as file:
             assert [float(row["loss"]) for row in csv.DictReader(file)] == pytest.approx(history["loss"])
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("name", ["single", "custom", "mirrored"])
     def test_the_warmup_is_stock_keras(self, name):
         def weights(model):

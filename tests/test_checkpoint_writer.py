@@ -59,6 +59,7 @@ class Release(AtStep):
         self.after()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["single", "custom"])
 def test_the_file_holds_the_state_of_its_step_though_the_training_went_on_meanwhile(strategy, tmp_path, monkeypatch):
     run(strategy, [Checkpoint(tmp_path / "free", every_steps=3, keep=9), Pass(5)])
@@ -72,6 +73,7 @@ def test_the_file_holds_the_state_of_its_step_though_the_training_went_on_meanwh
             np.testing.assert_array_equal(one.value, other.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["single", None])
 def test_a_training_that_ends_has_written_its_last_checkpoint(strategy, tmp_path, monkeypatch):
     disk = HeldDisk(monkeypatch)
@@ -89,6 +91,7 @@ def test_an_error_leaves_the_training_once_the_checkpoint_is_written(tmp_path, m
     assert names(tmp_path) == ["step-00000003.ckpt"]
 
 
+@pytest.mark.thorough
 def test_a_write_that_fails_ends_the_training_at_the_next_save_at_the_latest(tmp_path, monkeypatch):
     disk = HeldDisk(monkeypatch, OSError(28, "No space left on device"))
     keep = Checkpoint(tmp_path, every_steps=2, every_epochs=None)
@@ -118,6 +121,7 @@ run(callbacks=[Checkpoint(sys.argv[1])], epochs=3)
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_as_it_writes_leaves_the_checkpoint_before(tmp_path):
     ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -153,6 +157,7 @@ with process_exit.closed_by(lambda status, reason: None):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grace_seconds", "left"),
     [(None, ["whole"]), ("4", ["whole"]), ("0.4", [])],

@@ -25,6 +25,7 @@ def tfdist(*arguments, cwd, timeout=300):
     )
 
 
+@pytest.mark.thorough
 def test_two_strategies_are_measured_in_turns_and_reported(tmp_path):
     options = ["--strategies", "single,custom", *FEW, "--repeats", "2", "--learning-rate", "0.01", "--out", "study"]
     options += ["--data-dir", str(tmp_path)]  # which is kept in the study as text; `digits` has no files
@@ -58,6 +59,7 @@ def build(spec):
 """
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_stands_in_the_report_and_is_made_again_when_the_study_is_taken_up(tmp_path):
     (tmp_path / "own.py").write_text(FAILS_ONCE)
     options = ["--strategies", "single,custom", "--model", "own:build", *FEW[2:], "--repeats", "1", "--out", "study"]
@@ -73,6 +75,7 @@ def test_a_run_that_fails_stands_in_the_report_and_is_made_again_when_the_study_
     assert "failed" not in (tmp_path / "study" / "report.md").read_text()
 
 
+@pytest.mark.thorough
 def test_a_run_that_takes_too_long_is_ended_with_its_processes(tmp_path):
     # It answers a request to end with exit code 0, and has failed all the same.
     waits = "import os, signal, time\n\ndef build(spec):\n    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
@@ -85,6 +88,7 @@ def test_a_run_that_takes_too_long_is_ended_with_its_processes(tmp_path):
     assert found["error"].startswith("It was ended after 12 s.") and found["wall_seconds"] < 40
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_and_says_nothing_is_told_by_its_exit_code(tmp_path):
     (tmp_path / "own.py").write_text(
         "import os, signal\n\ndef build(spec):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -123,7 +127,7 @@ def bounds(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_dataset_that_takes_its_time_for_each_batch_bounds_the_training(tmp_path):
     (tmp_path / "own.py").write_text(SLOW)
     done = tfdist("compare", *INPUTS, "--model", "mlp", "--dataset", "own:load", cwd=tmp_path)
@@ -134,7 +138,7 @@ def test_a_dataset_that_takes_its_time_for_each_batch_bounds_the_training(tmp_pa
     assert load_record(runs / "mlp-own.load-32-synthetic-single-1" / "round-0").dataset.input == "synthetic"
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_digits_in_memory_do_not_bound_the_training_of_a_cnn(tmp_path):
     done = tfdist("compare", *INPUTS, "--model", "cnn", "--dataset", "digits", cwd=tmp_path)
@@ -146,6 +150,7 @@ def test_digits_in_memory_do_not_bound_the_training_of_a_cnn(tmp_path):
 ONE = ("--strategies", "single", "--model", "mlp", "--dataset", "digits")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -100,6 +100,7 @@ def test_both_streams_may_be_closed():
     assert run_with_stdout(">&- 2>&-", "-c", GOES_ON).returncode == 0
 
 
+@pytest.mark.sampled(4)
 @NOT_TAKEN
 @pytest.mark.parametrize(
     "command", [("tfdist.world",), ("tfdist.launch", "--emit", "slurm", "x.py"), ("tfdist.train", "--help")]
@@ -112,7 +113,7 @@ def test_a_program_that_is_there_for_its_output_fails_in_a_sentence_where_nobody
     )
 
 
-@pytest.mark.thorough  # as the quick ones above, in a whole training
+@pytest.mark.exhaustive  # as the quick ones above, in a whole training
 @NOT_TAKEN
 def test_a_training_goes_on_where_nobody_takes_what_it_shows(tmp_path, where, reason):
     options = ["--strategy", "single", "--model", "mlp", "--dataset", "digits", "--epochs", "1"]

@@ -176,6 +176,7 @@ def test_a_limit_that_cannot_be_kept_is_refused(limit):
 # Pipelines
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in_order"])
 @pytest.mark.parametrize("examples", [24, 25, 31, 3, 1])
 def test_every_example_comes_once_and_global_batches_are_the_same_for_any_number_of_ranks(examples, shuffle):
@@ -345,6 +346,7 @@ def test_an_error_inside_the_users_module_comes_through(working_folder):
 # TensorFlow Datasets: prepared files
 
 
+@pytest.mark.sampled(1)
 @needs_prepared_files
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
 def test_prepared_files_are_read_without_a_lock_a_network_or_a_trace(name, monkeypatch, capfd):
@@ -364,6 +366,7 @@ def test_prepared_files_are_read_without_a_lock_a_network_or_a_trace(name, monke
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.thorough
 @needs_prepared_files
 def test_validation_is_the_last_5000_stored_training_examples_and_pixels_are_bytes_over_255():
     import tensorflow_datasets as tfds
@@ -562,6 +565,7 @@ def file_server(files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
+@pytest.mark.thorough
 def test_of_two_processes_one_downloads_and_the_other_waits_for_it(tmp_path):
     files = idx_files()
     images = files["/t10k-images-idx3-ubyte.gz"]
@@ -590,6 +594,7 @@ def test_a_download_that_is_refused_is_one_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_download_that_fails_midway_is_one_error_and_leaves_nothing_that_looks_prepared(tmp_path):
     images = idx_files()["/t10k-images-idx3-ubyte.gz"]
     checksum = hashlib.sha256(images).hexdigest()

@@ -63,6 +63,10 @@ class TestTheOrder:
             assert sorted(shuffled[begin : begin + 8]) == sorted(in_order[begin : begin + 8])
         assert (shuffled != in_order).mean() > 0.5
 
+    def test_shuffles_each_block_in_a_way_of_its_own(self):
+        blocks = order.order_by_file(np.array([0, 80]), 8, 1, 0)[:].reshape(10, 8) % 8
+        assert len({tuple(block) for block in blocks}) == 10
+
     def test_needs_the_memory_of_a_buffer(self):
         tracemalloc.start()
         starts = np.arange(0, 10**9 + 1, 10**6)
@@ -104,6 +108,7 @@ def source_of(records, cache="off", **options):
 
 
 class TestRecords:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("augment", ["none", "crop_flip"])
     @pytest.mark.parametrize("cache", ["off", "disk", "memory"])
     def test_give_the_same_global_batches_to_any_number_of_ranks(self, records, cache, augment):

@@ -30,6 +30,7 @@ def test_help_answers_without_tensorflow(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.thorough
 @needs("camvid")
 def test_the_pipeline_of_files_is_shown_stage_by_stage_with_its_bound_and_a_picture(tmp_path):
     options = ["--data-option", "cache=off", "--data-option", "size=90,120", "--augment", "crop_flip"]
@@ -44,12 +45,14 @@ def test_the_pipeline_of_files_is_shown_stage_by_stage_with_its_bound_and_a_pict
     assert len(np.unique(np.asarray(Image.open(tmp_path / "sheet.png").convert("L")))) > 100
 
 
+@pytest.mark.thorough
 def test_the_pipeline_of_memory_is_shown(tmp_path):
     done = run("--dataset", "digits", "--seconds", 0.2, "--split", "test", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "gather" in done.stdout and "test 300" in done.stdout and (tmp_path / "examples.png").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", TASKS)
 def test_examples_of_every_task_are_drawn(tmp_path, task):
     source = tfdist.data.load("synthetic", task=task, train=30)

@@ -67,12 +67,14 @@ BUDGETS = pytest.mark.parametrize("budget", [None, 0, 1 << 30], ids=["on the hos
 
 
 class TestAModelSees:
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
     def test_the_same_in_a_pipeline(self, augment):
         assert_same(in_a_pipeline(of_bytes(), augment=augment), in_a_pipeline(of_floats(), augment=augment), 0)
         last = {"augment": augment, "first_batch": 4}
         assert_same(in_a_pipeline(of_bytes(), **last), in_a_pipeline(of_floats(), **last), 0)
 
+    @pytest.mark.sampled(1)
     @BUDGETS
     @pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
     def test_the_same_in_the_graph_of_a_training(self, augment, budget):
@@ -90,6 +92,7 @@ class TestAModelSees:
         seen = in_a_graph(of_bytes().for_autoencoding(), budget)
         assert_same(seen, in_a_graph(of_floats().for_autoencoding()), 0)
 
+    @pytest.mark.sampled(2)
     @BUDGETS
     @pytest.mark.parametrize("augment", ["none", "crop_flip"])
     def test_the_same_masks(self, augment, budget):
@@ -101,6 +104,7 @@ class TestAModelSees:
         seen = in_a_graph(source(np.uint8), budget, augment=augment)
         assert_same(seen, in_a_graph(source(np.int32), augment=augment), 0)
 
+    @pytest.mark.thorough
     def test_the_same_of_a_reader_by_number(self):
         spec = DataSpec("mine", "classification", (9, 7, 3), 3, {"train": EXAMPLES})
 
@@ -119,11 +123,13 @@ class TestAModelSees:
 
 
 class TestATraining:
+    @pytest.mark.sampled(1)
     @BUDGETS
     @pytest.mark.parametrize(("name", "devices"), [("single", "CPU:1"), ("custom", ["CPU:1", "CPU:2"])])
     def test_ends_with_the_same_weights(self, name, devices, budget):
         assert_same(trained(of_bytes(), name, devices, budget), trained(of_floats(), name, devices, None), 0)
 
+    @pytest.mark.thorough
     def test_that_is_resumed_within_an_epoch_ends_with_the_same_weights(self, tmp_path):
         with pytest.raises(InterruptionError):
             trained(of_bytes(), "custom", 2, 0, callbacks=[Checkpoint(tmp_path, every_steps=2), Interrupts()])

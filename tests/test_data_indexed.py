@@ -38,6 +38,7 @@ def test_the_synopsis_of_the_module_runs():
     assert result.attempted and not result.failed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("augment", ["none", "crop_flip"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_examples_that_are_read_by_number_are_those_of_memory(augment, world_size):
@@ -61,6 +62,7 @@ def test_a_look_at_the_first_batches_reads_no_others():
     assert [len(x) for x, _ in first] == [4, 4] and len(read) == 8
 
 
+@pytest.mark.thorough
 def test_training_on_examples_that_are_read_gives_the_weights_of_training_in_memory():
     weights = []
     for data, replicas in ((pictures(), 1), (indexed_of(pictures()), 1), (indexed_of(pictures()), 2)):
@@ -104,7 +106,7 @@ def test_the_order_of_a_billion_examples_and_its_parts_take_few_megabytes():
     assert found["peak of the process, MiB"] < 200
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_batches_of_a_billion_examples_are_read_from_any_step_in_little_memory():
     found = large_order.measure("source", BILLION)
     assert found["added by the source, MiB"] < 200

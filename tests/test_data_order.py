@@ -197,6 +197,7 @@ def test_parts_of_all_ranks_make_the_batches_from_any_step_to_any_other(batch_si
 # What uses a computed order
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at_once", [1, 1 << 16])
 @pytest.mark.parametrize("augment", ["none", "crop_flip"])
 def test_computed_batches_are_the_same_for_any_number_of_ranks_and_from_any_batch(

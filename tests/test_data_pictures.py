@@ -262,6 +262,7 @@ def test_coco_files_that_do_not_fit_are_refused(tmp_path):
 # Streaming
 
 
+@pytest.mark.sampled(1)
 @needs("camvid")
 @pytest.mark.parametrize("augment", ["none", "crop_flip"])
 def test_streamed_batches_are_those_of_memory(augment):
@@ -270,6 +271,7 @@ def test_streamed_batches_are_those_of_memory(augment):
     assert_same_batches(batches_of_ranks(streamed, 4, 1, augment=augment, epoch=1), expected)
 
 
+@pytest.mark.sampled(1)
 @needs("camvid")
 @pytest.mark.parametrize("augment", ["none", "resized_crop"])
 def test_what_is_kept_on_the_disk_is_what_was_decoded(some_camvid, augment, tmp_path_factory, monkeypatch):
@@ -306,6 +308,7 @@ def test_where_examples_are_kept_follows_from_their_size(monkeypatch):
     assert data.limit(9).cache_of("train") == "off"
 
 
+@pytest.mark.thorough
 @needs("camvid")
 def test_crops_of_whole_pictures_are_the_same_for_any_number_of_ranks_and_from_any_batch():
     data = camvid(FILES / "camvid", 10, size=(45, 60), cache="off")
@@ -325,6 +328,7 @@ def test_every_file_comes_once_also_where_a_rank_has_no_part_of_the_last_batch(f
     assert Counter(np.concatenate([y for batches in ranks for y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
 
 
+@pytest.mark.thorough
 def test_batches_of_files_are_whole_where_the_last_part_of_a_rank_is_shorter_or_longer(folder_of_classes):
     for name in ("dark", "grey", "light"):
         shutil.copy(folder_of_classes / "train" / name / "0.png", folder_of_classes / "train" / name / "4.png")
@@ -338,6 +342,7 @@ def test_batches_of_files_are_whole_where_the_last_part_of_a_rank_is_shorter_or_
     assert_same_batches(batches_of_ranks(data, 4, 5), batches_of_ranks(data, 4, 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("replicas_of_a_rank", [1, 2])
 def test_a_rank_reads_only_what_its_replicas_take_of_a_global_batch(folder_of_classes, replicas_of_a_rank):
     data = tfdist.data.load("image_folder", folder_of_classes, cache="off", size=(4, 4))
@@ -369,6 +374,7 @@ def test_a_rank_reads_its_proportion_of_a_global_batch(folder_of_classes):
     assert labels == whole[1].tolist()
 
 
+@pytest.mark.thorough
 def test_a_computed_order_of_files_is_the_same_for_any_number_of_ranks_and_from_any_batch(
     folder_of_classes, monkeypatch
 ):
@@ -399,6 +405,7 @@ def test_ranks_can_have_whole_files(folder_of_classes):
     assert Counter(np.concatenate([y for batches in ranks for _, y in batches]).tolist()) == {0: 4, 1: 4, 2: 4}
 
 
+@pytest.mark.thorough
 @needs("camvid")
 def test_training_on_files_gives_the_weights_of_training_in_memory_on_any_number_of_replicas():
     weights = []
@@ -447,6 +454,7 @@ def test_a_bad_file_is_named(some_camvid, what):
     assert "`--on-bad-example skip`" in caught.value.hint
 
 
+@pytest.mark.thorough
 @needs("camvid")
 def test_bad_files_are_left_out_and_counted(some_camvid):
     good = tfdist.data.load("segmentation_folder", some_camvid, validation=None, test=None).arrays("train")[1]
@@ -460,6 +468,7 @@ def test_bad_files_are_left_out_and_counted(some_camvid):
     np.testing.assert_array_equal(left, good[[0, 1, 2, 7, 8, 9]])
 
 
+@pytest.mark.thorough
 def test_leaving_out_bad_files_does_not_start_tensorflow(folder_of_classes):
     (folder_of_classes / "train" / "grey" / "1.png").write_bytes(b"no picture")
     code = (
@@ -472,6 +481,7 @@ def test_leaving_out_bad_files_does_not_start_tensorflow(folder_of_classes):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(1)
 @needs("camvid")
 @pytest.mark.parametrize("what", ["truncated", "label_outside"])
 def test_a_bad_file_is_named_when_training_meets_it(some_camvid, what):

@@ -76,6 +76,7 @@ def assert_same_batches(found: list, expected: list) -> None:
 # Augmentation
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["crop_flip", "resized_crop"])
 def test_augmented_examples_are_the_same_for_any_number_of_ranks_and_in_the_loop(name):
     data = pictures()
@@ -156,6 +157,7 @@ def test_an_augmentation_that_there_is_not_or_that_examples_cannot_have_is_refus
 # Resuming, options
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["none", "crop_flip"])
 @pytest.mark.parametrize("first_batch", [1, 3])
 def test_a_pass_can_begin_at_any_batch(name, first_batch):

@@ -49,7 +49,8 @@ def cifar(count: int, classes: int) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("classes", [100, pytest.param(10, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("classes", [100, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_cifar_comes_decoded(tmp_path, classes):
     prepare_small(f"cifar{classes}", tmp_path, {"train": cifar(5020, classes), "test": cifar(10, classes)})
     data = tfdist.data.load(f"cifar{classes}", tmp_path)
@@ -97,6 +98,7 @@ def pets(count: int) -> list[dict]:
     return [{"file_name": str(n), "image": picture(n % 10), "segmentation_mask": mask, **facts} for n in range(count)]
 
 
+@pytest.mark.thorough
 def test_pets_have_masks_of_three_classes_from_0(tmp_path):
     prepare_small("oxford_iiit_pet", tmp_path, {"train": pets(10), "test": pets(4)})
     data = tfdist.data.load("oxford_iiit_pet", tmp_path, size=(20, 25))

@@ -59,26 +59,23 @@ ALONE = ("single", "CPU:0")
 
 WHERE = dict(zip(("single", "custom", "mirrored", "alone"), (*STRATEGIES, ALONE), strict=True))
 DATA = {"even": pictures(48), "uneven": pictures(41), "tokens": sentences(42)}
-# In `make test` each strategy has some of the data, in turn.
-EACH_ON_EACH = [
-    pytest.param(strategy, data, marks=() if (number + index) % 3 == 0 else pytest.mark.thorough)
-    for number, strategy in enumerate(WHERE)
-    for index, data in enumerate(DATA)
-]
 
 
 class TestTheResultDoesNotDependOnWhereTheArraysAre:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
-    @pytest.mark.parametrize(("strategy", "data"), EACH_ON_EACH)
+    @pytest.mark.parametrize("data", DATA)
+    @pytest.mark.parametrize("strategy", WHERE)
     def test_of_a_training(self, strategy, data, budget):
         (name, devices), data = WHERE[strategy], DATA[data]
         # The last batch of 41 has one example, fewer than there are replicas.
         assert_same(trained(name, devices, budget, data), trained(name, devices, READ_WHERE_THEY_ARE, data), 1e-6)
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
     @pytest.mark.parametrize(
         ("name", "devices"),
-        [pytest.param(*STRATEGIES[0], marks=pytest.mark.thorough), STRATEGIES[1]],
+        STRATEGIES[:2],
         ids=["single", "custom"],
     )
     def test_of_a_training_that_is_resumed_within_an_epoch(self, name, devices, budget, tmp_path):
@@ -88,6 +85,7 @@ class TestTheResultDoesNotDependOnWhereTheArraysAre:
         resumed = trained(name, devices, budget, data, callbacks=[Checkpoint(tmp_path, resume=True)])
         assert_same(resumed, trained(name, devices, READ_WHERE_THEY_ARE, data), 1e-6)
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("budget", [PREFETCHED, RESIDENT], ids=["prefetched", "resident"])
     def test_of_epochs_that_are_parts_of_a_pass_with_sample_weights_and_steps_of_the_users_length(self, budget):
         data = (*pictures(50), np.linspace(0.5, 2, 50).astype("float32"))
@@ -150,11 +148,13 @@ def trained_on_feed(source, devices, budget, batch_size=6, **fit):
 
 @pytest.mark.parametrize("source_of", [of_files, of_reader])
 class TestWhatThisProcessReadsIsSentAhead:
+    @pytest.mark.thorough
     @pytest.mark.parametrize("devices", [["CPU:1"], 3], ids=str)
     def test_and_the_result_is_the_same(self, source_of, folder, devices):
         sent_ahead = trained_on_feed(source_of(folder), devices, PREFETCHED)
         assert_same(sent_ahead, trained_on_feed(source_of(folder), devices, READ_WHERE_THEY_ARE), 1e-6)
 
+    @pytest.mark.thorough
     def test_also_in_a_run_that_is_resumed_within_an_epoch(self, source_of, folder, tmp_path):
         source, devices = source_of(folder), ["CPU:1", "CPU:2"]
         callbacks = [Checkpoint(tmp_path, every_steps=2), Interrupts()]
@@ -163,6 +163,7 @@ class TestWhatThisProcessReadsIsSentAhead:
         resumed = trained_on_feed(source, devices, PREFETCHED, callbacks=[Checkpoint(tmp_path, resume=True)])
         assert_same(resumed, trained_on_feed(source, devices, READ_WHERE_THEY_ARE), 1e-6)
 
+    @pytest.mark.thorough
     def test_so_that_nothing_crosses_in_a_step(self, source_of, folder):
         devices = ["CPU:1", "CPU:2"]
         sent = _crossing(lambda: trained_on_feed(source_of(folder), devices, PREFETCHED, 5))
@@ -228,6 +229,7 @@ class TestWhatCrossesToADevice:
         assert _data_to(sent, "CPU:1") == ["GatherV2", "GatherV2_1"]  # x and y
         assert _data_to(sent, "CPU:2") == ["GatherV2_2", "GatherV2_3"]
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize(("name", "devices"), STRATEGIES[:2], ids=["single", "custom"])
     def test_in_a_step_on_prefetched_parts_is_nothing_that_the_step_would_wait_for(self, name, devices):
         sent = _sent(name, devices, PREFETCHED)
@@ -247,6 +249,7 @@ class TestWhatCrossesToADevice:
         assert _data_to(sent, "CPU:1") == ["strided_slice"]
         assert _data_to(sent, "CPU:2") == ["strided_slice_1"]
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("budget", [READ_WHERE_THEY_ARE, PREFETCHED, RESIDENT])
     def test_from_another_one_are_weights_gradients_counts_and_the_part_of_a_mask(self, budget):
         sent = _sent("custom", ["CPU:1", "CPU:2"], budget)
@@ -258,6 +261,7 @@ class TestWhatCrossesToADevice:
         # Terms of two sums: the correct examples, and the loss times the examples.
         assert sorted(name.partition("_")[0] for name in sums) == ["Sum", "mul"]
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("budget", [READ_WHERE_THEY_ARE, PREFETCHED, RESIDENT])
     def test_back_to_the_host_within_a_step_is_nothing(self, budget):
         # The loop's condition and the watch for NaN among them: a GPU would have to be waited for at each step.

@@ -153,6 +153,7 @@ class TestPackages:
 
 
 class TestEngines:
+    @pytest.mark.thorough
     def test_what_cannot_be_loaded_or_dies_is_told_and_nothing_else_ends(self, tmp_path):
         (tmp_path / "mpi4py").mkdir()
         (tmp_path / "mpi4py" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
@@ -183,6 +184,7 @@ class TestEngines:
         )
         assert "`KERAS_BACKEND` is `torch`" in found
 
+    @pytest.mark.thorough
     def test_a_module_that_hides_the_installed_one_is_told(self, tmp_path):
         call = "engines.of_tensorflow(engines.loaded('tensorflow'))"
         metadata(tmp_path, "keras", "3.15.9")
@@ -203,6 +205,7 @@ class TestEngines:
         assert mpi.startswith("mpi4py is not installed") and mpi.endswith("| pip install 'tfdist[mpi]'")
         assert horovod.startswith("horovod is not installed") and horovod.endswith("| make horovod")
 
+    @pytest.mark.thorough
     def test_an_mpi4py_without_its_library_is_told(self):
         call = "engines.of_mpi(engines.loaded('mpi4py'))"
         pytest.importorskip("mpi4py")
@@ -279,6 +282,7 @@ class TestGpus:
         folder = tmp_path_factory.mktemp("gpus")
         return program(folder, "nvidia-smi", f"{self.LISTED}; echo 'GPU 1: NVIDIA H100 (UUID: GPU-2)'")
 
+    @pytest.mark.thorough
     def test_those_that_tensorflow_does_not_see_are_told_with_its_cuda_libraries(self, path):
         shown = ("env", "--unset=CUDA_VISIBLE_DEVICES")
         first, nccl = told(ask("gpus", inside=shown, PATH=path), "problem")
@@ -605,16 +609,19 @@ class TestReadiness:
         assert {one[1] for one in not_ready.values()} == {"export no_proxy=localhost"}
         assert set(not_ready) == {"multiworker", "parameter_server"}
 
+    @pytest.mark.thorough
     def test_what_is_measured_and_fails_is_not_ready(self):
         tried = "Tried('sockets', 'multiworker', None, 'they did not end', 'do this')"
         done = run_code(f"{IMPORTS}print(readiness.of('multiworker', [{tried}]))")
         assert "add up over sockets: they did not end', command='do this'" in done.stdout
 
+    @pytest.mark.thorough
     def test_few_open_files_keep_those_of_several_processes_from_running(self):
         few = ("prlimit", "--nofile=100:100") if shutil.which("prlimit") else pytest.skip("there is no `prlimit`")
         code = f"{IMPORTS}print([readiness.of(name).ready for name in ('single', 'multiworker')])"
         assert "[True, False]" in run_code(code, inside=few).stdout
 
+    @pytest.mark.thorough
     def test_in_a_job_of_several_processes_those_of_one_process_are_not_ready(self, free_ports):
         config = tf_config(*(f"localhost:{port}" for port in free_ports))
         done = run_code(READY, TF_CONFIG=config)
@@ -626,6 +633,7 @@ class TestReadiness:
         assert command.startswith("unset TF_CONFIG to train") and "multiworker" in command
         assert found["multiworker"]["ready"] and found["pipeline"]["ready"]
 
+    @pytest.mark.thorough
     def test_a_pipeline_has_a_stage_in_each_process_of_a_job_and_needs_what_jobs_need(self, free_ports):
         config = tf_config(*(f"no-such-host.invalid:{port}" for port in free_ports))
         code = f"{IMPORTS}print(readiness.of('pipeline').reason)"
@@ -707,6 +715,7 @@ class TestCommand:
             check=False,
         )
 
+    @pytest.mark.thorough
     def test_a_problem_ends_with_exit_code_1_and_a_page_for_programs_is_json(self, tmp_path):
         done = self.doctor("--json", TF_CONFIG="{", TMPDIR=str(tmp_path))
         assert (done.returncode, done.stderr) == (1, "")
@@ -718,6 +727,7 @@ class TestCommand:
             "`TF_CONFIG` is `{`" in one["reason"] for one in found["strategies"] if one["command"] != "make horovod"
         )
 
+    @pytest.mark.thorough
     def test_where_nothing_is_wrong_it_ends_with_exit_code_0_and_strategies_are_ready(self, tmp_path):
         done = self.doctor(TMPDIR=str(tmp_path), TFDS_DATA_DIR=str(tmp_path))
         assert (done.returncode, done.stderr) == (0, ""), done.stdout

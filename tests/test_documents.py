@@ -63,6 +63,7 @@ print(strategy.name, model.weights[0].value.device)
 """
 
 
+@pytest.mark.thorough
 def test_the_strategy_in_the_documents_runs_from_the_users_folder(tmp_path):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "strategies.md").read_text(), re.DOTALL)
     (tmp_path / "mine.py").write_text(block)
@@ -72,6 +73,7 @@ def test_the_strategy_in_the_documents_runs_from_the_users_folder(tmp_path):
     assert "last_device" in done.stdout and "CPU:1" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_an_example_runs(example, tmp_path):
     if "tfdist.horovod" in example.read_text():

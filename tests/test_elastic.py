@@ -83,6 +83,7 @@ def test_numbers_that_cannot_be_are_refused(least, most, message):
         members(["a"], least, most)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -117,6 +117,7 @@ def test_slurm_is_asked_for_a_task_a_process():
     assert "requeue" in sbatch_options(emit.slurm(Job(WORLD, restarts=1)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("restarts", [0, 2], ids=["no restarts", "restarts"])
 @pytest.mark.parametrize(
     ("workers", "ps", "roles"),
@@ -245,6 +246,7 @@ def expanded(text, variables):
     return re.sub(r"\$(?:(\$)|\(([^)]*)\))", lambda found: found[1] or str(variables.get(found[2], found[0])), text)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "ps"), [(3, 0), (2, 1)], ids=["workers", "parameter servers"])
 def test_every_pod_knows_who_it_is(workers, ps):
     job = Job(WORLD, workers=workers, ps=ps, name="demo")

@@ -20,6 +20,7 @@ print(gc.isenabled(), frozen > 100_000, gc.get_freeze_count() == frozen)
 """
 
 
+@pytest.mark.thorough
 def test_garbage_is_collected_after_the_imports_but_not_looked_for_in_them():
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS],
@@ -49,6 +50,7 @@ print(tf1.Session is tf.compat.v1.Session is tf.compat.v1.compat.v1.Session, "Se
 """
 
 
+@pytest.mark.thorough
 def test_packages_that_few_programs_use_are_imported_when_they_are_used():
     done = subprocess.run([sys.executable, "-c", SELDOM], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
@@ -60,6 +62,7 @@ def test_packages_that_few_programs_use_are_imported_when_they_are_used():
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="TensorFlow has oneDNN's kernels for x86")
 @pytest.mark.parametrize(("told", "used"), [({}, True), ({"TF_ENABLE_ONEDNN_OPTS": "0"}, False)])
 def test_tensorflow_computes_with_onednn_unless_it_is_told_otherwise(told, used):
@@ -81,6 +84,7 @@ def test_keras_imported_with_another_backend_is_refused(monkeypatch):
         tfdist.strategy("single")
 
 
+@pytest.mark.thorough
 def test_what_the_documents_show_is_there_after_one_import():
     code = """
 import sys, tfdist

@@ -45,6 +45,7 @@ def weights_after(fit, optimizer, **options):
     return [np.float32(each) for each in model.get_weights()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_compiled_by_xla_the_weights_are_those_of_keras(optimizer):
     ours = weights_after(tfdist.strategy("single").fit, optimizer, jit_compile=True)
@@ -53,6 +54,7 @@ def test_compiled_by_xla_the_weights_are_those_of_keras(optimizer):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_variables_of_bfloat16_are_updated_by_keras_itself(optimizer):
@@ -69,7 +71,17 @@ SLOW = {
     "adamax": lambda: optimizers.Adamax(0.01, beta_2=0.9999),
     "rmsprop": lambda: optimizers.RMSprop(0.01, rho=0.999, momentum=0.9),
     "nesterov": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),
-    "ftrl": lambda: optimizers.Ftrl(0.1),
+    "momentum": lambda: optimizers.SGD(0.01, momentum=0.9),
+    "centered rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "adadelta": lambda: optimizers.Adadelta(0.1),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+    "ftrl": lambda: optimizers.Ftrl(
+        0.1,
+        l1_regularization_strength=0.01,
+        l2_regularization_strength=0.02,
+        l2_shrinkage_regularization_strength=0.03,
+        beta=0.4,
+    ),
 }
 
 

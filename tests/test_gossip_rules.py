@@ -104,6 +104,21 @@ def test_push_sum_conserves_its_weights_and_comes_to_the_mean(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_push_sum_that_is_resumed_pushes_to_whom_an_unbroken_run_pushes(size):
+    def pushes(machine):
+        machine.begin(np.ones(3))
+        return [to for to, _ in machine.stepped(np.ones(3))]
+
+    for rank in range(size):
+        unbroken = PushSum(rank, size)
+        expected = [pushes(unbroken) for _ in range(8)]
+        for step in range(8):
+            resumed = PushSum(rank, size)
+            resumed.goes_on_from(step)
+            assert pushes(resumed) == expected[step]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_gosgd_conserves_masses_and_the_weighted_sum_with_messages_in_flight(size):
     at = np.random.default_rng(1).normal(size=(size, 3))
     machines = [GoSgd(rank, size, 0.4, seed=5) for rank in range(size)]

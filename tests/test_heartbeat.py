@@ -120,6 +120,7 @@ def said(monkeypatch):
     return lines
 
 
+@pytest.mark.thorough
 def test_the_name_of_a_machine_need_not_be_known_elsewhere(monkeypatch, start):
     monkeypatch.setattr(socket, "gethostname", lambda: "this-machine-alone-knows.invalid")
     if heartbeat._hosts(World())[1:] == []:
@@ -131,6 +132,7 @@ def test_the_name_of_a_machine_need_not_be_known_elsewhere(monkeypatch, start):
     assert job.errors == [None, None]
 
 
+@pytest.mark.thorough
 def test_one_that_cannot_be_connected_with_is_told_with_the_reason_and_is_not_given_up(monkeypatch, start):
     monkeypatch.setattr(heartbeat, "_hosts", lambda world: ["nowhere.invalid"])
     told = r"rank 1 cannot connect to the heartbeat of rank 0 \(nowhere.invalid: .*\). The job continues"
@@ -213,6 +215,7 @@ def test_nothing_is_said_of_those_that_nobody_waits_for(start, said):
     assert said == [] and job.errors == [None, None]
 
 
+@pytest.mark.thorough
 def test_where_all_wait_for_each_other_the_job_is_given_up(start):
     job = start(WAITS, WAITS)
     job.work((heartbeat.ALL_WAIT + 3) * SECONDS)
@@ -262,6 +265,7 @@ SIZE = 40
 BELOW_1 = {1, *range(4, 7), *range(13, 22)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "killed",
     [
@@ -284,6 +288,7 @@ def test_all_name_all_that_were_killed_at_once(start, killed):
     assert {job.errors[rank].sentence for rank in left} == {told}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("paused", [0, 4, 39])
 def test_all_name_one_that_is_stopped(start, paused):
     job = start(*[WAITS] * SIZE, seconds=2.0)
@@ -293,7 +298,8 @@ def test_all_name_one_that_is_stopped(start, paused):
     assert {job.errors[rank].sentence for rank in left} == {f"Gone, or silent for 2 s: rank {paused}"}
 
 
-@pytest.mark.parametrize("paused", [0, 4, *(pytest.param(rank, marks=pytest.mark.thorough) for rank in (1, 39))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("paused", [0, 4, *(pytest.param(rank, marks=pytest.mark.exhaustive) for rank in (1, 39))])
 def test_one_that_was_stopped_and_comes_back_is_not_accused_and_accuses_nobody(start, paused):
     job = start(*[BUSY] * SIZE, seconds=1.0)
     job.pause(paused)
@@ -336,6 +342,7 @@ def test_one_that_was_adopted_and_is_lost_since_is_not_forgotten_for_old_news_of
     tree.close()
 
 
+@pytest.mark.thorough
 def test_a_process_whose_program_has_ended_is_gone_only_after_the_whole_timeout(start):
     job = start(*[BUSY] * 13, seconds=8.0)
     job.all[1].close()
@@ -354,6 +361,7 @@ def test_a_process_knows_of_all_others_through_few_connections(start):
     assert max(len(one._tree._children) for one in job.all) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("said", [b"", b"\n", b"[" * 50_000 + b"\n", b'{"rank": 1, "name": "x"}\n', b"\0" * 100_000])
 def test_a_stranger_is_sent_away_and_changes_nothing(start, said):
     job = start(BUSY, BUSY, seconds=2.0)

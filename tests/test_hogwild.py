@@ -70,6 +70,7 @@ def assert_equal(found, wanted):
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("locks", [False, True])
 def test_steps_of_threads_that_come_one_after_the_other_are_those_of_one_device(optimizer, locks):
@@ -192,6 +193,7 @@ def batches():
     return (tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH),)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("data", [(X, Y), batches()], ids=["arrays", "tf.data"])
 @pytest.mark.parametrize("locks", [False, True])
 def test_threads_together_take_each_step_once_and_learn(data, locks):
@@ -277,6 +279,7 @@ def test_a_loss_that_is_not_finite_ends_the_training():
     assert not np.isfinite(history["loss"][0])
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_takes_the_steps_that_are_left(tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -319,6 +322,7 @@ def test_as_many_threads_as_cores_if_not_said():
     assert tfdist.strategy("hogwild").num_workers == hogwild.cores()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_that_several_threads_would_accumulate_are_refused(scaled):
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)

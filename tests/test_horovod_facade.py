@@ -20,6 +20,7 @@ from tfdist.errors import UsageError
 SGD = keras.optimizers.SGD
 
 
+@pytest.mark.thorough
 def test_without_horovod_one_line_says_how_to_install_it():
     program = (
         "import sys; sys.modules['horovod'] = None\n"

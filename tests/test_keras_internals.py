@@ -295,6 +295,7 @@ for variable, initializer in zip(variables, initializers, strict=True):
 """
 
 
+@pytest.mark.thorough
 def test_large_variables_are_filled_without_further_tensors_of_their_size_and_as_ever():
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

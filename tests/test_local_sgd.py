@@ -9,7 +9,8 @@ from tfdist import strategies
 from tfdist.data.input.batch_feed import BatchFeed
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.interface import state as strategy_state
-from tfdist.relaxed import compression, outer_rules
+from tfdist.relaxed import averages, compression, outer_rules
+from tfdist.relaxed import outer as outer_weights
 from tfdist.verification import comparison as verification
 
 
@@ -67,6 +68,44 @@ def test_what_is_encoded_comes_back_rounded(name, size, most, length):
 def test_zeros_are_sent_as_zeros():
     for name in ("bf16", "fp16", "int8"):
         assert not compression.decode(name, compression.encode(name, np.zeros(5, "float32")), 5).any()
+
+
+def test_what_is_lost_as_moves_are_encoded_is_sent_with_the_next_ones():
+    """Of two processes, each of which keeps what was lost of its own moves (Karimireddy et al., ICML 2019)."""
+    weight = keras.Variable(np.zeros(50, np.float32))
+    outer = outer_weights.ByRule([weight], "CPU:0", outer_rules.average)
+    outer.begin()
+    feedback = averages._Feedback(outer, "int8")
+    moved, theirs = np.random.default_rng(0).normal(size=(2, 50)).astype("float32")
+    sent = []
+
+    def of_all(encoding, values):
+        arrived = [compression.decode(encoding, compression.encode(encoding, one), 50) for one in (values, theirs)]
+        sent.append(arrived[0])
+        return arrived
+
+    for step in range(4):
+        weight.assign((step + 1) * moved)
+        _, mean = feedback.exchange(of_all, [0.5, 0.5], 0)
+        np.testing.assert_allclose(mean, (sent[-1] + theirs) / 2, atol=0.02)
+        # As if nothing had come: the moves of the next step are all that were made so far.
+        expected = sum((moment + 1) * moved for moment in range(step + 1))
+        np.testing.assert_allclose(sum(sent) + feedback.lost[0].numpy(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps_per_execution", [2, 4])
+def test_processes_meet_within_a_call_of_several_steps_too(steps_per_execution):
+    weights = []
+    for steps in (1, steps_per_execution):
+        keras.utils.set_random_seed(0)
+        model = made()
+        model.compile("sgd", "mse", steps_per_execution=steps)
+        watches = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+        strategy = tfdist.strategy("local_sgd", outer="slowmo", sync_every=3, seed=1)
+        fit(strategy, model, epochs=2, shuffle=False, callbacks=[watches])
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_the_memory_of_a_rule_is_kept_from_one_fit_to_the_next():

@@ -70,6 +70,7 @@ class Empty(keras.utils.PyDataset):
         raise AssertionError
 
 
+@pytest.mark.sampled(8)
 @EACH
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_data_without_batches_is_refused(name, method):
@@ -80,6 +81,7 @@ def test_data_without_batches_is_refused(name, method):
             getattr(strategy, method)(model, *data[: 1 if method == "predict" else 2], verbose=0)
 
 
+@pytest.mark.sampled(1)
 @EACH
 def test_validation_data_without_batches_is_refused(name):
     strategy = strategy_of(name)
@@ -116,6 +118,7 @@ def test_a_layer_made_outside_of_the_scope_is_refused():
         strategy.fit(model, X, Y)
 
 
+@pytest.mark.sampled(7)
 @EACH
 @pytest.mark.parametrize(
     ("arguments", "error"),
@@ -263,6 +266,7 @@ def test_terminate_on_nan_hears_of_the_loss_of_a_step_of_ones_own():
     assert int(model.optimizer.iterations.numpy()) == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "validation", "a fit that fails"])
 def test_a_generator_is_not_read_on_after_the_call(method):
     """A process that exits while TensorFlow still reads a generator of Python's hangs."""
@@ -296,6 +300,7 @@ def test_a_generator_is_not_read_on_after_the_call(method):
     assert drawn == at_the_end >= 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fit", "verify"])
 def test_a_generator_is_not_read_on_after_a_verification_that_fails(method, monkeypatch):
     plant("Mean", mean_of_means, monkeypatch)
@@ -324,6 +329,18 @@ def test_a_generator_is_not_read_on_after_a_verification_that_fails(method, monk
     time.sleep(0.3)
     assert raised  # a process that ends with the error holds its frames until it has ended
     assert drawn == at_the_end >= 2
+
+
+@pytest.mark.parametrize("steps", [None, 1, 3])
+def test_keras_cap_on_the_steps_of_an_epoch_holds_whatever_steps_are_asked_for(steps):
+    model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    keras.config.set_max_steps_per_epoch(2)
+    try:
+        tfdist.strategy("single").fit(model, X[:8, :1], Y[:8], batch_size=2, steps_per_epoch=steps, verbose=0)
+    finally:
+        keras.config.set_max_steps_per_epoch(None)
+    assert int(model.optimizer.iterations) == min(steps or 2, 2)
 
 
 def test_on_one_core_nothing_is_autotuned_unless_the_user_asks_for_it():

@@ -20,6 +20,7 @@ def test_weights_gradients_and_slots_are_those_of_the_variables():
     assert found.slots == pytest.approx(8 * parameters, abs=64)  # and a counter and a rate
 
 
+@pytest.mark.thorough
 def test_activations_grow_with_the_batch_and_shrink_with_recomputation():
     options = {"task": "classification", "shape": (32, 32, 3)}
     small, large = (memory.of("resnet20", "synthetic", size, data_options=options) for size in (8, 32))

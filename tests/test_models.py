@@ -37,9 +37,9 @@ def some_images(spec: DataSpec) -> np.ndarray:
 
 # Others show the same in less time.
 ZOO = [
-    pytest.param(case, marks=pytest.mark.thorough) if case in ("resnet18", "resnet50") else case for case in zoo.SMALL
+    pytest.param(case, marks=pytest.mark.exhaustive) if case in ("resnet18", "resnet50") else case for case in zoo.SMALL
 ]
-HALF = ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.thorough)]
+HALF = ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.exhaustive)]
 
 
 def build(case: str, **options) -> keras.Model:
@@ -66,14 +66,15 @@ def test_parameters_on_28x28x1_are_the_published_ones(name, parameters):
 IMAGENET, CIFAR = zoo.images(224, 224, 3, classes=1000), zoo.images(32, 32, 3, classes=10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "spec", "published"),
     [
-        pytest.param("vgg11", IMAGENET, 132.9e6, marks=pytest.mark.thorough),
+        pytest.param("vgg11", IMAGENET, 132.9e6, marks=pytest.mark.exhaustive),
         ("vgg16", IMAGENET, 138.4e6),
         ("resnet20", CIFAR, 0.27e6),
         ("resnet18", IMAGENET, 11.7e6),
-        pytest.param("resnet50", IMAGENET, 25.6e6, marks=pytest.mark.thorough),
+        pytest.param("resnet50", IMAGENET, 25.6e6, marks=pytest.mark.exhaustive),
         ("unet", zoo.masks(572, 572, 1, classes=2), 31.0e6),
         ("segnet", zoo.masks(360, 480, classes=11), 29.4e6),
     ],
@@ -89,6 +90,7 @@ def test_the_zoo_of_the_tests_is_the_zoo():
     assert {zoo.name_of(case) for case in zoo.SMALL} == set(tfdist.models.names())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", zoo.SMALL)
 def test_every_model_gives_float32_logits_of_the_shape_of_its_task(case):
     spec, model = zoo.SMALL[case].spec, build(case)
@@ -103,6 +105,7 @@ def test_every_model_gives_float32_logits_of_the_shape_of_its_task(case):
         assert not np.allclose(keras.ops.sum(outputs, axis=-1), 1)  # logits, not probabilities
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("case", ZOO)
 def test_every_model_computes_in_half_precision_and_answers_in_float32(case, policy):
@@ -114,6 +117,7 @@ def test_every_model_computes_in_half_precision_and_answers_in_float32(case, pol
     assert {layer.compute_dtype for layer in computing} - {"float32"} == {policy.removeprefix("mixed_")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ZOO)
 def test_every_model_is_smaller_with_width_and_refuses_none(case):
     assert build(case, width=0.5).count_params() > build(case, width=0.25).count_params()
@@ -227,6 +231,7 @@ def test_what_a_model_is_trained_with_is_an_optimizer_of_keras(name):
     assert set(training) <= {"learning_rate", "momentum", "weight_decay"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", SMALL_IMAGES)
 def test_every_model_takes_every_image_and_gives_one_logit_a_class(name, shape):
@@ -262,6 +267,7 @@ def test_logits_are_float32_under_mixed_precision(name, mixed_precision):
     assert {layer.compute_dtype for layer in model.layers[:-1]} == {"bfloat16"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ZOO)
 def test_a_saved_model_is_the_same_model_in_stock_keras(case, tmp_path):
     x, _ = zoo.data(case, 4)

@@ -101,6 +101,7 @@ def test_measuring_a_model_does_not_change_it():
         np.testing.assert_array_equal(variable.numpy(), value)
 
 
+@pytest.mark.thorough
 def test_variables_and_their_slots_are_on_the_device_of_their_stage():
     model = trained(pipeline(devices=3, stages=["third", "narrow"]), residual())
     places = {variable.path.split("/")[0]: device(variable) for variable in model.variables}
@@ -113,6 +114,7 @@ def test_variables_and_their_slots_are_on_the_device_of_their_stage():
         assert [device(slot) for slot in slots] == [device(variable) for variable in model.trainable_variables]
 
 
+@pytest.mark.thorough
 def test_slots_of_other_shapes_than_their_variables_move_too():
     model = residual()
     model.compile(keras.optimizers.Adafactor(0.01), model.loss, jit_compile=False)
@@ -196,6 +198,7 @@ def reaches(operations, last, first):
     return False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_each_stage_computes_in_the_order_of_the_schedule(name):
     operations = traced(pipeline(stages=["third"], schedule=name), residual())
@@ -221,6 +224,7 @@ def test_1f1b_holds_no_more_micro_batches_than_stages_follow():
             assert peak == min(stages - stage, micro_batches)
 
 
+@pytest.mark.thorough
 def test_where_micro_batches_meet_in_a_step_gpipe_is_used_and_said():
     def build():
         inputs = keras.Input((8, 8, 2))
@@ -238,6 +242,7 @@ def test_where_micro_batches_meet_in_a_step_gpipe_is_used_and_said():
         trained(pipeline(), build())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -282,12 +287,13 @@ def delayed(optimizer="adam", **compile_options):
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *(pytest.param(n, {}, marks=() if n == "all of adam" else pytest.mark.thorough) for n in DELAYED),
+        *(pytest.param(n, {}, marks=() if n == "all of adam" else pytest.mark.exhaustive) for n in DELAYED),
         ("adam", {"devices": 3}),
-        pytest.param("adam", {"devices": 1}, marks=pytest.mark.thorough),
+        pytest.param("adam", {"devices": 1}, marks=pytest.mark.exhaustive),
         ("sgd", {"recompute": "blocks"}),
     ],
 )
@@ -305,6 +311,7 @@ def test_2bw_trains_as_a_loop_by_hand_with_gradients_at_the_weights_of_before_th
     assert max(np.abs(a - b).max() for a, b in zip(early.get_weights(), model.get_weights(), strict=True)) > 1e-3
 
 
+@pytest.mark.thorough
 def test_2bw_is_the_same_whether_the_host_looks_at_each_step_or_not():
     models = []
     for options in ({"run_eagerly": True}, {}, {}):
@@ -317,6 +324,7 @@ def test_2bw_is_the_same_whether_the_host_looks_at_each_step_or_not():
             np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_a_run_with_2bw_that_is_resumed_within_an_epoch_ends_as_an_unbroken_one(tmp_path):
     def train(name, **options):
         model = delayed()
@@ -345,6 +353,7 @@ def own_step():
     return model
 
 
+@pytest.mark.thorough
 def test_2bw_refuses_a_backup_of_keras_within_epochs_and_takes_one_of_each_epoch(tmp_path):
     strategy = pipeline(schedule="2bw")
     with pytest.raises(UsageError, match="saves every 2 steps, and a run that goes on from there"):
@@ -392,6 +401,7 @@ def test_a_graph_of_before_the_cut_never_computes_with_old_weights():
         encoder.predict(X, verbose=0)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_three_stages_is_resumed_on_two_and_on_one_device(tmp_path):
     expected = trained(tfdist.strategy("single", seed=7), residual(), epochs=3).get_weights()
     kept = tfdist.callbacks.Checkpoint(tmp_path / "kept")
@@ -403,6 +413,7 @@ def test_a_checkpoint_of_three_stages_is_resumed_on_two_and_on_one_device(tmp_pa
             np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_a_saved_model_is_whole(tmp_path):
     model = trained(pipeline(), residual())
     model.save(tmp_path / "model.keras")
@@ -435,6 +446,7 @@ def too_large():
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "build", "sentence", "hint"),
     [
@@ -459,6 +471,7 @@ def test_bad_input_is_one_sentence_with_a_hint(options, build, sentence, hint):
     assert hint in str(raised.value)
 
 
+@pytest.mark.thorough
 def test_stages_of_a_strategy_of_several_processes_train_in_one_too():
     for options in ({}, {"shard": "optimizer"}):  # which has nothing to divide
         model = trained(tfdist.strategy("multiworker", stages=2, micro_batches=3, seed=7, **options), residual())
@@ -483,6 +496,7 @@ def test_an_unknown_layer_is_named_with_those_that_there_are():
         trained(pipeline(stages=["middle"]), residual())
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     trained(pipeline(), residual(), callbacks=[tfdist.callbacks.Checkpoint(tmp_path)])
     other = keras.Sequential([keras.Input((8, 8, 2)), layers.Flatten(), layers.Dense(3)])
@@ -534,6 +548,7 @@ def test_the_stages_of_several_processes_are_told_together():
     assert busy(waits, [(0.0, 10.0)]) is None
 
 
+@pytest.mark.thorough
 def test_the_record_has_the_stages(working_folder):
     from tfdist import train
 

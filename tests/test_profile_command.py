@@ -16,6 +16,7 @@ def test_the_synopsis_runs(module):
     assert doctest.testmod(module).failed == 0
 
 
+@pytest.mark.thorough
 def test_a_traced_run_tells_of_its_layers_its_kinds_and_its_bound(working_folder, capfd):
     options = ["--strategy", "custom", "--devices", "2", "--model", "cnn", "--dataset", "digits", "--epochs", "1"]
     trained = CliRunner().invoke(train.command, [*options, "--quiet", "--profile", "10:20", "--run-dir", "run"])

@@ -67,6 +67,7 @@ def slow_trace(tmp_path_factory):
 
 
 class TestSummarize:
+    @pytest.mark.thorough
     def test_the_ten_most_expensive_ops_come_in_order_with_their_share(self, plain_trace):
         summary = trace.summarize(plain_trace)
         assert len(summary.ops) == 10
@@ -81,6 +82,7 @@ class TestSummarize:
         assert summary.steps == LAST - FIRST
         assert summary.step_seconds > 0
 
+    @pytest.mark.thorough
     def test_a_slow_pipeline_shows_as_waiting_and_a_fast_one_does_not(self, plain_trace, slow_trace):
         slow = trace.summarize(slow_trace)
         assert slow.input_share > 0.5
@@ -114,6 +116,7 @@ class TestSummarize:
         assert summary.steps == 3
         assert summary.input_share > 0.5
 
+    @pytest.mark.thorough
     def test_a_step_that_one_thread_computes_shows_its_ops_and_its_wait(self, tmp_path):
         last = FIRST + 30  # more than are fetched ahead while the first of them builds its graph
         images = np.zeros([8 * last, 28, 28, 1], np.float32)
@@ -130,9 +133,10 @@ class TestSummarize:
         assert slow.input_share > 0.5
         assert fast.input_share < 0.7 * slow.input_share
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "case",
-        [case if case in ("lenet", "nbow") else pytest.param(case, marks=pytest.mark.thorough) for case in zoo.SMALL],
+        [case if case in ("lenet", "nbow") else pytest.param(case, marks=pytest.mark.exhaustive) for case in zoo.SMALL],
     )
     def test_a_model_does_not_wait_for_data_in_memory(self, tmp_path, case):
         small = zoo.SMALL[case]
@@ -147,6 +151,7 @@ class TestSummarize:
         assert any("MatMul" in op.type or "Conv2D" in op.type for op in found.ops)
         assert found.input_share <= 0.02
 
+    @pytest.mark.thorough
     def test_the_replicas_ops_are_summed_under_one_whole_name(self, tmp_path):
         strategy = tfdist.strategy("mirrored", devices=2)
         with strategy.scope():
@@ -178,6 +183,7 @@ class TestSummarize:
         assert [path.name for path in sorted(plain_trace.rglob("*")) if path not in before] == []
         assert capfd.readouterr() == ("", "")
 
+    @pytest.mark.thorough
     def test_the_module_prints_a_table(self, plain_trace):
         answer = subprocess.run(
             [sys.executable, "-m", "tfdist.profiling.trace", str(plain_trace)],
@@ -299,6 +305,7 @@ class TestTensorBoard:
     def compiled(self, tensorboard):
         return tensorboard.wait_for_run("compiled")
 
+    @pytest.mark.thorough
     def test_the_tools_are_offered(self, tensorboard, plain, compiled):
         tools = set(json.loads(tensorboard.get("run_tools", run=plain)[1]))
         names = {tool.rstrip("@^") for tool in tools}
@@ -345,6 +352,7 @@ class TestTensorBoard:
         viewer = tensorboard.tool(compiled, "memory_viewer", module_name=module)
         assert viewer["totalBufferAllocationMib"] > 0
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("run", ["plain", "compiled"])
     def test_op_profile_answers(self, tensorboard, run, request):
         # Its tree is filled from a GPU's or TPU's own timeline: on a CPU it is there, and empty.

@@ -131,15 +131,9 @@ def assert_alike(found, expected):
         np.testing.assert_allclose(found[1][name], values, rtol=2e-5)
 
 
-# In `make test` in turn.
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        pytest.param(name, how, marks=() if (number + index) % 2 == 0 else pytest.mark.thorough)
-        for number, name in enumerate(MODELS)
-        for index, how in enumerate(("named", "blocks"))
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["named", "blocks"])
+@pytest.mark.parametrize("name", MODELS)
 def test_trains_as_without_recomputation(name, how, copied):
     build, x = MODELS[name]
     expected = trained(tfdist.strategy("single", seed=7), build, x)
@@ -149,16 +143,14 @@ def test_trains_as_without_recomputation(name, how, copied):
     assert not any(operation.op_def.is_stateful for operation in copied)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
         {"name": "custom", "devices": 2},
         {"name": "mirrored", "devices": 2},
         {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"]},
-        pytest.param(
-            {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"], "schedule": "1f1b"},
-            marks=pytest.mark.thorough,
-        ),
+        {"name": "pipeline", "devices": 2, "micro_batches": 3, "stages": ["both"], "schedule": "1f1b"},
     ],
     ids=lambda options: "-".join(map(str, list(options.values())[:3])) + options.get("schedule", ""),
 )
@@ -169,6 +161,7 @@ def test_replicas_train_as_without_recomputation(options, copied):
     assert names and len(set(names)) == len(names)  # the step of one device is changed once, and then partitioned
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TELLING)
 def test_equals_stock_keras_on_one_device(name, copied):
     case, expected = CASES[name], equality.reference(name)
@@ -178,9 +171,8 @@ def test_equals_stock_keras_on_one_device(name, copied):
         assert equality.largest_difference(found[what], expected[what]) < case.tolerance, what
 
 
-@pytest.mark.parametrize(
-    "name", ["unet", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("segnet", "resnet20"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["unet", "segnet", "resnet20"])
 def test_models_of_the_zoo_train_as_without_recomputation(name, copied):
     task, shape = ("classification", (8, 8, 3)) if name == "resnet20" else ("segmentation", (32, 32, 3))
     source = tfdist.data.load("synthetic", task=task, shape=shape, classes=3, train=4)
@@ -248,6 +240,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_process_takes_less_memory():
     peaks = {}
@@ -305,6 +298,7 @@ def test_an_unknown_layer_is_named_with_those_that_there_are():
         trained(tfdist.strategy("single", recompute=["middle"]), convolutional, X)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("typed", "recorded"), [("blocks", "blocks"), ("dense,logits", ["dense", "logits"])])
 def test_the_command_takes_the_option_and_records_it(typed, recorded, working_folder):
     from tfdist import train

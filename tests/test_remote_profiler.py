@@ -18,6 +18,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_a_server_sends_its_trace_and_one_that_is_not_there_is_named(tmp_path):
     here, nowhere = free_addresses(2)
     server = subprocess.Popen(

@@ -183,6 +183,7 @@ def test_a_rank_that_leaves_and_comes_again_is_counted_once(worlds):
         assert [again.result(), *(future.result() for future in others)] == [True] * 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b'{"tfdist": 1, "rank": "1"}\n', b"[]\n", b""]
 )
@@ -203,6 +204,7 @@ def test_a_stranger_is_not_looked_at(worlds, said):
     stranger.join()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "said",
     [

@@ -69,6 +69,7 @@ def opened(tab, several):
     return open_page
 
 
+@pytest.mark.thorough
 def test_the_page_has_everything_within_and_lets_nothing_else_in(several):
     html = several.read_text()
     tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", html.partition("<script")[0])
@@ -111,6 +112,7 @@ def test_the_picture_beside_the_report_is_an_svg_that_names_each_strategy(tmp_pa
     assert {"single", "custom on 4", "≠ horovod on 2", "1 (base)"} <= set(words)
 
 
+@pytest.mark.thorough
 def test_runs_that_leave_nothing_to_draw_make_a_page_of_their_tables(tmp_path):
     made(tmp_path, error="error: no memory")
     (found,) = comparisons(tmp_path)
@@ -201,6 +203,7 @@ def test_the_page_is_served_on_this_machine_alone():
         pass
 
 
+@pytest.mark.thorough
 def test_the_command_serves_the_page_until_it_is_interrupted(tmp_path):
     made(tmp_path / "runs")
     command = [sys.executable, "-m", "tfdist.report", str(tmp_path / "runs"), "--out", str(tmp_path), "--serve"]

@@ -76,12 +76,14 @@ def test_the_command_knows_the_algorithms():
 ELSEWHERE = ("slowmo", "diloco", "easgd", "aeasgd", "eamsgd")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
 def test_one_worker_trains_as_keras_does(name):
     weights, _ = trained(name, 1.0).shown()
     np.testing.assert_allclose(weights, by_keras(), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["allreduce", "bsp"])
 def test_gradients_that_are_added_give_the_weights_of_one_device(name):
     found = trained(name, 1.0, 0.5, 2.0, optimizer=keras.optimizers.Adam(0.05))
@@ -89,6 +91,7 @@ def test_gradients_that_are_added_give_the_weights_of_one_device(name):
     assert set(found.staleness) == {0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_seed_gives_the_same_run_bit_by_bit(name):
     options = {"probability": 0.5} if name == "gosgd" else {}
@@ -231,6 +234,7 @@ probability = 1.0
 """
 
 
+@pytest.mark.thorough
 def test_a_study_runs_everything_once_and_writes_a_table_and_a_picture(tmp_path):
     (tmp_path / "study.toml").write_text(STUDY)
     arguments = [str(tmp_path / "study.toml"), "--out", str(tmp_path / "found")]
@@ -246,6 +250,7 @@ def test_a_study_runs_everything_once_and_writes_a_table_and_a_picture(tmp_path)
     assert (tmp_path / "found" / "table.md").read_text() == table
 
 
+@pytest.mark.thorough
 def test_a_study_of_another_machine_or_rate_is_run_anew(tmp_path):
     one = STUDY.partition('[[algorithms]]\nalgorithm = "gosgd')[0].replace("seeds = 2", "seeds = 1")
     one = one.replace("workers = [1, 2]", "workers = [2]").replace("epochs = 1", "epochs = 1\nlearning_rate = 0.01")

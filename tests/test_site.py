@@ -38,6 +38,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_the_first_page_is_the_readme(site):
     page = (site / "index.html").read_text()
     assert "Which strategy for me?" in page and 'href="contract.html#verify"' in page
@@ -71,6 +72,7 @@ def test_a_page_loads_nothing_from_a_host(site):
     assert loaded == set()
 
 
+@pytest.mark.thorough
 def test_mistakes_in_the_documents_are_found(tmp_path):
     """A dead link, a dead anchor and a page that is missing in the navigation; API pages are left out, for speed."""
     for name in ("docs", "benchmarks", "scripts"):

@@ -254,6 +254,7 @@ def test_all_are_told_which_process_has_gone(gone):
     assert all(f"worker {gone} " in error.sentence for rank, error in enumerate(errors) if rank != gone)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("hosts", [1, 3, 8])
 @pytest.mark.parametrize("gone", [0, 1, 7])
 def test_all_are_told_which_process_has_gone_in_the_middle_of_a_large_sum(gone, hosts):
@@ -379,6 +380,7 @@ def test_the_memory_has_no_file():
         assert found and all(name.endswith("(deleted)") for name in found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("silent", [0, 4])
 def test_all_are_told_which_process_is_silent_in_the_middle_of_a_large_sum(silent, hosts):
@@ -412,6 +414,7 @@ def test_who_waits_in_a_large_sum_may_be_told_why_to_give_up():
     assert together(3, use, timeout_seconds=5.0)[0].sentence == "the job is given up"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("silent", [0, 4, 5])
 def test_all_are_told_which_process_is_silent(silent):
     done = threading.Event()
@@ -429,7 +432,7 @@ def test_all_are_told_which_process_is_silent(silent):
     assert all(f"worker {silent} " in error.sentence for rank, error in enumerate(errors) if rank != silent)
 
 
-@pytest.mark.thorough  # seconds and gigabytes
+@pytest.mark.exhaustive  # seconds and gigabytes
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_message_of_two_gibibytes_comes_whole(hosts):
     size = 2**31 + 8
@@ -712,6 +715,7 @@ def test_who_hangs_up_in_the_middle_of_a_message_is_named(sends):
     assert isinstance(error, ClusterError) and "worker 1" in error.sentence
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sends", [False, True])
 def test_who_is_silent_in_a_message_is_named_after_the_timeout_however_much_others_send(sends):
     done = threading.Event()
@@ -770,7 +774,7 @@ def test_a_message_is_for_another_process_of_the_job(rank):
     assert groups.Alone().probe() == []
 
 
-@pytest.mark.thorough  # seconds and gigabytes
+@pytest.mark.exhaustive  # seconds and gigabytes
 def test_an_array_of_more_than_two_gibibytes_comes_whole():
     def use(found):
         if found.rank == 0:

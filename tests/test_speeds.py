@@ -38,12 +38,15 @@ def test_parts_join_to_the_batch_and_each_is_within_one_example_of_its_proportio
     assert parts[0][1] > 0 or examples == 0
     for (begin, end), speed in zip(parts, speeds, strict=True):
         assert abs(end - begin - examples * speed / sum(speeds)) < 1
+    length = division.even_length(examples)
+    assert length is None or {end - begin for begin, end in parts} == {length}
     numbers = [
         tuple(map(int, division.part(tf.constant(examples), tf.constant(index)))) for index in range(len(speeds))
     ]
     assert numbers == parts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["custom", "mirrored"])
 def test_the_weights_are_those_of_equal_parts_and_each_replica_has_its_proportion(name, monkeypatch):
     seen, compute = [], spmd.compute
@@ -82,6 +85,7 @@ def test_a_measured_speed_is_a_small_number_for_each_replica():
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_the_command_has_an_option_and_the_record_says_what_it_was(tmp_path):
     arguments = ["--strategy", "custom", "--devices", "2", "--speeds", "3,1", "--model", "mlp", "--dataset", "digits"]
     done = CliRunner().invoke(

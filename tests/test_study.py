@@ -303,6 +303,7 @@ def test_a_study_that_cannot_be_is_refused_in_one_sentence(tmp_path, text, sente
         plan.Plan(**plan.read(tmp_path / "study.toml"))
 
 
+@pytest.mark.thorough
 def test_tensorboard_shows_the_strategies_side_by_side(tmp_path):
     made(tmp_path / "runs")
     made(tmp_path / "runs", "custom", 2)
@@ -370,6 +371,7 @@ def test_what_bounds_the_training_is_the_largest_part_of_an_epoch(tmp_path, seco
     assert ("Try first" in found.advice) == bool(bound)
 
 
+@pytest.mark.thorough
 def test_both_reports_say_what_bounds_the_training(tmp_path):
     measured_with(tmp_path, "real", 3.0)
     measured_with(tmp_path, "synthetic", 1.0, traced=(0.05, 0.0, 0.0, 0.0))

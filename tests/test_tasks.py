@@ -111,8 +111,9 @@ SHOWN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "task", [pytest.param(t, marks=() if t == "segmentation" else pytest.mark.thorough) for t in SHOWN]
+    "task", [pytest.param(t, marks=() if t == "segmentation" else pytest.mark.exhaustive) for t in SHOWN]
 )
 def test_the_command_trains_every_task_and_shows_it(tmp_path, task):
     model, options, file = SHOWN[task]
@@ -129,6 +130,7 @@ def test_the_command_trains_every_task_and_shows_it(tmp_path, task):
     assert found["optimizer"] == models.training(model).get("optimizer", "adam")
 
 
+@pytest.mark.thorough
 def test_the_state_of_streams_survives_the_command_on_any_number_of_replicas():
     """As `tests/contract` shows of arrays, here of the feed that the command makes of characters."""
     source = data.load("synthetic", task="characters", length=6, train=17, validation=0, test=0)
@@ -223,6 +225,7 @@ def test_a_recipe_is_made_of_options_that_can_be(name):
     assert f"--recipe {name}" in head and all(line.startswith("#") for line in head.splitlines())
 
 
+@pytest.mark.thorough
 def test_the_command_line_takes_the_place_of_a_recipe(tmp_path):
     small = ["--recipe", "fashion_mnist-cnn", "--dataset", "digits", "--epochs", 1, "--augment", "none", "--quiet"]
     done = run("--strategy", "single", *small, "--run-dir", "r", cwd=tmp_path)
@@ -239,6 +242,7 @@ def test_an_unknown_recipe_lists_the_known_ones(tmp_path):
         recipes.load("no")
 
 
+@pytest.mark.thorough
 def test_a_model_for_another_task_is_refused_before_training(tmp_path):
     message = refuse(tmp_path, "--strategy", "single", "--model", "unet", "--dataset", "digits")
     assert "`unet` does segmentation, dataset `digits` is for classification" in message

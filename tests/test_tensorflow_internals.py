@@ -290,6 +290,7 @@ def test_elements_go_to_devices_in_turn():
     assert [one.device[-5:] for one in taken[0]] == ["CPU:1", "CPU:2"]
 
 
+@pytest.mark.thorough
 def test_the_graphs_that_functions_run_are_collected_one_per_device():
     @tf.function
     def across():
@@ -346,6 +347,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.thorough
 def test_many_silent_processes_are_waited_for_together_and_not_each_in_turn():
     done = subprocess.run([sys.executable, "-c", MANY_SILENT], check=False, capture_output=True, text=True, timeout=100)
     assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]

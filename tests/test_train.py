@@ -80,6 +80,7 @@ other = 1
 """
 
 
+@pytest.mark.thorough
 def test_a_strategy_of_the_users_own_trains_with_options_of_its_own(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_STRATEGY)
     options = ["--model", "mlp", "--dataset", "digits", "--epochs", "1", "--run-dir", "run"]
@@ -89,6 +90,7 @@ def test_a_strategy_of_the_users_own_trains_with_options_of_its_own(tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["strategy"]["name"] == "mine:Mine"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -196,6 +198,7 @@ def test_a_config_is_checked_when_it_is_made_in_python_too():
         configs.TrainConfig(strategy="single", model="mlp", dataset="digits", limit=0)
 
 
+@pytest.mark.thorough
 def test_a_small_step_is_told_from_a_large_one():
     spec = data.load("synthetic").spec
     assert flops.step_operations("mlp", spec, 32) == 3 * 32 * 2 * (784 * 128 + 128 * 10)
@@ -234,6 +237,7 @@ def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path, monkeyp
     assert np.isclose(scores["loss"], found.test_metrics["loss"], atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_profile_leaves_its_table_and_a_range_behind_the_end_is_a_sentence(tmp_path):
     options = ["--strategy", "single", *QUICK, "--epochs", 2, "--target-accuracy", 1e-9]  # ends after an epoch of 20
     assert run(*options, "--profile", "5:8", "--run-dir", "r", cwd=tmp_path).returncode == 0
@@ -248,6 +252,7 @@ def test_a_profile_leaves_its_table_and_a_range_behind_the_end_is_a_sentence(tmp
     assert load_record(tmp_path / "late").status == "stopped"
 
 
+@pytest.mark.thorough
 def test_every_strategy_leaves_the_same_record(tmp_path):
     """Point 7: the same fields, and on the same examples the same figures."""
     records = {}
@@ -268,6 +273,7 @@ def test_every_strategy_leaves_the_same_record(tmp_path):
     assert records["mirrored"]["strategy"]["replicas"] == 2
 
 
+@pytest.mark.thorough
 def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_path):
     options = ["--strategy", "single", "--model", "mlp", "--dataset", "digits", "--seed", "3", "--batch-size", "64"]
     options += ["--schedule", "cosine"]
@@ -285,6 +291,7 @@ def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_pat
     assert "`--resume` needs `--run-dir`" in refuse(tmp_path, "--resume")
 
 
+@pytest.mark.thorough
 def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
     base = ["--strategy", "single", *QUICK, "--run-dir", "r"]
     assert run(*base, "--epochs", 1, cwd=tmp_path).returncode == 0
@@ -298,6 +305,7 @@ def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
     assert resumed.test_metrics == unbroken.test_metrics
 
 
+@pytest.mark.thorough
 def test_target_accuracy_stops_the_run_and_is_timed(tmp_path):
     options = [*QUICK, "--epochs", 20, "--target-accuracy", "0.3", "--run-dir", "r"]
     assert run("--strategy", "custom", *options, cwd=tmp_path).returncode == 0
@@ -307,6 +315,7 @@ def test_target_accuracy_stops_the_run_and_is_timed(tmp_path):
     assert found.time_to_target.seconds > 0
 
 
+@pytest.mark.thorough
 def test_a_model_and_a_dataset_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import keras, numpy as np\n"
@@ -360,6 +369,7 @@ def no_folder():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "told"),
     [
@@ -396,6 +406,7 @@ def few(spec):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", [["single"], ["custom", "--devices", "2"], ["mirrored", "--devices", "2"]])
 def test_own_code_may_use_tensorflow_where_it_is_imported(tmp_path, strategy):
     (tmp_path / "mine.py").write_text(STARTS_TENSORFLOW)
@@ -405,6 +416,7 @@ def test_own_code_may_use_tensorflow_where_it_is_imported(tmp_path, strategy):
     assert load_record(tmp_path / "r").model.parameters == 64 * 10 + 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -445,12 +457,14 @@ def test_an_own_function_that_is_written_otherwise_is_answered_with_how_to_write
         assert word in str(refused.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [["--devices", "CPU:7"], ["--devices", "GPU:0"]])
 def test_an_unknown_device_is_named_with_the_known_ones(tmp_path, options):
     assert "`CPU:0`" in refuse(tmp_path, "--strategy", "custom", *QUICK, "--run-dir", "r", *options)
 
 
-@pytest.mark.parametrize("strategy", ["custom", pytest.param("mirrored", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["custom", pytest.param("mirrored", marks=pytest.mark.exhaustive)])
 def test_a_remainder_and_batches_smaller_than_the_replicas_train(tmp_path, strategy):
     options = ["--model", "cnn", "--dataset", "digits", "--devices", 2, "--epochs", 1]
     for size, limit in ((8, 65), (1, 3)):
@@ -469,6 +483,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path):
     assert "file/r" in refuse(tmp_path, "--strategy", "single", *QUICK, "--run-dir", "file/r")
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step(tmp_path):
     explosive = ["--optimizer", "sgd", "--learning-rate", "1e30"]
     message = refuse(tmp_path, "--strategy", "single", *QUICK, *explosive, "--run-dir", "r")
@@ -476,6 +491,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step(tmp_path):
     assert load_record(tmp_path / "r").status == "failed"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("then", ["pass", "raise RuntimeError('another process has gone')"])
 def test_an_interrupt_that_is_lost_on_its_way_still_ends_the_run(tmp_path, then):
     """As one that arrives while an object is being deleted, or with the end of another process."""
@@ -506,6 +522,7 @@ train.main()
     assert load_record(tmp_path / "r").status == "interrupted"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_or_sigterm_closes_the_run_within_five_seconds(tmp_path, number):
     process = subprocess.Popen(
@@ -568,6 +585,7 @@ def build(spec):
 """
 
 
+@pytest.mark.thorough
 def test_a_step_that_every_replica_repeats_in_part_says_so_where_the_user_looks(tmp_path):
     (tmp_path / "own.py").write_text(WHOLE)
     options = ("--strategy", "custom", "--devices", 2, "--model", "own:build", "--dataset", "digits")

@@ -30,6 +30,7 @@ def test_options_of_a_dataset_are_numbers_truths_tuples_or_texts():
         registry.parse_options(["classes=5", "classes=6"], "--data-option")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -53,6 +54,7 @@ def weights(path) -> bytes:
     return pickle.dumps([weight.tolist() for weight in keras.models.load_model(path).get_weights()])
 
 
+@pytest.mark.thorough
 def test_augmented_training_is_recorded_and_resumed_where_it_stopped(tmp_path):
     base = ["--strategy", "single", "--model", "cnn", "--dataset", "synthetic", "--quiet", "--batch-size", 64]
     base += ["--augment", "crop_flip", "--data-option", "train=300", "--data-option", "shape=(8,8,3)"]

@@ -133,6 +133,7 @@ def verification(folder, *options):
     return CliRunner().invoke(verify.command, typed)
 
 
+@pytest.mark.thorough
 def test_an_equal_model_ends_with_a_table_and_exit_code_0(verified, working_folder):
     code, output = verified("--model", "planted:equal", "--verify-steps", "2")
     assert code == 0, output
@@ -158,15 +159,9 @@ OF_SEVERAL_EXAMPLES = (
 )
 
 
-# In `make test` in turn.
-@pytest.mark.parametrize(
-    ("model", "strategy"),
-    [
-        pytest.param(model, strategy, marks=() if (number + index) % 2 == 0 else pytest.mark.thorough)
-        for number, model in enumerate(OF_SEVERAL_EXAMPLES)
-        for index, strategy in enumerate(("custom", "pipeline"))
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["custom", "pipeline"])
+@pytest.mark.parametrize("model", OF_SEVERAL_EXAMPLES)
 def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step_is_partitioned(
     verified, model, strategy
 ):
@@ -175,6 +170,7 @@ def test_what_a_model_makes_of_several_examples_together_is_equal_where_the_step
     assert "are those of one device" in output
 
 
+@pytest.mark.thorough
 def test_a_difference_ends_with_its_place_its_cause_and_exit_code_1(verified, monkeypatch):
     plant("Mean", mean_of_means, monkeypatch)
     code, output = verified("--model", "planted:centred")

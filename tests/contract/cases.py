@@ -381,7 +381,7 @@ SHOWN = {
 
 
 def shows(name, contestant):
-    """Whether `make test` holds `contestant` to the case; `make test-all` holds each to all.
+    """Whether the case shows something of `contestant` that it does not show of others; `make test-all` runs all.
 
     One replica runs Keras' own step, but for the update of the variables: plain ones, as those of `custom` are.
     """

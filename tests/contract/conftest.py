@@ -30,11 +30,11 @@ def pytest_collection_modifyitems(items):
         places.setdefault(_reference(item), len(places))
     items.sort(key=lambda item: places[_reference(item)])
     held = [item for item in items if "contestant" in getattr(item, "fixturenames", ())]
-    quick = [item for item in held if _shows_something_new(item) and not item.get_closest_marker("thorough")]
+    quick = [item for item in held if _shows_something_new(item) and not item.get_closest_marker("exhaustive")]
     of_others = set(map(id, held)) - set(map(id, _in_turn(quick)))
     for item in held:
         if id(item) in of_others:
-            item.add_marker(pytest.mark.thorough)
+            item.add_marker(pytest.mark.exhaustive)
 
 
 def _in_turn(items):

@@ -21,7 +21,7 @@ SHARDED = {
     for shard in ("optimizer", "gradients")
 }
 
-# Strategies that compute activations again; `make test` holds `single` to some cases in `tests/test_recomputation.py`.
+# Strategies that compute activations again; `tests/test_recomputation.py` holds `single` to some cases.
 RECOMPUTING = {f"{name}_recompute": name for name in ("single", "mirrored", "custom", "horovod", "multiworker")}
 
 # The number of stages of a pipeline, whose replicas are its micro-batches, or of that of each process of a job.

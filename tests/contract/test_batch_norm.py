@@ -60,6 +60,7 @@ def by_hand(model, x, replicas):
     return model
 
 
+@pytest.mark.thorough
 @contestants.among(PARTITIONED)
 @pytest.mark.parametrize(("build", "x"), [(of_images, IMAGES), (of_vectors, VECTORS)], ids=["images", "vectors"])
 def test_each_replica_normalizes_its_own_examples(build, x, contestant):

@@ -67,6 +67,7 @@ def tenfold():
     return model
 
 
+@pytest.mark.sampled(1)
 def test_methods_of_the_class_reach_the_strategy_by_super(same_as_stock):
     def case(strategy, model):
         losses = model.fit(X, Y, **ARGUMENTS).history["loss"]
@@ -103,6 +104,7 @@ def test_a_model_of_a_scope_that_is_fitted_without_the_strategy_is_told_so(conte
             model.predict_on_batch(X[:4])
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_nothing_is_told_of_a_model_that_the_strategy_trains_or_that_is_of_no_scope(contestant):
     strategy = start(contestant)
@@ -120,6 +122,7 @@ def test_nothing_is_told_of_a_model_that_the_strategy_trains_or_that_is_of_no_sc
 # Single batches
 
 
+@pytest.mark.sampled(1)
 def test_single_batches_are_the_strategys(same_as_stock):
     def case(strategy, model):
         found = [model.train_on_batch(X[:7], Y[:7]) for _ in range(2)]
@@ -187,6 +190,7 @@ def frozen():
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("action", [compile_again, force, unfreeze_alone])
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end", "on_train_batch_end"])
 def test_a_callback_that_changes_the_model_changes_the_next_step(same_as_stock, hook, action):
@@ -201,6 +205,7 @@ def test_a_callback_that_changes_the_model_changes_the_next_step(same_as_stock, 
     both(case, same_as_stock, frozen)
 
 
+@pytest.mark.sampled(1)
 def test_quantizing_shows_in_the_next_prediction(same_as_stock):
     def case(strategy, model):
         before = model.predict(X, verbose=0)
@@ -239,6 +244,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("hook", HOOKS)
@@ -253,6 +259,7 @@ def test_training_stops_where_it_stops_under_stock_keras(same_as_stock, hook, af
     both(case, same_as_stock)
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_stopping_takes_a_whole_execution(same_as_stock):
     def case(strategy, model):
@@ -291,6 +298,7 @@ def test_a_step_that_returns_no_dict_is_refused(contestant, returned):
         strategy.fit(model, X, Y, **ARGUMENTS)
 
 
+@pytest.mark.sampled(1)
 def test_a_count_that_a_step_returns_is_of_the_batch(contestant):
     if contestant[0] == "stock_mirrored":
         pytest.skip("it answers with a mean")

@@ -169,6 +169,7 @@ def train(name, contestant):
     return {"history": history, "weights": model.get_weights()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_an_unbuilt_model_is_built_and_trained_as_by_stock_keras(name, contestant, same_as_stock):
     if contestant[0] == "parameter_server" and "eagerly" in name:
@@ -188,6 +189,7 @@ def test_an_unbuilt_model_first_predicts_from_ragged_rows(same_as_stock):
     same_as_stock(predict)
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"single": (1,), "custom": (2,)})
 def test_an_optimizer_that_the_model_does_not_hold_is_built_too(same_as_stock):
     def train(contestant):
@@ -238,6 +240,7 @@ class AlwaysNoisy(keras.layers.Layer):
         return x + keras.random.normal((4,))
 
 
+@pytest.mark.thorough
 @contestants.among(contestants.FEW)
 def test_a_training_on_one_device_draws_on_after_one_of_another_strategy(contestant, same_as_stock):
     """Keras' generator for draws without a seed may be made in the scope of a strategy, which it outlives."""

@@ -195,6 +195,7 @@ def reference(name):
     return train(CASES[name], STOCK)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_gives_what_it_gives_under_stock_fit(name, contestant):
     # Printed figures are rounded to four digits.
@@ -242,6 +243,7 @@ def reference_resumed():
     return interrupted_and_resumed(STOCK)
 
 
+@pytest.mark.thorough
 def test_backup_and_restore_resumes_an_interrupted_training(contestant):
     found = interrupted_and_resumed(contestant)
     assert found["epochs"] == [2, 3]
@@ -301,23 +303,27 @@ def reference_heard(alone, steps_per_execution):
     return heard_by(STOCK, EACH if alone else [ALL], steps_per_execution)
 
 
+@pytest.mark.thorough
 def test_each_hook_alone_is_called_as_under_stock_fit(contestant):
     found = heard_by(contestant, EACH, 1)
     for hook, one, other in zip(ALL, found, reference_heard(True, 1), strict=True):
         assert_same(one, other, where=hook)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_all_hooks_are_called_in_the_order_of_stock_fit(contestant, steps_per_execution):
     assert_same(heard_by(contestant, [ALL], steps_per_execution), reference_heard(False, steps_per_execution))
 
 
+@pytest.mark.thorough
 def test_the_length_of_the_inner_loop_does_not_show(contestant):
     case = Case(lambda folder: [], fit={"batch_size": 3})
     one, fifty = (train(case, contestant, steps_per_call=steps) for steps in (1, 50))
     assert_same(one, fifty, tolerance=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("data", ["arrays", "a generator", "one step per call", "eager steps"])
 def test_a_loss_that_is_not_finite_ends_training_with_its_epoch_and_step(data, contestant):
     if contestant[0] == "stock_mirrored":

@@ -52,6 +52,7 @@ def largest_difference(left, right):
     return max(float(np.max(np.abs(np.asarray(a, "float64") - np.asarray(b, "float64")))) for a, b in pairs)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_stock_keras_on_one_device(name, contestant):
     if name == "run eagerly" and contestant[0] in contestants.RECOMPUTING:
@@ -73,6 +74,7 @@ class SeesGradients(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WITH_ALL_SLOTS)
 def test_the_gradient_of_an_embedding_is_never_made_dense(contestant):
     strategy = contestants.start(*contestant)

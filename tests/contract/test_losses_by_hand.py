@@ -74,12 +74,9 @@ LOSSES = {
 }
 
 
-# Each way to sum and to average; `make test` has every second one.
-EVERY_LOSS = [pytest.param(name, marks=pytest.mark.thorough if i % 2 else ()) for i, name in enumerate(LOSSES)]
-
-
+@pytest.mark.sampled(1)
 @contestants.among(REPLICAS)
-@pytest.mark.parametrize("name", EVERY_LOSS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_by_hand_is_that_of_one_device(name, same_as_stock):
     def trained(contestant):
         strategy = start(contestant)
@@ -171,7 +168,6 @@ TOGETHER = {
     "the hardest triplets": hardest_triplets,
     "a likelihood of those at risk": cox,
 }
-SHOWN = ("a mean over what a mask leaves", "a weight by the largest", "CLIP", "VICReg", "a likelihood of those at risk")
 
 
 class Together(keras.Model):
@@ -208,10 +204,9 @@ def trained(contestant, make, epochs=2):
     return {"history": history, "weights": model.get_weights()}
 
 
+@pytest.mark.thorough
 @contestants.among(REPLICAS)
-@pytest.mark.parametrize(
-    "name", [one if one in SHOWN else pytest.param(one, marks=pytest.mark.thorough) for one in TOGETHER]
-)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_what_several_examples_make_together_is_made_of_all_of_them(name, same_as_stock):
     same_as_stock(lambda contestant: trained(contestant, lambda: Together(TOGETHER[name])))
 
@@ -244,6 +239,7 @@ class Averages(Together):
         return super().train_step(data) | found | {count.name: count.result() for count in self.counts}
 
 
+@pytest.mark.thorough
 @contestants.among(REPLICAS)
 def test_what_a_step_keeps_and_returns_of_the_batch_is_of_all_examples(same_as_stock):
     def run(contestant):
@@ -277,6 +273,7 @@ class Compiled(Normalized):
         return keras.Model.train_step(self, data)
 
 
+@pytest.mark.thorough
 @contestants.among(REPLICAS)
 @pytest.mark.parametrize("model", [Normalized, Compiled])
 @pytest.mark.parametrize("layer", [OwnNormalization, layers.BatchNormalization])
@@ -284,6 +281,7 @@ def test_a_layer_that_normalizes_by_the_batch_is_that_of_one_device(model, layer
     same_as_stock(lambda one: trained(one, lambda: model(layer()), epochs=1))
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"custom": (2,), "mirrored": (2,)})
 @pytest.mark.parametrize("model", [Normalized, Compiled])
 def test_there_is_nothing_to_warn_of_where_the_step_is_that_of_one_device(model, contestant):

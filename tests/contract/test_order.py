@@ -76,6 +76,7 @@ class Observed:
         return [np.sort(indices[first : first + BATCH]) for first in range(0, self.examples, BATCH)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("examples", [2 * BATCH, 2 * BATCH + 1, 3 * BATCH - 1, 1])
 def test_every_example_is_seen_once_an_epoch(contestant, examples):
     """A remainder of one leaves all replicas but one without an example."""
@@ -88,6 +89,7 @@ def test_every_example_is_seen_once_an_epoch(contestant, examples):
     np.testing.assert_array_equal(scores["seen"], np.ones(examples))
 
 
+@pytest.mark.thorough
 def test_a_global_batch_holds_the_same_examples_for_any_number_of_replicas(contestant):
     observed = Observed(contestant, 3 * BATCH + 1, seed=SEED)
     size = observed.examples
@@ -114,6 +116,7 @@ class Stored(keras.utils.PyDataset):
         return self.x[part], self.y[part]
 
 
+@pytest.mark.thorough
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_batches_of_datasets_come_in_the_order_of_the_seed_or_as_they_are(contestant):
     observed = Observed(contestant, 5 * BATCH + 1, seed=SEED)
@@ -162,16 +165,11 @@ RESHUFFLED = {
 OF_UNKNOWN_LENGTH = [name for name in RESHUFFLED if name != "as many steps as batches"]
 
 
+@pytest.mark.thorough
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize(
     ("name", "unknown_length"),
-    [
-        *((name, False) for name in RESHUFFLED),
-        *(
-            pytest.param(name, True, marks=() if number % 2 == 0 else pytest.mark.thorough)
-            for number, name in enumerate(OF_UNKNOWN_LENGTH)
-        ),
-    ],
+    [*((name, False) for name in RESHUFFLED), *((name, True) for name in OF_UNKNOWN_LENGTH)],
     ids=lambda value: value if isinstance(value, str) else "unknown length" if value else "known length",
 )
 def test_a_dataset_that_is_reshuffled_comes_in_the_orders_of_stock_keras(name, unknown_length, same_as_stock):
@@ -196,6 +194,7 @@ def test_a_dataset_that_is_reshuffled_comes_in_the_orders_of_stock_keras(name, u
     same_as_stock(case)
 
 
+@pytest.mark.thorough
 @contestants.among(contestants.FEW)
 def test_the_order_of_an_epoch_follows_from_seed_and_number(contestant):
     one, other = (Observed(contestant, 5 * BATCH + 3, seed=seed) for seed in (1, 2))
@@ -207,6 +206,7 @@ def test_the_order_of_an_epoch_follows_from_seed_and_number(contestant):
     assert not np.array_equal(np.concatenate(first[0]), np.concatenate(elsewhere[0]))
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_a_second_fit_goes_on_with_the_order_where_the_first_one_stopped(contestant):
     observed = Observed(contestant, 5 * BATCH + 3, seed=SEED)
@@ -216,6 +216,7 @@ def test_a_second_fit_goes_on_with_the_order_where_the_first_one_stopped(contest
     assert_same(observed.epochs(batch_size=BATCH, epochs=4, initial_epoch=3, again=True), at_once[3:], tolerance=0)
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_steps_of_an_epoch_go_on_where_the_epoch_before_stopped(contestant):
     observed = Observed(contestant, 4 * BATCH, seed=SEED)
@@ -225,6 +226,7 @@ def test_steps_of_an_epoch_go_on_where_the_epoch_before_stopped(contestant):
     assert_same([*halves[2], *halves[3]], whole[1], tolerance=0)
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_history_with_random_layers_too(contestant):
     def history(seed):
         rng = np.random.default_rng(0)
@@ -238,6 +240,7 @@ def test_the_same_seed_gives_the_same_history_with_random_layers_too(contestant)
     assert history(SEED) == history(SEED)
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_a_random_seed_that_is_set_after_the_strategy_counts_too(contestant):
     def order(seed):
@@ -257,6 +260,7 @@ def test_a_ported_script_begins_with_the_weights_that_it_began_with():
     assert_same(weights(lambda: tfdist.strategy("mirrored", devices=2)), weights(Stock), tolerance=0)
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 def test_without_a_seed_the_order_follows_keras_random_seed(contestant):
     first, second = (Observed(contestant, 9, seed=None).epochs(batch_size=BATCH) for _ in range(2))
@@ -276,6 +280,7 @@ class NoisyInACondition(keras.layers.Layer):
 DRAWING = {"nothing": keras.layers.Identity, "a number": Noisy, "a number in a condition": NoisyInACondition}
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("drawing", DRAWING)
 def test_what_is_drawn_in_and_after_a_training_is_what_stock_keras_draws(drawing, contestant, same_as_stock):

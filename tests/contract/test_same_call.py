@@ -342,12 +342,14 @@ MODELS = {
 CASES = DATA | ARGUMENTS | MODELS
 
 
+@pytest.mark.sampled(8)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize("name", DATA | ARGUMENTS)
 def test_data_and_arguments_give_what_they_give_in_stock_keras(name, same_as_stock):
     same_as_stock(lambda contestant: call(name, contestant))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_gives_what_it_gives_in_stock_keras(name, same_as_stock):
     same_as_stock(lambda contestant: call(name, contestant))
@@ -360,6 +362,7 @@ def linear_of(contestant, **options):
     return strategy.prepare(model)
 
 
+@pytest.mark.sampled(1)
 def test_arguments_may_be_positional(contestant):
     model = linear_of(contestant)
     assert model.fit(X, Y, BATCH, 2, 0).epoch == [0, 1]
@@ -367,6 +370,7 @@ def test_arguments_may_be_positional(contestant):
     assert model.evaluate(X, Y, BATCH, 0) > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_everything_may_happen_in_the_scope(contestant, eagerly):
     def train(strategy):
@@ -433,16 +437,10 @@ HOOKS = {
 STOPS = {"to the end": None, "stopped": 1, "stopped at the end": 2}
 
 
+@pytest.mark.thorough
 @contestants.among(contestants.WHOLE_AND_PARTS)
-@pytest.mark.parametrize(
-    ("name", "stop"),
-    [
-        # In `make test` in turn.
-        pytest.param(name, stop, marks=() if (number + index) % 3 < 2 else pytest.mark.thorough)
-        for number, name in enumerate(HOOKS)
-        for index, stop in enumerate(STOPS)
-    ],
-)
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("name", HOOKS)
 def test_a_py_dataset_that_shuffles_in_its_hooks_gives_the_batches_of_stock_keras(name, stop, same_as_stock):
     def case(contestant):
         heard, found = [], []
@@ -459,6 +457,7 @@ def test_a_py_dataset_that_shuffles_in_its_hooks_gives_the_batches_of_stock_kera
     same_as_stock(case)
 
 
+@pytest.mark.thorough
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"validation_freq": 2}, {"validation_steps": 2}], ids=str)
@@ -477,6 +476,7 @@ def test_validation_data_hear_of_each_evaluation_as_with_stock_keras(options, wo
     same_as_stock(case)
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_a_py_dataset_hears_of_each_epoch_where_a_pass_lasts_several(steps, same_as_stock):
@@ -517,6 +517,7 @@ def test_inputs_stay_as_they_were(contestant):
         assert given[name].dtype == before.dtype
 
 
+@pytest.mark.sampled(1)
 def test_a_weights_change_between_fits_counts(contestant):
     """Graphs are kept with the model; what it holds is not."""
     model = linear_of(contestant)
@@ -558,6 +559,7 @@ READS = {
 }
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.FEW)
 def test_variables_convert_to_numbers_in_a_callback_and_afterwards_as_with_stock_keras(same_as_stock):
     def case(contestant):
@@ -588,6 +590,7 @@ class OfManyTypes(keras.Model):
         }
 
 
+@pytest.mark.sampled(2)
 def test_predictions_may_be_of_any_type(same_as_stock):
     def predict(contestant):
         strategy = start(contestant)
@@ -653,6 +656,7 @@ def scaled(optimizer):
     return keras.optimizers.LossScaleOptimizer(optimizer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "optimizers"),
     [

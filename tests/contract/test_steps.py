@@ -335,6 +335,7 @@ def trained(contestant, make, x=X, y=Y, optimizer=None, **fit):
     return {"history": history, "weights": model.get_weights()}
 
 
+@pytest.mark.sampled(7)
 @contestants.among(ONE_TOO)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_the_users_own_does_what_it_does_on_one_device(name, same_as_stock):
@@ -365,6 +366,7 @@ def compiled(model, optimizer="sgd", loss="mse", **options):
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [adam, lambda: keras.optimizers.Adagrad(0.1)], ids=["adam", "adagrad"])
 @pytest.mark.parametrize(
     "lookup",
@@ -379,6 +381,7 @@ def test_what_is_looked_up_by_position_is_updated_as_on_one_device(lookup, optim
     same_as_stock(lambda contestant: trained(contestant, make, TOKENS))
 
 
+@pytest.mark.thorough
 def test_a_penalty_summed_over_the_batch_is_that_of_one_device(same_as_stock):
     def make():
         stack = [keras.Input((4,)), layers.Dense(3), SummedPenalty(), layers.Dense(1, activity_regularizer="l2")]
@@ -388,6 +391,7 @@ def test_a_penalty_summed_over_the_batch_is_that_of_one_device(same_as_stock):
         same_as_stock(lambda contestant, n=examples: trained(contestant, make, X[:n], Y[:n]))
 
 
+@pytest.mark.sampled(1)
 def test_a_normalized_layer_trains_as_on_one_device(same_as_stock):
     def make():
         layer = layers.SpectralNormalization(layers.Dense(8, activation="tanh"))
@@ -450,6 +454,7 @@ def per_example(y, p):
     return ops.abs(y - p)[:, 0]
 
 
+@pytest.mark.thorough
 @contestants.among(ONE_TOO)
 @pytest.mark.parametrize("metric", [LargestError, SmallestError, MeanOfBatchMeans, Additive, None])
 def test_a_metric_of_the_users_own_says_what_it_says_on_one_device(metric, contestant, same_as_stock):
@@ -486,6 +491,7 @@ class StepOfTheGuide(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+@pytest.mark.sampled(1)
 @contestants.among(ONE_TOO)
 def test_a_step_that_returns_all_results_returns_those_of_all_replicas(same_as_stock):
     def make():
@@ -515,6 +521,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_the_whole_batch_is_that_of_one_device(name, same_as_stock):
     x, y = X[:17], (X[:17, :3] > 0).astype("float32")  # a last batch of one example
@@ -532,6 +539,7 @@ def root_mean_square(y_true, y_pred):
     return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weighted", [False, True])
 def test_each_of_several_losses_of_the_whole_batch_is_that_of_one_device(weighted, same_as_stock):
     """What the first of them asks of the other replicas does not answer for the second."""
@@ -557,6 +565,7 @@ STACKS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STACKS)
 def test_no_model_sees_an_empty_batch(name, same_as_stock):
     shape, stack = STACKS[name]
@@ -575,6 +584,7 @@ def test_no_model_sees_an_empty_batch(name, same_as_stock):
     same_as_stock(run, tolerance=2e-4)
 
 
+@pytest.mark.sampled(1)
 def test_a_part_without_examples_never_counts_not_even_its_nan(contestant):
     class SpreadOfBatch(Regression):
         def gradients(self, data):
@@ -607,6 +617,7 @@ class Noise(keras.Model):
         }
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.FEW)
 def test_what_is_drawn_for_examples_is_drawn_for_each_and_repeatable(contestant):
     def draw():
@@ -663,6 +674,7 @@ class CountOfExamples(Regression):
 IN_BRANCHES = [UpdateInABranch, StepsInALoop, AssignmentInABranch, CountOfExamples]
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("make", IN_BRANCHES)
 def test_what_a_step_does_in_a_branch_or_a_loop_is_that_of_one_device(make, contestant, same_as_stock):
@@ -689,6 +701,7 @@ def of_graphs():
     return compiled(keras.Model(inputs, layers.Dense(1)(sent([layers.Dense(3)(inputs["nodes"]), inputs["edges"]]))))
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"custom": (2,), "mirrored": (2,), "pipeline": (3,)})
 def test_a_batch_whose_tensors_have_different_lengths_trains_as_on_one_device(same_as_stock):
     def run(contestant):
@@ -701,6 +714,7 @@ def test_a_batch_whose_tensors_have_different_lengths_trains_as_on_one_device(sa
     same_as_stock(run)
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"custom": (2,), "mirrored": (2,), "pipeline": (3,)})
 def test_a_model_with_a_fixed_batch_size_is_that_of_one_device(same_as_stock):
     def run(contestant):

@@ -236,6 +236,7 @@ def trained(contestant, make):
     return {"history": history, "weights": model.net.get_weights(), "kept": kept}
 
 
+@pytest.mark.sampled(6)
 @contestants.among(REPLICAS)
 @pytest.mark.parametrize("make", STEPS, ids=lambda one: one.__name__)
 def test_a_step_is_that_of_one_device(make, contestant, same_as_stock):
@@ -244,6 +245,7 @@ def test_a_step_is_that_of_one_device(make, contestant, same_as_stock):
     same_as_stock(lambda one: trained(one, make))
 
 
+@pytest.mark.thorough
 @contestants.among(REPLICAS)
 @pytest.mark.parametrize("last", [3, 5])
 def test_a_replica_may_have_a_single_example_where_others_have_more(last, same_as_stock):
@@ -275,6 +277,7 @@ def functions():
     return found
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"single": (1,), "custom": (2,), "mirrored": (2,), "custom_recompute": (2,)})
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_function_of_tensorflow_or_keras_is_another_one_after_a_training(contestant, fails):

@@ -149,6 +149,7 @@ OF_SEVERAL_EXAMPLES = {
 }
 
 
+@pytest.mark.thorough
 @contestants.among({"custom": (2,), "mirrored": (2,)})
 @pytest.mark.parametrize("name", OF_SEVERAL_EXAMPLES)
 def test_what_several_examples_make_together_is_that_of_one_device(name, contestant):
@@ -176,6 +177,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"custom": (2,), "mirrored": (2,)})
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_rule_of_the_partitioner_is_found_and_the_layer_named(name, contestant, monkeypatch):
@@ -223,6 +225,7 @@ class Wrong(base.Strategy):
         return AddsWrongly(self.way, self.devices)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("way", "what"),
     [
@@ -242,6 +245,7 @@ def test_a_strategys_own_wrong_sums_are_not_blamed_on_the_model(way, what):
     assert raised.value.hint.startswith("this is a fault of the strategy")
 
 
+@pytest.mark.thorough
 @contestants.among({"custom": (2,)})
 def test_a_report_shows_its_verdict_first_in_print_at_the_prompt_and_in_a_notebook(contestant, monkeypatch):
     equal = verified(start(contestant), lambda: network(layers.Flatten()))
@@ -278,6 +282,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_is_equal_passes(name, contestant):
     report = verified(start(contestant), EQUAL[name])
@@ -302,6 +307,7 @@ class SpreadOfNoise(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"custom": (2,), "mirrored": (2,)})
 def test_a_statistic_of_random_examples_is_that_of_one_device(contestant):
     def model():
@@ -322,15 +328,17 @@ QUICK_CASES = [
     "auc",
 ]
 ALL_CASES = [
-    pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.thorough, id=name) for name in cases.CASES
+    pytest.param(name, marks=() if name in QUICK_CASES else pytest.mark.exhaustive, id=name) for name in cases.CASES
 ]
 QUICK_STEPS = ["weights clipped after each of several updates", "variables of TensorFlow", "a loss over pairs"]
 ALL_STEPS = [
-    pytest.param(name, marks=() if name in QUICK_STEPS else pytest.mark.thorough, id=name) for name in test_steps.STEPS
+    pytest.param(name, marks=() if name in QUICK_STEPS else pytest.mark.exhaustive, id=name)
+    for name in test_steps.STEPS
 ]
 ON_PARTS = {"mirrored": (3,)} | contestants.OF_THE_JOB
 
 
+@pytest.mark.thorough
 @contestants.among(ON_PARTS)
 @pytest.mark.parametrize("case_name", ALL_CASES)
 def test_cases_that_are_equal_pass(case_name, contestant):
@@ -344,6 +352,7 @@ def test_cases_that_are_equal_pass(case_name, contestant):
     assert strategy.verify(model, **data, **{"batch_size": cases.BATCH} | options, steps=2).first is None
 
 
+@pytest.mark.thorough
 @contestants.among(ON_PARTS)
 @pytest.mark.parametrize("step_name", ALL_STEPS)
 def test_steps_that_are_equal_pass(step_name, contestant):
@@ -374,13 +383,14 @@ def data_of(kind):
     return {"x": tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)}
 
 
+@pytest.mark.thorough
 @contestants.among({"custom": (2,)} | contestants.OF_THE_JOB)
 @pytest.mark.parametrize(
     "kind",
     [
         "arrays",
         "generator",
-        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("dataset", "dataset of a generator")),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dataset", "dataset of a generator")),
     ],
 )
 def test_a_training_is_the_same_with_and_without_a_verification_before_it(kind, contestant):
@@ -396,6 +406,7 @@ def test_a_training_is_the_same_with_and_without_a_verification_before_it(kind, 
     assert trained(True) == trained(False)
 
 
+@pytest.mark.thorough
 @contestants.among({"custom": (2,), "mirrored": (2,)} | contestants.OF_THE_JOB)
 def test_variables_and_generators_of_the_script_are_after_it_what_they_were(contestant):
     """Keras does not know them: a layer's function has them from the code around it."""
@@ -426,6 +437,7 @@ def test_variables_and_generators_of_the_script_are_after_it_what_they_were(cont
     assert trained(True) == trained(False)
 
 
+@pytest.mark.thorough
 @contestants.among({"mirrored": (2,)})
 def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contestant, monkeypatch):
     plant("Cumsum", running_sum_of_each_part, monkeypatch)
@@ -442,6 +454,7 @@ def test_a_prepared_model_is_verified_by_its_first_fit_before_it_trains(contesta
         model.fit(X, Y, batch_size=BATCH, verbose=0)
 
 
+@pytest.mark.thorough
 @contestants.among({"custom": (2,)})
 def test_an_error_in_a_step_leaves_the_model_as_it_was(contestant):
     class Fails(keras.Sequential):
@@ -465,6 +478,7 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(contestant):
     assert strategy.verify(model, X, Y, batch_size=BATCH).first is None
 
 
+@pytest.mark.sampled(1)
 @contestants.among({"custom": (2,), "mirrored": (2,)})
 def test_a_step_of_ones_own_need_not_use_the_metrics_that_the_model_was_compiled_with(contestant):
     strategy = start(contestant)

@@ -88,6 +88,7 @@ def loops(monkeypatch):
     return run
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_wrapper_of_keras_runs_once_and_so_does_the_strategys_loop(name, when, calls, loops, same_as_stock):
@@ -122,6 +123,7 @@ def doubling():
     return model
 
 
+@pytest.mark.sampled(1)
 def test_overrides_and_wrappers_of_fit_and_evaluate_are_called_as_stock_keras_calls_them(calls, same_as_stock):
     def case(contestant):
         with calls.wrapped(keras.Model), calls.wrapped(Doubling, ("fit", "evaluate")):
@@ -133,6 +135,7 @@ def test_overrides_and_wrappers_of_fit_and_evaluate_are_called_as_stock_keras_ca
     same_as_stock(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 def test_a_wrapper_on_the_model_itself_runs_once(when, calls, contestant, loops):
     if contestant[0] == "stock_mirrored":
@@ -152,6 +155,7 @@ def test_a_wrapper_on_the_model_itself_runs_once(when, calls, contestant, loops)
             assert calls == loops == [name]
 
 
+@pytest.mark.sampled(1)
 def test_a_wrapper_may_change_arguments_and_results(contestant, monkeypatch):
     original = keras.Model.fit
     seen = []
@@ -179,6 +183,7 @@ def functions_of_keras():
     return found
 
 
+@pytest.mark.thorough
 def test_after_a_fit_keras_models_are_as_before(contestant):
     strategy = start(contestant)
     before = functions_of_keras()
@@ -192,6 +197,7 @@ def test_after_a_fit_keras_models_are_as_before(contestant):
     assert {name for name in after if after[name] != before.get(name)} == set()
 
 
+@pytest.mark.sampled(1)
 def test_a_stock_model_trains_as_ever_while_a_prepared_one_trains(contestant):
     losses = []
     alone = made(STOCK)
@@ -216,6 +222,7 @@ def test_keras_own_loop_refuses_to_run_a_step_of_a_prepared_model(name, contesta
         getattr(keras.Model, name)(model, X, **data)
 
 
+@pytest.mark.sampled(1)
 @contestants.among(contestants.WHOLE_AND_PARTS)
 @pytest.mark.parametrize(
     "copied",

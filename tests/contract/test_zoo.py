@@ -15,9 +15,11 @@ from tests.contract.comparison import STOCK, assert_same, start
 from tfdist import models, tasks
 from tfdist.loop import programs
 
+pytestmark = pytest.mark.thorough
+
 QUICK = [
     ("stateful_rnn", "float32"),
-    pytest.param("unet", "float32", marks=pytest.mark.thorough),
+    pytest.param("unet", "float32", marks=pytest.mark.exhaustive),
     ("nbow", "mixed_float16"),
 ]
 # Many batch normalizations, one after the other, over few numbers at the lowest pixels: a rounding of the pictures
@@ -80,14 +82,14 @@ def test_states_masks_and_half_precision_are_those_of_stock_keras_on_one_device(
     check(case, policy, contestant)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("case", [case for case in zoo.SMALL if case not in AMPLIFYING])
 def test_a_model_of_the_zoo_equals_stock_keras_on_one_device(case, contestant):
     check(case, "float32", contestant)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("case", AMPLIFYING)
 def test_a_model_that_amplifies_roundings_equals_stock_keras_in_float64(case, contestant, in_float64):
@@ -96,7 +98,7 @@ def test_a_model_that_amplifies_roundings_equals_stock_keras_in_float64(case, co
     assert_same(found, reference(case, "float64"), tolerance=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @contestants.among(contestants.FEW)
 @pytest.mark.parametrize("policy", ROUNDING)
 @pytest.mark.parametrize("case", zoo.SMALL)
@@ -125,7 +127,7 @@ def test_replicas_repeat_next_to_nothing_of_a_step(case):
     assert share_repeated(case) < 0.005
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in zoo.SMALL if case not in SEVERAL_KINDS])
 def test_replicas_repeat_next_to_nothing_of_a_step_of_any_model(case):
     assert share_repeated(case) < 0.005

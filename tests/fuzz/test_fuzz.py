@@ -11,9 +11,9 @@ from tests.fuzz import drawing, running
 
 # Seeds of `drawing.drawn`, and how many cases each stands for.
 QUICK = [pytest.param(seed, 2, marks=pytest.mark.slow) for seed in range(2)]
-THOROUGH = [pytest.param(seed, 20, marks=[pytest.mark.slow, pytest.mark.thorough]) for seed in range(100, 200)]
+EXHAUSTIVE = [pytest.param(seed, 20, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for seed in range(100, 200)]
 # A case is a second or two in one process; processes that exchange each step take longer.
-IN_A_JOB = [pytest.param(seed, 30, marks=[pytest.mark.slow, pytest.mark.thorough]) for seed in range(300, 305)]
+IN_A_JOB = [pytest.param(seed, 30, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for seed in range(300, 305)]
 
 
 def outcome(case, contestant):
@@ -41,7 +41,8 @@ def failures(cases, contestant_of):
     return found
 
 
-@pytest.mark.parametrize(("seed", "count"), QUICK + THOROUGH)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "count"), QUICK + EXHAUSTIVE)
 def test_a_drawn_training_ends_as_on_one_device(seed, count):
     """Each of the strategies of one process in turn."""
 

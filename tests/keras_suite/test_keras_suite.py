@@ -64,7 +64,7 @@ def failed(files, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("files", "expected", "at_least"),
     [

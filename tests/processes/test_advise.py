@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_two_processes_are_predicted_and_compared_with_runs(tmp_path):
     options = ["--model", "mlp", "--dataset", "digits", "--batch-size", "64", "--workers", "2"]
     done = subprocess.run(

@@ -8,6 +8,8 @@ import pytest
 
 from tests.processes.jobs import RunningJob, require_mpi
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent.parent
 
 USES = """

@@ -4,6 +4,8 @@ import pytest
 
 from tests.processes.jobs import Several, run_script
 
+pytestmark = pytest.mark.thorough
+
 OUTPUTS = """
 import sys
 import tfdist
@@ -154,7 +156,7 @@ print("ALL RIGHT")
     ("strategy", "settings", "options"),
     [
         pytest.param("multiworker", {"communication": "ring"}, (), id="ring"),
-        pytest.param("horovod", {}, ("--mpi",), id="MPI", marks=pytest.mark.thorough),
+        pytest.param("horovod", {}, ("--mpi",), id="MPI", marks=pytest.mark.exhaustive),
     ],
 )
 def test_predictions_of_any_type_are_those_of_one_device(tmp_path, strategy, settings, options):
@@ -165,8 +167,8 @@ def test_predictions_of_any_type_are_those_of_one_device(tmp_path, strategy, set
     ("strategy", "options"),
     [
         pytest.param("multiworker", (), id="sockets"),
-        pytest.param("horovod", (), id="Gloo", marks=pytest.mark.thorough),
-        pytest.param("horovod", ("--mpi",), id="MPI", marks=pytest.mark.thorough),
+        pytest.param("horovod", (), id="Gloo", marks=pytest.mark.exhaustive),
+        pytest.param("horovod", ("--mpi",), id="MPI", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_backup_that_the_chief_alone_can_read_restores_all_processes(tmp_path, strategy, options):
@@ -180,6 +182,6 @@ def test_a_backup_that_the_chief_alone_can_read_restores_all_processes(tmp_path,
     assert set(job.printed("resumed")) == {result}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_single_batches_over_mpi_are_those_of_one_device(tmp_path):
     assert run_script(ON_BATCH, "horovod", cwd=tmp_path, options=("--mpi",)).count("ALL RIGHT") == 2

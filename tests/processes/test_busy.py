@@ -8,7 +8,9 @@ import pytest
 
 from tests.processes.jobs import RunningJob, require_horovod, require_mpi
 
-THOROUGH = pytest.mark.thorough
+pytestmark = pytest.mark.thorough
+
+EXHAUSTIVE = pytest.mark.exhaustive
 BUSY = """
 import sys, time
 import keras, numpy as np, tfdist
@@ -41,7 +43,7 @@ ENGINES = {
 
 def engines(*quick):
     """Runs a test over all engines; all but the `quick` ones are left to `make test-all`."""
-    marks = {name: () if name in quick else THOROUGH for name in ENGINES}
+    marks = {name: () if name in quick else EXHAUSTIVE for name in ENGINES}
     cases = [pytest.param(*case, id=name, marks=marks[name]) for name, case in ENGINES.items()]
     return pytest.mark.parametrize(("strategy", "options", "launch"), cases)
 

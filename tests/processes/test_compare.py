@@ -9,6 +9,8 @@ import pytest
 
 from tfdist.study import results, runs
 
+pytestmark = pytest.mark.thorough
+
 FEW = ["--model", "mlp", "--dataset", "digits", "--steps", "20", "--epochs", "2", "--repeats", "1", "--out", "study"]
 
 
@@ -44,7 +46,7 @@ def test_a_strategy_that_cannot_run_here_is_marked_with_the_doctors_reason(tmp_p
     assert "`mpi_split on 2` failed in 1 of 1 runs: error: " in report and "planted" in report
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_each_rank_of_mpi_split_has_its_share_of_input_that_costs_nothing(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("there is no `mpirun`: run `make horovod`")

@@ -14,6 +14,10 @@ EQUALITY, CALLBACKS, CALL, ORDER, STEPS, USERS_STEPS, BY_HAND, BUILDING, BETWEEN
         *("losses_by_hand", "building", "between_steps"),
     )
 )
+# What two processes do otherwise than one: parts of unequal length, weighted sums, statistics of all examples, and
+# gradients of a step of the user's own. `QUICK` is for a thorough test, `FEW` is among what `make test` runs.
+FEW = ["remainder 1", "mask, loss sum", "synchronized batch norm", "own train_step"]
+FEW_STEPS = "queue or dropout"
 QUICK = [
     "remainder 1",
     "single batch of one example",
@@ -60,6 +64,13 @@ def own_optimizers(strategy, workers):
     return f"{CALL}::test_a_model_that_is_never_called_trains_with_optimizers_of_its_own[{strategy}-{workers}-in turn]"
 
 
+def test_two_workers_end_where_one_device_ends(tmp_path):
+    cases = equality_cases("multiworker", 2, FEW)
+    last = run_together("multiworker", 2, *cases, USERS_STEPS, "-k", f"test_equality or {FEW_STEPS}", cwd=tmp_path)
+    assert f"{len(FEW) + len(FEW_STEPS.split(' or '))} passed" in last
+
+
+@pytest.mark.thorough
 def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
     """Equality, steps of the user's own, callbacks, order, building: one job, since starting it takes a while."""
     models = model_cases("multiworker", 2, ["metric of whole numbers in tests alone"])
@@ -79,13 +90,13 @@ def test_two_workers_keep_the_promises_that_need_most_of_them(tmp_path):
     assert int(re.search(r"(\d+) passed", last)[1]) >= len(cases) + 20, last
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_two_workers_keep_the_states_of_streams_and_leave_out_what_is_ignored(tmp_path):
     zoo = "tests/contract/test_zoo.py"
-    assert "3 passed" in run_together("multiworker", 2, zoo, "-m", "not thorough", cwd=tmp_path)
+    assert "3 passed" in run_together("multiworker", 2, zoo, "-m", "not exhaustive", cwd=tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS, USERS_STEPS, BY_HAND])
 def test_the_whole_contract(tmp_path, workers, part):

@@ -7,6 +7,8 @@ import pytest
 
 from tests.processes.jobs import RunningJob, require_horovod
 
+pytestmark = pytest.mark.thorough
+
 # How often each of 32 examples is seen in an epoch, for each kind of data; or the error that all processes raise.
 COUNTING = """
 import os, sys, json, random, time, numpy as np, tfdist
@@ -148,8 +150,8 @@ print(json.dumps(found), flush=True)
 
 ENGINES = [
     pytest.param("multiworker", {}, id="sockets"),
-    pytest.param("multiworker", {"communication": "ring"}, id="ring", marks=pytest.mark.thorough),
-    pytest.param("horovod", {}, id="gloo", marks=pytest.mark.thorough),
+    pytest.param("multiworker", {"communication": "ring"}, id="ring", marks=pytest.mark.exhaustive),
+    pytest.param("horovod", {}, id="gloo", marks=pytest.mark.exhaustive),
 ]
 
 
@@ -164,7 +166,7 @@ def printed(script, text, *arguments, cwd, workers=2):
     return json.loads(next(line for line in reversed(out.splitlines()) if line.startswith(("{", "["))))
 
 
-@pytest.mark.thorough  # over sockets `test_shared_jobs.py` runs it
+@pytest.mark.exhaustive  # over sockets `test_shared_jobs.py` runs it
 @pytest.mark.parametrize(("strategy", "options"), ENGINES[1:])
 def test_what_draws_without_a_seed_gives_every_process_the_same_batches(tmp_path, script, strategy, options):
     check_alike(printed(script, FIT_ALIKE, strategy, json.dumps(options), cwd=tmp_path))
@@ -262,7 +264,7 @@ print(json.dumps([found, expected]), flush=True)
 
 
 @pytest.mark.parametrize(
-    ("workers", "which"), [(2, ["quick"]), *(pytest.param(n, [], marks=pytest.mark.thorough) for n in (2, 3))]
+    ("workers", "which"), [(2, ["quick"]), *(pytest.param(n, [], marks=pytest.mark.exhaustive) for n in (2, 3))]
 )
 @pytest.mark.parametrize(("strategy", "options"), ENGINES)
 def test_parts_of_each_process_give_what_one_device_makes_of_them_together(

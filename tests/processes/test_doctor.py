@@ -9,6 +9,8 @@ import pytest
 from tests.processes.jobs import ROOT, clean_environment, require_horovod
 from tfdist.doctor import links
 
+pytestmark = pytest.mark.thorough
+
 CODE = """
 import dataclasses, json, sys
 from tfdist.doctor import links, readiness
@@ -60,7 +62,7 @@ def test_processes_that_cannot_add_up_are_a_problem_and_their_strategy_is_not_re
     assert (ready["ready"], ready["reason"], ready["command"]) == (False, found["sentence"], found["hint"])
 
 
-@pytest.mark.thorough  # TensorFlow's servers wait for a minute
+@pytest.mark.exhaustive  # TensorFlow's servers wait for a minute
 def test_a_proxy_between_tensorflows_servers_keeps_them_apart_as_the_doctor_says(tmp_path):
     tried, _, ready = between_two(tmp_path, "multiworker", https_proxy="http://127.0.0.1:9")
     assert tried["error"].endswith("DeadlineExceededError: Deadline Exceeded")
@@ -69,7 +71,7 @@ def test_a_proxy_between_tensorflows_servers_keeps_them_apart_as_the_doctor_says
     assert tried["link"] and ready["ready"]
 
 
-@pytest.mark.thorough  # its parts are tested one by one
+@pytest.mark.exhaustive  # its parts are tested one by one
 def test_all_is_ready_where_all_is_installed_and_each_engine_is_timed(tmp_path):
     require_horovod()
     done = run(tmp_path, "-m", "tfdist.doctor", "--json")

@@ -73,6 +73,7 @@ def train_alone(run_dir):
     subprocess.run(command, cwd=run_dir.parent, env=clean_environment(), check=True, timeout=120)
 
 
+@pytest.mark.thorough
 def test_every_example_is_seen_once_an_epoch_through_two_losses_and_one_gain(tmp_path):
     hosts, run_dir, steps_file = tmp_path / "hosts", tmp_path / "run", tmp_path / "steps.txt"
     hosts.write_text("localhost\n127.0.0.1\n127.0.0.2\n")
@@ -105,11 +106,11 @@ def test_every_example_is_seen_once_an_epoch_through_two_losses_and_one_gain(tmp
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        pytest.param("gossip", ["algorithm=adpsgd"], marks=pytest.mark.thorough),
-        pytest.param("gossip", ["algorithm=dpsgd"], marks=pytest.mark.thorough),
-        pytest.param("gossip", ["algorithm=sgp"], marks=pytest.mark.thorough),
-        pytest.param("gossip", ["algorithm=gosgd"], marks=pytest.mark.thorough),
-        pytest.param("local_sgd", ["outer=diloco", "sync_every=3"], marks=pytest.mark.thorough),
+        pytest.param("gossip", ["algorithm=adpsgd"], marks=pytest.mark.exhaustive),
+        pytest.param("gossip", ["algorithm=dpsgd"], marks=pytest.mark.exhaustive),
+        pytest.param("gossip", ["algorithm=sgp"], marks=pytest.mark.exhaustive),
+        pytest.param("gossip", ["algorithm=gosgd"], marks=pytest.mark.exhaustive),
+        pytest.param("local_sgd", ["outer=diloco", "sync_every=3"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes_that_train_apart_go_on_without_one_and_take_it_back(tmp_path, strategy, options):
@@ -136,7 +137,7 @@ def test_processes_that_train_apart_go_on_without_one_and_take_it_back(tmp_path,
     assert epochs[-1]["metrics"]["loss"] < epochs[0]["metrics"]["loss"]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["horovod", "multiworker"])
 def test_a_host_that_leaves_the_list_is_given_up_at_a_checkpoint(tmp_path, strategy):
     script, listed, run_dir = tmp_path / "discover", tmp_path / "listed", tmp_path / "run"
@@ -182,7 +183,7 @@ model.fit(x.reshape(64, 64), y, epochs=12, batch_size=16, callbacks=[warmup, Not
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_script_goes_on_and_its_learning_rate_rule_knows_the_new_size(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     rates = tmp_path / "rates.txt"
@@ -198,7 +199,7 @@ def test_a_script_goes_on_and_its_learning_rate_rule_knows_the_new_size(tmp_path
     assert {(int(size), round(float(rate), 6)) for _, size, rate in found[1:]} == {(2, 0.2), (1, 0.1)}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_worker_that_is_stopped_is_given_up_after_the_timeout(tmp_path):
     run_dir = tmp_path / "run"
     options = ["--max-workers", "2", "--checkpoint-steps", COMMIT_STEPS, "--timeout-seconds", "5"]
@@ -212,7 +213,7 @@ def test_a_worker_that_is_stopped_is_given_up_after_the_timeout(tmp_path):
     assert [epoch["metrics"]["seen_at_most"] for epoch in record(run_dir)["epochs"]] == [1.0] * 4
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_with_too_few_workers_ends_and_says_so(tmp_path):
     run_dir = tmp_path / "run"
     with elastic(run_dir, "--min-workers", "2", "--max-workers", "2", epochs=50) as job:

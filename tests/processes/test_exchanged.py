@@ -17,10 +17,11 @@ TRANSFERS = {
     "local_sgd": (["--sync-every", "8"], STEPS // 8 + 1),
     "gossip": ([], STEPS + 1),  # the mean at the end of an epoch too
 }
-THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("ring", "horovod", "local_sgd")]
+EXHAUSTIVE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ring", "horovod", "local_sgd")]
 
 
-@pytest.mark.parametrize("name", ["multiworker", "gossip", *THOROUGH])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["multiworker", "gossip", *EXHAUSTIVE])
 def test_the_record_counts_what_the_processes_have_sent(tmp_path, name):
     if name == "horovod":
         require_horovod()

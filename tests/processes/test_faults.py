@@ -33,6 +33,7 @@ def unbroken(tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.thorough
 def test_a_run_leaves_the_chiefs_files_with_the_figures_of_every_rank(unbroken):
     chief = record(unbroken)
     assert chief["world"]["world_size"] == 2
@@ -41,7 +42,7 @@ def test_a_run_leaves_the_chiefs_files_with_the_figures_of_every_rank(unbroken):
     assert sorted(path.name for path in (unbroken / "rank-1").iterdir()) == ["log.txt"]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_all_end_when_a_worker_is_killed_and_the_error_names_it(tmp_path, rank):
     run_dir = tmp_path / "run"
     with train(*LONG, run_dir=run_dir) as job:
@@ -55,7 +56,8 @@ def test_all_end_when_a_worker_is_killed_and_the_error_names_it(tmp_path, rank):
     assert f"worker {rank} was ended by SIGKILL" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)])
 def test_the_others_name_the_ended_worker_by_themselves(tmp_path, number):
     """Without a launcher, as on several machines."""
     run_dir = tmp_path / "run"
@@ -70,6 +72,7 @@ def test_the_others_name_the_ended_worker_by_themselves(tmp_path, number):
     assert "worker 1 (localhost:" in err and "Gone" in err
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_named_after_the_timeout(tmp_path):
     run_dir = tmp_path / "run"
     with by_hand(run_dir, *LONG) as (chief, worker):
@@ -80,6 +83,7 @@ def test_a_stopped_worker_is_named_after_the_timeout(tmp_path):
     assert "silent for 10 s: worker 1 (localhost:" in err
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_from_its_checkpoint_and_equals_an_unbroken_one(tmp_path, unbroken):
     run_dir = tmp_path / "run"
     with train("--epochs", "6", "--restarts", "1", run_dir=run_dir) as job:
@@ -116,8 +120,8 @@ def test_a_worker_that_never_starts_is_named(tmp_path):
     ("chief", "other", "shown"),
     [
         (("--batch-size", "64"), ("--batch-size", "32"), ("--batch-size", "64", "32")),
-        pytest.param(("--model", "mlp"), ("--model", "cnn"), ("--model", "mlp", "cnn"), marks=pytest.mark.thorough),
-        pytest.param(("--limit", "100"), ("--limit", "200"), ("--limit", "100", "200"), marks=pytest.mark.thorough),
+        pytest.param(("--model", "mlp"), ("--model", "cnn"), ("--model", "mlp", "cnn"), marks=pytest.mark.exhaustive),
+        pytest.param(("--limit", "100"), ("--limit", "200"), ("--limit", "100", "200"), marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, other, shown):
@@ -132,8 +136,8 @@ def test_processes_that_disagree_are_refused_with_both_values(tmp_path, chief, o
 @pytest.mark.parametrize(
     ("what", "shown"),
     [
-        pytest.param("model", ["disagree on the model", "[4,3]", "[4,4]"], marks=pytest.mark.thorough),
-        pytest.param("activation", ["disagree on `the layers`", "worker 0", "worker 1"], marks=pytest.mark.thorough),
+        pytest.param("model", ["disagree on the model", "[4,3]", "[4,4]"], marks=pytest.mark.exhaustive),
+        pytest.param("activation", ["disagree on `the layers`", "worker 0", "worker 1"], marks=pytest.mark.exhaustive),
         ("data", ["disagree on", "10", "11", "worker 1"]),
     ],
 )
@@ -156,6 +160,7 @@ strategy.fit(model, x, y, batch_size=5, verbose=0)
     assert all(part in err for part in shown) and "hint:" in err and "Traceback" not in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["everywhere", "chief"])
 def test_a_callback_uses_the_model_in_all_processes_or_is_told_to(tmp_path, where):
     script = """

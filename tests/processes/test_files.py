@@ -10,7 +10,7 @@ from PIL import Image
 from tests.processes.jobs import RunningJob
 from tests.test_train import run
 
-pytestmark = [pytest.mark.processes, pytest.mark.thorough]
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 COMMON = ["--model", "cnn", "--dataset", "image_folder", "--data-dir", "data", "--data-option", "cache=off", "--quiet"]
 COMMON += ["--augment", "crop_flip", "--batch-size", 8, "--epochs", 2, "--optimizer", "sgd", "--learning-rate", 0.01]

@@ -10,6 +10,8 @@ from tests.processes.jobs import RunningJob, record, require_mpi, signalled, tra
 from tests.processes.test_local_sgd import BATCH, DIVERGED, EPOCHS, MODEL, Process, data, of_two
 from tfdist.relaxed import topologies
 
+pytestmark = pytest.mark.thorough
+
 UNEVEN = [[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]
 # Of each case: the options of the strategy, and for how many processes it is.
 CASES = {

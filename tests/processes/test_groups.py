@@ -137,13 +137,14 @@ def check_operations(folder, engines, workers, options=()):
 
 # In jobs of their own, as strategies use them: Horovod's thread would call MPI beside mpi4py. Both in one process have
 # ended by SIGSEGV once, with Open MPI 4.1.4.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["MPI", "mpi4py"])
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_all_operations_over_mpi_give_every_process_what_they_promise(tmp_path, workers, engine):
     check_operations(tmp_path, [engine], workers, ("--mpi",))
 
 
-@pytest.mark.thorough  # with two processes `test_shared_jobs.py` runs them
+@pytest.mark.exhaustive  # with two processes `test_shared_jobs.py` runs them
 @pytest.mark.parametrize("engine", ["Gloo", "sockets"])
 def test_all_operations_give_three_processes_what_they_promise(tmp_path, engine):
     check_operations(tmp_path, [engine], 3)
@@ -166,12 +167,12 @@ with strategy.guard():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("strategy", "options", "launch"),
     [
         pytest.param("multiworker", {"communication": "sockets"}, (), id="sockets"),
-        pytest.param("mpi_split", {}, ("--mpi",), id="mpi4py", marks=pytest.mark.thorough),
+        pytest.param("mpi_split", {}, ("--mpi",), id="mpi4py", marks=pytest.mark.exhaustive),
     ],
 )
 def test_one_that_is_killed_or_stopped_while_another_receives_is_named(tmp_path, number, strategy, options, launch):
@@ -206,10 +207,11 @@ print("yields:", value.value)
 """
 
 
-@pytest.mark.parametrize("engine", ["MPI", pytest.param("mpi4py", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["MPI", pytest.param("mpi4py", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("said", "found"),
-    [({}, True), pytest.param({"OMPI_MCA_mpi_yield_when_idle": "0"}, False, marks=pytest.mark.thorough)],
+    [({}, True), pytest.param({"OMPI_MCA_mpi_yield_when_idle": "0"}, False, marks=pytest.mark.exhaustive)],
 )
 def test_who_waits_in_mpi_gives_its_core_away_unless_the_user_says_otherwise(tmp_path, engine, said, found):
     (tmp_path / "script.py").write_text(YIELDS)

@@ -128,13 +128,20 @@ OF_THE_ENGINE = [
     "sparse gradients, adam",
     "auc",
 ]
-THOROUGH = pytest.mark.thorough
+EXHAUSTIVE = pytest.mark.exhaustive
 # What the other engine shows in part.
-RATHER_MPI = pytest.mark.parametrize("engine", [pytest.param(GLOO, marks=THOROUGH), MPI], ids=["Gloo", "MPI"])
-RATHER_GLOO = pytest.mark.parametrize("engine", [GLOO, pytest.param(MPI, marks=THOROUGH)], ids=["Gloo", "MPI"])
+RATHER_MPI = pytest.mark.parametrize("engine", [pytest.param(GLOO, marks=EXHAUSTIVE), MPI], ids=["Gloo", "MPI"])
+RATHER_GLOO = pytest.mark.parametrize("engine", [GLOO, pytest.param(MPI, marks=EXHAUSTIVE)], ids=["Gloo", "MPI"])
 
 
 class TestContract:
+    def test_two_processes_end_where_one_device_ends(self, tmp_path):
+        few = equality_cases("horovod", 2, ["remainder 1", "sparse gradients, adam"])
+        chosen = "test_equality or queue"
+        last = run_together("horovod", 2, *few, USERS_STEPS, "-k", chosen, cwd=tmp_path, options=MPI)
+        assert f"{len(few) + 1} passed" in last
+
+    @pytest.mark.thorough
     @RATHER_MPI
     def test_two_processes_keep_the_promises_that_need_most_of_them(self, tmp_path, engine):
         tests = equality_cases("horovod", 2, OF_THE_ENGINE)
@@ -143,16 +150,16 @@ class TestContract:
         expected = len(tests) + len(QUICK_USERS_STEPS.split(" or "))
         assert f"{expected} passed" in last, last
 
-    @THOROUGH  # as those of `multiworker`, which has the same loop
+    @EXHAUSTIVE  # as those of `multiworker`, which has the same loop
     def test_two_processes_have_the_callbacks_of_one_device(self, tmp_path):
         assert "passed" in run_together("horovod", 2, CALLBACKS, ORDER, "-k", QUICK_CALLBACKS, cwd=tmp_path)
 
-    @THOROUGH  # as those of `multiworker`, whose step it is
+    @EXHAUSTIVE  # as those of `multiworker`, whose step it is
     @ENGINES
     def test_two_processes_take_steps_of_the_users_own_as_one_device_does(self, tmp_path, engine):
         assert "passed" in run_together("horovod", 2, STEPS, "-k", QUICK_STEPS, cwd=tmp_path, options=engine)
 
-    @THOROUGH
+    @EXHAUSTIVE
     @ENGINES
     @pytest.mark.parametrize("workers", [1, 2, 3])
     @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS, CALL, ORDER, STEPS, BY_HAND])
@@ -189,7 +196,8 @@ sys.stdout.write(f"DIFFERENCE {found}\\n")
 """
 
 
-@pytest.mark.parametrize(("strategy", "engine"), [("horovod", GLOO), pytest.param("mpi_split", MPI, marks=THOROUGH)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("strategy", "engine"), [("horovod", GLOO), pytest.param("mpi_split", MPI, marks=EXHAUSTIVE)])
 def test_resumed_behind_the_last_step_of_an_epoch_it_logs_the_metrics_of_all(tmp_path, strategy, engine):
     (tmp_path / "resumed.py").write_text(RESUMED)
     command = (sys.executable, "-m", "tfdist.launch", "--workers", "2", *engine, "resumed.py", strategy)
@@ -199,6 +207,7 @@ def test_resumed_behind_the_last_step_of_an_epoch_it_logs_the_metrics_of_all(tmp
     assert json.loads(resumed)[0] == json.loads(unbroken)[0]  # of the epoch of which no step was left
 
 
+@pytest.mark.thorough
 def test_stock_fit_under_its_tf_distribute_strategy_equals_one_process(tmp_path):
     (tmp_path / "stock.py").write_text(STOCK)
     done = run(sys.executable, "-m", "tfdist.launch", "--mpi", "stock.py", cwd=tmp_path)
@@ -207,6 +216,7 @@ def test_stock_fit_under_its_tf_distribute_strategy_equals_one_process(tmp_path)
 
 
 class TestLaunchers:
+    @pytest.mark.thorough
     def test_mpirun_horovodrun_and_the_launcher_end_with_the_same_weights(self, tmp_path, script):
         python = (sys.executable, script, "{}")
         ways = {
@@ -223,7 +233,7 @@ class TestLaunchers:
         assert len(weights) == 1
 
     @pytest.mark.parametrize("compression", ["bf16", "fp16"])
-    @THOROUGH
+    @EXHAUSTIVE
     def test_compressed_gradients_train_almost_alike(self, tmp_path, script, compression):
         losses = []
         for options in ("{}", json.dumps({"compression": compression})):
@@ -233,7 +243,7 @@ class TestLaunchers:
         assert losses[0] != losses[1]
         assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
-    @THOROUGH
+    @EXHAUSTIVE
     @ENGINES
     def test_the_timelines_of_all_ranks_are_joined(self, tmp_path, engine, script):
         options = json.dumps({"timeline": "t.json"})
@@ -254,6 +264,7 @@ class TestLaunchers:
 
 
 class TestFaults:
+    @pytest.mark.thorough
     @RATHER_GLOO
     def test_all_end_when_a_rank_is_killed_and_it_is_named(self, tmp_path, engine):
         with long_training(engine, tmp_path / "run") as job:
@@ -261,6 +272,7 @@ class TestFaults:
         assert code != 0
         assert ("rank 1 with PID" if engine == MPI else "worker 1 was ended by SIGKILL") in told
 
+    @pytest.mark.thorough
     @RATHER_MPI
     def test_all_end_when_a_rank_is_stopped_and_it_is_named(self, tmp_path, engine):
         with long_training(engine, tmp_path / "run") as job:
@@ -271,7 +283,7 @@ class TestFaults:
         assert record(tmp_path / "run")["status"] == "failed"
         assert reason in record(tmp_path / "run")["reason"]
 
-    @THOROUGH  # as under `mpi_split`
+    @EXHAUSTIVE  # as under `mpi_split`
     @ENGINES
     def test_all_end_when_a_rank_raises_and_it_is_named(self, tmp_path, engine, script):
         began = time.monotonic()
@@ -280,6 +292,7 @@ class TestFaults:
         assert done.returncode != 0
         assert "this rank has had enough" in done.stdout + done.stderr
 
+    @pytest.mark.thorough
     def test_ranks_that_disagree_are_refused_with_each_ones_value(self, tmp_path):
         train_with = [sys.executable, "-m", "tfdist.train", "--strategy", "horovod", "--dataset", "digits"]
         train_with += ["--run-dir", str(tmp_path / "run"), "--model"]
@@ -289,11 +302,13 @@ class TestFaults:
         assert "`--model`: rank 0 has `mlp`, rank 1 has `cnn`" in done.stderr
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.thorough
     def test_a_network_interface_that_does_not_exist_is_told(self, tmp_path, script):
         done = run(sys.executable, "-m", "tfdist.launch", script, "{}", cwd=tmp_path, HOROVOD_GLOO_IFACE="nowhere9")
         assert done.returncode == 2
         assert "`HOROVOD_GLOO_IFACE` is `nowhere9`, and this machine has the network interfaces `lo`" in done.stderr
 
+    @pytest.mark.thorough
     def test_a_horovod_for_another_tensorflow_is_told(self, tmp_path, script):
         """Its library as a build for another one leaves it: one that the loader refuses."""
         import horovod
@@ -316,6 +331,7 @@ class TestFaults:
         assert done.returncode == 2
         assert "Horovod is not installed" in done.stderr and "make horovod" in done.stderr
 
+    @pytest.mark.thorough
     def test_only_the_chief_writes_a_checkpoint(self, tmp_path):
         with train("--epochs", "2", run_dir=tmp_path / "run", strategy="horovod") as job:
             code, _, err = job.end()

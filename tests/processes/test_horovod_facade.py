@@ -31,7 +31,7 @@ UNEQUAL = [
     "different_sizes_sum",
     "different_sizes_normalized",
 ]
-THOROUGH = [
+EXHAUSTIVE = [
     "momentum_and_clipnorm",
     "moving_average",
     "sparse_gradients_as_dense",
@@ -81,7 +81,7 @@ def over(tmp_path_factory):
     return results
 
 
-@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
 def job(request, over):
     return over(request.param, *OVER[request.param])
 
@@ -167,23 +167,23 @@ def test_all_processes_have_the_same_weights(over, name):
     assert chief[name]["between"] == 0
 
 
-@pytest.mark.thorough  # the contract of `horovod` is shown over MPI
+@pytest.mark.exhaustive  # the contract of `horovod` is shown over MPI
 def test_over_mpi_the_weights_are_those_of_one_process_too(over):
     (chief, _), _, _ = over("mpi", *OVER["mpi"])
     check_equal_to_one_process(chief, ["sgd", "sparse_gradients", "loss_scaling_outside"])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_less_usual_options_give_the_weights_of_one_process(over, name):
-    (chief, _), _, _ = over("gloo", *THOROUGH)
+    (chief, _), _, _ = over("gloo", *EXHAUSTIVE)
     check_equal_to_one_process(chief, [name])
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_over_mpi_every_case_gives_the_weights_of_one_process(over):
-    (chief, _), _, _ = over("mpi", *QUICK, *THOROUGH, *ONLY_BETWEEN)
-    check_equal_to_one_process(chief, [*QUICK, *THOROUGH])
+    (chief, _), _, _ = over("mpi", *QUICK, *EXHAUSTIVE, *ONLY_BETWEEN)
+    check_equal_to_one_process(chief, [*QUICK, *EXHAUSTIVE])
     assert all(chief[name]["between"] == 0 for name in ONLY_BETWEEN)
 
 
@@ -216,6 +216,7 @@ def test_values_cross_the_processes(over):
     assert [rank["values"] for rank in ranks] == [expected] * 2
 
 
+@pytest.mark.thorough
 def test_the_launcher_starts_it_over_gloo_and_tensorflow_is_configured_afterwards(tmp_path):
     (tmp_path / "which.py").write_text(
         "import runpy; import tfdist.horovod as hvd; hvd.init(); print('gloo', hvd.gloo_enabled(), flush=True)\n"
@@ -243,6 +244,7 @@ print("trained on")
 """
 
 
+@pytest.mark.thorough
 def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
     ranks, folder, _ = over("gloo", *OVER["gloo"])
     command = [sys.executable, "-c", ELSEWHERE, folder / "model.keras", folder / "weights.npy"]
@@ -255,7 +257,7 @@ def test_a_saved_model_loads_in_stock_keras_without_horovod(over):
     assert ranks[0]["checkpoints"] == {"between": 0.0, "kind": "Adam", "iterations": 16}
 
 
-@pytest.mark.thorough  # in one process tests/test_documents.py runs them
+@pytest.mark.exhaustive  # in one process tests/test_documents.py runs them
 def test_the_ports_of_horovods_own_examples_train(tmp_path):
     output = horovod_jobs.run("gloo", ROOT / "examples" / "horovod_keras_mnist.py", cwd=tmp_path)
     assert output.count("'accuracy'") == 1  # rank 0 alone prints

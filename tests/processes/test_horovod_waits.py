@@ -92,8 +92,9 @@ def run(case, cwd, *options):
     return done, unframed(done.stdout + done.stderr), time.monotonic() - began
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.thorough) for case in ENDS]
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.exhaustive) for case in ENDS]
 )
 def test_the_job_ends_in_time_and_says_which_process_waits_for_what(tmp_path, case):
     done, told, seconds = run(case, tmp_path)
@@ -102,7 +103,7 @@ def test_the_job_ends_in_time_and_says_which_process_waits_for_what(tmp_path, ca
     assert seconds < 45
 
 
-@pytest.mark.thorough  # as over Gloo
+@pytest.mark.exhaustive  # as over Gloo
 @pytest.mark.parametrize("case", QUICK)
 def test_over_mpi_it_says_so_too(tmp_path, case):
     done, told, seconds = run(case, tmp_path, "--mpi")
@@ -111,6 +112,7 @@ def test_over_mpi_it_says_so_too(tmp_path, case):
     assert seconds < 45
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_busy_in_a_callback_is_waited_for(tmp_path):
     done, told, _ = run("busy in a callback", tmp_path)
     assert done.returncode == 0, told

@@ -44,9 +44,10 @@ def kill_after_an_epoch(strategy, folder, delay_seconds, *more):
         process.wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("single", "mirrored")), "custom"]
+    "strategy", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("single", "mirrored")), "custom"]
 )
 def test_a_killed_run_that_is_resumed_ends_as_an_unbroken_one(strategy, tmp_path):
     moments = random.Random(strategy)

@@ -176,7 +176,8 @@ def started(job, tmp_path):
     job.everyone()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_signal_ends_all_within_ten_seconds_even_those_that_ignore_it(tmp_path, script, number):
     with launch(tmp_path, script(STUBBORN)) as job:
         started(job, tmp_path)
@@ -364,6 +365,7 @@ def test_all_processes_of_a_host_whose_connection_breaks_end_the_job(tmp_path, s
     assert "worker 1 was ended by SIGKILL" in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("processes", "hosts"), [(400, 1), (48, 3)])
 def test_many_processes_take_an_agent_for_each_host_and_a_file_each(processes, hosts):
     """More end at once than signals can wait for the agent, which is no reason for a word."""
@@ -479,6 +481,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(tmp_path, arguments, said):
     assert said in err and "hint:" in err and "Traceback" not in err
 
 
+@pytest.mark.thorough
 def test_verify_compares_the_processes_of_a_job_with_one_device(tmp_path):
     arguments = ["--strategy", "multiworker", "--workers", "2", "--model", "mlp", "--dataset", "digits"]
     with RunningJob("verify", *arguments, "--run-dir", tmp_path / "run", module="tfdist", cwd=tmp_path) as job:

@@ -17,7 +17,7 @@ def memory(job):
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["multiworker", "parameter_server"])
 def test_twenty_thousand_steps_leak_nothing(tmp_path, strategy):
     run_dir = tmp_path / "run"

@@ -245,7 +245,9 @@ def results(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.thorough), 2, 3])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(3, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_makes_the_weights_that_numpy_makes(results, name, size):
     wanted = expected(name, size)
@@ -255,7 +257,8 @@ def test_a_rule_makes_the_weights_that_numpy_makes(results, name, size):
             np.testing.assert_allclose(found[f"arr_{epoch}"], weights, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.exhaustive)])
 def test_other_engines_carry_the_same(results, tmp_path, engine):
     require_mpi()
     if engine == "horovod":
@@ -345,6 +348,7 @@ def of_two(script, folder, *arguments):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "cases"),
     [
@@ -389,6 +393,7 @@ said("STEPS", int(model.optimizer.iterations.numpy()))
 )
 
 
+@pytest.mark.thorough
 def test_up_to_local_from_steps_are_those_of_one_device(tmp_path):
     found = of_two(SYNCHRONOUS, tmp_path)
     assert [float(one) < 2e-6 for one in found["APART"]] == [True] * 2
@@ -415,6 +420,7 @@ for name in ("bf16", "fp16", "int8"):
 )
 
 
+@pytest.mark.thorough
 def test_moves_are_sent_in_fewer_bytes_and_all_processes_have_the_same_weights(tmp_path):
     found = of_two(COMPRESSED, tmp_path)
     for name, most in {"bf16": 0.02, "fp16": 0.02, "int8": 0.05}.items():
@@ -448,6 +454,7 @@ said(f"FINITE-{strategy.world.rank}", all(np.isfinite(one).all() for one in mode
 )
 
 
+@pytest.mark.thorough
 def test_weights_that_are_not_finite_are_not_averaged(tmp_path):
     found = of_two(DIVERGED, tmp_path, "local_sgd", json.dumps({"sync_every": 2}))
     told = "The weights of rank 1 are not finite after step 2, and were not averaged with those of the other processes"
@@ -523,6 +530,7 @@ except tfdist.errors.UsageError as error:
 )
 
 
+@pytest.mark.thorough
 def test_averaging_each_step_trains_and_logs_as_one_device_whatever_the_loss(tmp_path):
     found = of_two(EACH_STEP, tmp_path, "local_sgd")
     told = "The layer `norm` is `synchronized`, and processes of `local_sgd` do not meet in a step"
@@ -532,12 +540,13 @@ def test_averaging_each_step_trains_and_logs_as_one_device_whatever_the_loss(tmp
     assert max(apart.values()) < 5e-5, apart
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_in_lock_step_all_cases_of_equality_hold(tmp_path):
     last = run_together(IN_LOCK_STEP, 2, EQUALITY, "-k", "equals", cwd=tmp_path)
     assert last.startswith("62 passed"), last
 
 
+@pytest.mark.thorough
 def test_processes_with_other_options_are_refused_with_the_values_of_both(tmp_path):
     (tmp_path / "script.py").write_text(
         "import json, os, tfdist\n"
@@ -550,7 +559,8 @@ def test_processes_with_other_options_are_refused_with_the_values_of_both(tmp_pa
     assert code == 2 and "sync_every" in told and "`2`" in told and "`3`" in told, told
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_all_end_when_a_rank_is_killed_or_stopped_and_it_is_named(tmp_path, number):
     options = ("--epochs", "2000", "--timeout-seconds", "8", "--sync-every", "5")
     with train(*options, run_dir=tmp_path / "run", strategy="local_sgd") as job:
@@ -558,6 +568,7 @@ def test_all_end_when_a_rank_is_killed_or_stopped_and_it_is_named(tmp_path, numb
     assert code != 0 and "worker 1" in said
 
 
+@pytest.mark.thorough
 def test_the_command_trains_with_an_outer_rule_and_records_it(tmp_path):
     options = ("--strategy-option", "outer=diloco", "--strategy-option", "outer_optimizer=sgd", "--sync-every", "4")
     with train("--epochs", "2", *options, run_dir=tmp_path / "run", strategy="local_sgd") as job:

@@ -102,7 +102,8 @@ def split(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(("workers", "examples"), [(2, 65), pytest.param(3, 100, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("workers", "examples"), [(2, 65), pytest.param(3, 100, marks=pytest.mark.exhaustive)])
 def test_averaging_each_step_with_sgd_is_synchronous_training(split, workers, examples):
     out = split(1, examples, workers)
     assert [float(found) < 2e-6 for found in said(out, "DIFFERENCE")] == [True] * workers
@@ -111,7 +112,8 @@ def test_averaging_each_step_with_sgd_is_synchronous_training(split, workers, ex
     assert len(set(said(out, "WITHOUT"))) == 1  # a model without a compiled optimizer is averaged too
 
 
-@pytest.mark.parametrize("sync_every", [3, pytest.param("epoch", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("sync_every", [3, pytest.param("epoch", marks=pytest.mark.exhaustive)])
 def test_averaging_less_often_lets_ranks_disagree_and_says_how_much(split, sync_every):
     out = split(sync_every, 120)
     assert float(said(out, "DIFFERENCE")[0]) > 1e-4
@@ -151,7 +153,7 @@ sys.stdout.write(
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_averaging_in_pieces_gives_what_averaging_at_once_does(tmp_path):
     (tmp_path / "script.py").write_text(PIECES)
     done = run(sys.executable, "-m", "tfdist.launch", "--mpi", "--workers", "2", "script.py", cwd=tmp_path)
@@ -160,6 +162,7 @@ def test_averaging_in_pieces_gives_what_averaging_at_once_does(tmp_path):
     assert len(set(said(done.stdout, "SUM "))) == 1  # the processes have the same
 
 
+@pytest.mark.thorough
 def test_the_command_trains_on_two_processes_and_leaves_one_record(tmp_path):
     run_dir = tmp_path / "run"
     with train("--epochs", "2", "--sync-every", "5", run_dir=run_dir, strategy="mpi_split") as job:
@@ -170,7 +173,7 @@ def test_the_command_trains_on_two_processes_and_leaves_one_record(tmp_path):
     assert len(found["epochs"]) == 2 and "test accuracy" in out
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_resumed_at_the_end_of_an_epoch_equals_an_unbroken_one(tmp_path):
     for run_dir, options in [
         ("unbroken", ["--epochs", "4"]),
@@ -184,7 +187,8 @@ def test_a_run_resumed_at_the_end_of_an_epoch_equals_an_unbroken_one(tmp_path):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
 def test_all_end_when_a_rank_is_killed_or_stopped_and_it_is_named(tmp_path, number):
     with train(*LONG, run_dir=tmp_path / "run", strategy="mpi_split") as job:
         code, told = signalled(job, tmp_path / "run", number)
@@ -193,6 +197,7 @@ def test_all_end_when_a_rank_is_killed_or_stopped_and_it_is_named(tmp_path, numb
     assert expected in told
 
 
+@pytest.mark.thorough
 def test_an_error_in_one_rank_ends_the_job(tmp_path):
     (tmp_path / "script.py").write_text(
         "import tfdist\n"
@@ -217,6 +222,7 @@ def test_without_mpirun_the_launcher_says_what_to_install(tmp_path):
     assert "There is no `mpirun` on the path" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_an_mpirun_of_another_library_is_told(tmp_path):
     """Its processes have the places that it gave them, and MPI finds each alone."""
     environment = clean_environment() | {"PMI_RANK": "0", "PMI_SIZE": "2"}

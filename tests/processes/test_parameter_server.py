@@ -81,7 +81,8 @@ def run_script(tmp_path, script, *arguments, workers, ps=1):
     return dict(line.split(" ", 1) for line in out.splitlines() if line.split(" ", 1)[0].isupper())
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(None, marks=pytest.mark.thorough), 2])
+@pytest.mark.thorough
+@pytest.mark.parametrize("staleness", [pytest.param(None, marks=pytest.mark.exhaustive), 2])
 def test_steps_examples_and_metrics_are_counted_exactly_however_the_workers_race(tmp_path, staleness):
     said = run_script(tmp_path, SCRIPT, json.dumps({"staleness": staleness}), workers=2, ps=2)
     history = json.loads(said["HISTORY"])
@@ -129,7 +130,7 @@ print("APART", max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_worker_alone_equals_one_device_where_its_steps_are_unrolled(tmp_path):
     said = run_script(tmp_path, ALONE, workers=1, ps=1)
     assert said["UNROLLED"] == "1"
@@ -195,6 +196,7 @@ print("PREDICT", float(np.abs(strategy.predict(model, x, verbose=0) - one.predic
 """
 
 
+@pytest.mark.thorough
 def test_the_rows_of_a_large_table_lie_on_all_servers_and_only_those_that_are_needed_travel(tmp_path):
     said = run_script(tmp_path, TABLE, workers=1, ps=2)
     half = 500_000 * 32 * 4
@@ -204,18 +206,19 @@ def test_the_rows_of_a_large_table_lie_on_all_servers_and_only_those_that_are_ne
     assert all(float(said[what]) < 5e-5 for what in ("WEIGHTS", "LOADED", "SLOTS", "PREDICT"))
 
 
+@pytest.mark.thorough
 def test_without_staleness_it_equals_one_device_where_each_server_has_a_part_of_every_variable(tmp_path):
     tests = [*equality_cases("parameter_server", 2, [*SHARDED, *WHOLE]), own_optimizers("parameter_server", 2)]
     assert f"{len(tests)} passed" in run_together("parameter_server", 2, *tests, cwd=tmp_path, ps=2)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("workers", "ps"), [(1, 2), (2, 1), (2, 2), (3, 3)])
 def test_every_case_of_equality_holds_without_staleness(tmp_path, workers, ps):
     assert "passed" in run_together("parameter_server", workers, EQUALITY, cwd=tmp_path, ps=ps)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("part", [CALLBACKS, ORDER])
 def test_callbacks_and_order_are_those_of_one_device(tmp_path, part):
     assert "passed" in run_together("parameter_server", 2, part, cwd=tmp_path, ps=2)
@@ -227,7 +230,7 @@ def serving(*options, run_dir, **more):
     return train(*options, run_dir=run_dir, strategy="parameter_server", **more)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_one_core_for_all_processes_is_enough(tmp_path):
     with serving(
         "--epochs", "1", "--limit", "320", run_dir=tmp_path / "run", cores={min(os.sched_getaffinity(0))}
@@ -236,6 +239,7 @@ def test_one_core_for_all_processes_is_enough(tmp_path):
     assert code == 0, err
 
 
+@pytest.mark.thorough
 def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "80", run_dir=run_dir) as job:
@@ -249,7 +253,7 @@ def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path):
     assert max(late[-40:]) > 0  # two workers again
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_training_goes_on_without_a_stopped_worker(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "20", run_dir=run_dir) as job:
@@ -260,6 +264,7 @@ def test_training_goes_on_without_a_stopped_worker(tmp_path):
     assert "Silent for 5 s: worker 0" in (run_dir / "log.txt").read_text()
 
 
+@pytest.mark.thorough
 def test_a_server_that_never_starts_is_named(tmp_path):
     cluster = {"chief": ["localhost:2301"], "worker": ["localhost:2302"], "ps": ["localhost:2303"]}
     config = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
@@ -270,6 +275,7 @@ def test_a_server_that_never_starts_is_named(tmp_path):
     assert "worker 0 (localhost:2302) and ps 0 (localhost:2303) did not start within 3 s" in err
 
 
+@pytest.mark.thorough
 def test_processes_that_disagree_are_refused_with_each_ones_value(tmp_path):
     own = (("--batch-size", "64"), ("--batch-size", "32"), ("--batch-size", "64"))
     roles = ("chief", "worker", "ps")
@@ -280,7 +286,8 @@ def test_processes_that_disagree_are_refused_with_each_ones_value(tmp_path):
             assert "`--batch-size`: chief 0" in err and "have `64`, worker 0" in err and "has `32`" in err
 
 
-@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_killed_parameter_server_is_named_and_the_job_goes_on_from_its_checkpoint(tmp_path, compared):
     """With a part of every variable on each server: the checkpoint has them whole, and gives each its part again."""
     options = ("--epochs", "6", "--limit", "640", "--ps", "2", "--staleness", "0", "--shard-bytes", "0")
@@ -299,7 +306,7 @@ def test_a_killed_parameter_server_is_named_and_the_job_goes_on_from_its_checkpo
             np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_error_of_the_chief_names_a_parameter_server_that_is_gone(tmp_path):
     run_dir, roles = tmp_path / "run", ("chief", "worker", "ps")
     with by_hand(run_dir, "--epochs", "2000", roles=roles, strategy="parameter_server") as (chief, worker, server):
@@ -311,7 +318,8 @@ def test_the_error_of_the_chief_names_a_parameter_server_that_is_gone(tmp_path):
         assert worker.wait(timeout=30) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_all_end_with_the_chief(tmp_path, number):
     run_dir = tmp_path / "run"
     with serving("--epochs", "2000", run_dir=run_dir) as job:
@@ -331,6 +339,7 @@ def test_an_option_below_zero_is_refused(option):
         tfdist.strategy("parameter_server", **{option: -1})
 
 
+@pytest.mark.thorough
 def test_a_job_without_servers_is_refused(tmp_path):
     (tmp_path / "script.py").write_text("import tfdist\ntfdist.strategy('parameter_server')\n")
     with RunningJob("--workers", "2", "script.py", cwd=tmp_path) as job:
@@ -359,15 +368,21 @@ def break_connections(server, process):
     return len(own)
 
 
-@pytest.mark.parametrize("mode", ["asp", pytest.param("easgd", marks=pytest.mark.thorough)])
+# How long TensorFlow may take, on busy cores, to connect a few times again.
+SECONDS_TO_CONNECT_AGAIN = 10.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["asp", pytest.param("easgd", marks=pytest.mark.exhaustive)])
 def test_connections_of_a_worker_that_break_change_no_count(tmp_path, mode):
     run_dir = tmp_path / "run"
     options = ("--epochs", "40", "--batch-size", "16", "--strategy-option", f"mode={mode}", *COUNTING)
     with serving(*options, run_dir=run_dir) as job:
         job.wait_for(lambda: epochs_done(run_dir) >= 2)
         server, worker = job.process("ps", 0), job.process("worker", 0)
-        broken = 0
-        for _ in range(5):
+        looks, broken, until = 0, 0, time.monotonic() + SECONDS_TO_CONNECT_AGAIN
+        while looks < 5 or (broken < 3 and time.monotonic() < until):
+            looks += 1
             broken += break_connections(server, worker)
             time.sleep(0.3)
         code, _, err = job.end()
@@ -379,7 +394,7 @@ def test_connections_of_a_worker_that_break_change_no_count(tmp_path, mode):
     assert {epoch["metrics"]["seen_at_most"] for epoch in epochs} == {1}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_connection_of_the_chief_that_breaks_is_named_where_the_job_cannot_go_on(tmp_path):
     run_dir = tmp_path / "run"
     with serving("--epochs", "2000", "--batch-size", "16", *COUNTING, run_dir=run_dir) as job:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.processes.jobs import RunningJob
 
+pytestmark = pytest.mark.thorough
+
 # A module of the user's with datasets; each process notes what it reads in a file of its role.
 DATASETS = """
 import json, os
@@ -160,7 +162,7 @@ def test_the_workers_decode_pictures(tmp_path):
     ("name", "found"),
     [
         ("other", "643 examples in 81 batches, arrays "),
-        pytest.param("missing", "nothing, because of AssertionError:", marks=pytest.mark.thorough),
+        pytest.param("missing", "nothing, because of AssertionError:", marks=pytest.mark.exhaustive),
     ],
 )
 def test_where_the_workers_do_not_find_the_same_the_chief_sends_the_examples(tmp_path, name, found):
@@ -170,7 +172,7 @@ def test_where_the_workers_do_not_find_the_same_the_chief_sends_the_examples(tmp
     assert re.search(rf"chief 0 {at} has `.*, worker 0 {at} and worker 1 {at} have `{found}", error), error
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_workers_whose_last_examples_differ_read_none(tmp_path):
     assert "The chief sends the examples of `datasets:other_end`" in equals_one_device(tmp_path, "other_end")
 
@@ -195,7 +197,7 @@ strategy.fit(model, source.feed("train", 8, seed=1), epochs=100_000, callbacks=[
 """
 
 
-@pytest.mark.parametrize("kind", [pytest.param("held", marks=pytest.mark.thorough), "read"])
+@pytest.mark.parametrize("kind", [pytest.param("held", marks=pytest.mark.exhaustive), "read"])
 def test_a_worker_that_comes_back_with_other_data_ends_the_job(tmp_path, kind):
     (tmp_path / "datasets.py").write_text(DATASETS)
     (tmp_path / "script.py").write_text(ENDLESS)

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 
+import keras
 import pytest
 
 import tfdist
@@ -11,6 +12,7 @@ from tests.processes.jobs import after_two_epochs, record, train
 from tests.processes.test_contract import BY_HAND, STEPS, USERS_STEPS, equality_cases, run_together
 from tests.processes.test_parameter_server import run_script
 from tfdist.errors import UsageError
+from tfdist.parameter_server import clocks, modes
 from tfdist.relaxed.centre_rules import Eamsgd, Easgd, walked
 
 SYNCHRONOUS = [
@@ -79,11 +81,11 @@ for name, make in optimizers():
 @pytest.mark.parametrize(
     ("options", "workers"),
     [
-        pytest.param({"mode": "downpour", "push_every": 7, "fetch_every": 3}, 1, marks=pytest.mark.thorough),
-        pytest.param({"mode": "downpour"}, 1, marks=pytest.mark.thorough),
-        pytest.param({"mode": "downpour", "push_every": 1, "fetch_every": 1}, 1, marks=pytest.mark.thorough),
+        pytest.param({"mode": "downpour", "push_every": 7, "fetch_every": 3}, 1, marks=pytest.mark.exhaustive),
+        pytest.param({"mode": "downpour"}, 1, marks=pytest.mark.exhaustive),
+        pytest.param({"mode": "downpour", "push_every": 1, "fetch_every": 1}, 1, marks=pytest.mark.exhaustive),
         ({"mode": "bsp"}, 2),
-        pytest.param({"mode": "bsp"}, 3, marks=pytest.mark.thorough),
+        pytest.param({"mode": "bsp"}, 3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_it_equals_one_device(tmp_path, options, workers):
@@ -93,19 +95,20 @@ def test_it_equals_one_device(tmp_path, options, workers):
         assert int(said[f"STEPS_{name}"]) == 2 * 81
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_cases_of_equality_hold_where_workers_have_parts_of_each_batch(tmp_path, workers):
     tests = equality_cases("parameter_server_bsp", workers, SYNCHRONOUS)
     assert f"{len(tests)} passed" in run_together("parameter_server_bsp", workers, *tests, cwd=tmp_path, ps=2)
 
 
+@pytest.mark.thorough
 def test_the_steps_and_metrics_of_users_are_those_of_one_device_in_rounds(tmp_path):
     steps = "queue or dropout or order or condition or printing or numpy or single_example"
     metrics = "metric_of_the_users_own and (Largest or Means)"
     layers = "normalizes_by_the_batch and not Layer"
     for files, which in (([USERS_STEPS], steps), ([STEPS, BY_HAND], f"({metrics}) or ({layers})")):
-        chosen = ("-k", which, "-m", "not thorough")
+        chosen = ("-k", which, "-m", "not exhaustive")
         said = run_together("parameter_server_bsp", 2, *files, *chosen, cwd=tmp_path, ps=1)
         assert "passed" in said and "failed" not in said
 
@@ -144,6 +147,7 @@ print("APART", apart(*models))
 )
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_built_by_data_of_unknown_length_trains_as_on_one_device_in_rounds(tmp_path):
     assert float(run_script(tmp_path, UNUSUAL, json.dumps({"mode": "bsp"}), workers=2)["APART"]) < 2e-6
 
@@ -167,7 +171,7 @@ print("RUNS", len({trained() for _ in range(3)}))
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_workers_with_parts_of_each_batch_repeat_a_run_bit_by_bit(tmp_path):
     assert run_script(tmp_path, REPEATED, json.dumps({"mode": "bsp"}), workers=3)["RUNS"] == "1"
 
@@ -216,8 +220,9 @@ for name, (make, more) in DATA.items():
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options", [{"mode": "bsp"}, pytest.param({"staleness": 0}, marks=pytest.mark.thorough)], ids=["bsp", "rounds"]
+    "options", [{"mode": "bsp"}, pytest.param({"staleness": 0}, marks=pytest.mark.exhaustive)], ids=["bsp", "rounds"]
 )
 def test_the_losses_of_several_outputs_are_those_of_one_device_however_the_data_come(tmp_path, options):
     said = run_script(tmp_path, TWO_LOSSES, json.dumps(options), workers=2)
@@ -253,11 +258,14 @@ print("SET", float(model.at.numpy()))
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
         ({"mode": "easgd", "sync_every": 2, "moving_rate": 1.0}, Easgd(2, 1.0)),
-        pytest.param({"mode": "easgd", "sync_every": 4, "moving_rate": 0.3}, Easgd(4, 0.3), marks=pytest.mark.thorough),
+        pytest.param(
+            {"mode": "easgd", "sync_every": 4, "moving_rate": 0.3}, Easgd(4, 0.3), marks=pytest.mark.exhaustive
+        ),
         ({"mode": "eamsgd", "sync_every": 3, "moving_rate": 0.5, "momentum": 0.5}, Eamsgd(3, 0.5, 0.5)),
     ],
     ids=lambda one: one["mode"] if isinstance(one, dict) else "",
@@ -285,8 +293,9 @@ print("STEPS", int(model.optimizer.iterations.numpy()))
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "mode", ["downpour", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("easgd", "eamsgd"))]
+    "mode", ["downpour", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("easgd", "eamsgd"))]
 )
 def test_two_workers_with_copies_bring_the_centre_to_what_is_sought(tmp_path, mode):
     momentum = {"momentum": 0.8} if mode == "eamsgd" else {}
@@ -296,7 +305,18 @@ def test_two_workers_with_copies_bring_the_centre_to_what_is_sought(tmp_path, mo
     assert history["val_loss"][-1] < 0.2 * history["val_loss"][0] or history["val_loss"][-1] < 0.01
 
 
-@pytest.mark.parametrize("slack", [pytest.param(0, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("slack", [0, 2, 5])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_no_worker_begins_a_step_that_is_more_than_the_slack_ahead_of_the_slowest(slack, steps):
+    slowest, ahead = clocks.Clock(done=10, running="a closure"), clocks.Clock(done=10)
+    while clocks.next_clock([slowest, ahead], steps, slack) is ahead:
+        ahead.done += steps
+    # The last step that it took began when it had done `slack` steps more than the slowest, at most.
+    assert ahead.done - 1 - slowest.done <= slack < ahead.done + steps - 1 - slowest.done
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("slack", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_clocks_keep_within_their_bound(tmp_path, slack):
     said = run_script(tmp_path, TRAINED, json.dumps({"mode": "ssp", "staleness": slack}), workers=2)
     history = json.loads(said["HISTORY"])
@@ -305,7 +325,8 @@ def test_clocks_keep_within_their_bound(tmp_path, slack):
     assert history["staleness_mean"][-1] > 0.1  # both are under way at most times
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ssp", marks=pytest.mark.thorough), "easgd"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", [pytest.param("ssp", marks=pytest.mark.exhaustive), "easgd"])
 def test_training_goes_on_without_a_killed_worker_which_comes_back(tmp_path, mode):
     run_dir = tmp_path / "run"
     options = ("--epochs", "40", "--ps", "1", "--timeout-seconds", "5", "--strategy-option", f"mode={mode}")
@@ -346,6 +367,7 @@ else:
 )
 
 
+@pytest.mark.thorough
 def test_what_a_mode_cannot_train_is_refused_in_a_sentence(tmp_path):
     said = run_script(tmp_path, REFUSED, json.dumps({"mode": "eamsgd"}), workers=1)
     assert "scales the loss" in said["SCALED"]
@@ -372,6 +394,16 @@ def test_options_that_do_not_belong_together_are_refused(options, told):
         tfdist.strategy("parameter_server", **options)
 
 
+@pytest.mark.parametrize("name", ["asp", "ssp", "easgd"])
+def test_accumulated_gradients_are_refused_where_steps_of_two_workers_overlap(name):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    mode = modes.Mode(name, {})
+    mode.settle(workers=2)
+    with pytest.raises(UsageError, match="accumulat"):
+        mode.check(model)
+
+
 NOT_FINITE = (
     SCRIPT
     + """
@@ -386,7 +418,8 @@ print("CENTRE", bool(np.all([np.isfinite(weight).all() for weight in model.get_w
 )
 
 
-@pytest.mark.parametrize("mode", [pytest.param("downpour", marks=pytest.mark.thorough), "easgd"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", [pytest.param("downpour", marks=pytest.mark.exhaustive), "easgd"])
 def test_weights_that_are_no_numbers_do_not_come_to_the_centre(tmp_path, mode):
     said = run_script(tmp_path, NOT_FINITE, json.dumps({"mode": mode}), workers=2)
     assert re.search(

@@ -8,6 +8,7 @@ from tests.processes.jobs import train
 from tests.test_profiler import serving
 
 
+@pytest.mark.thorough
 def test_all_ranks_are_hosts_of_one_run(tmp_path):
     run_dir = tmp_path / "run"
     with train("--epochs", "1", "--limit", "640", "--profile", "5:8", run_dir=run_dir) as job:
@@ -26,7 +27,7 @@ def test_all_ranks_are_hosts_of_one_run(tmp_path):
         assert [row["c"][0]["v"] for row in steps["rows"]] == ["train 5", "train 6", "train 7"]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_servers_of_a_chief_are_hosts_of_its_run(tmp_path):
     run_dir = tmp_path / "run"
     options = ("--epochs", "1", "--limit", "640", "--ps", "1", "--profile", "5:8")

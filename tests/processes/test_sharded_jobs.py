@@ -187,12 +187,13 @@ def together(strategy, shard, workers, *tests, cwd):
 
 
 # Of the other pairs, gradients are divided in the next tests; all are among `test_all_cases_of_equality`.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "shard"),
     [
-        pytest.param("multiworker", "gradients", marks=pytest.mark.thorough),
+        pytest.param("multiworker", "gradients", marks=pytest.mark.exhaustive),
         ("horovod", "optimizer"),
-        pytest.param("mpi", "gradients", marks=pytest.mark.thorough),
+        pytest.param("mpi", "gradients", marks=pytest.mark.exhaustive),
     ],
 )
 def test_its_weights_are_those_of_one_device(tmp_path, strategy, shard):
@@ -200,7 +201,7 @@ def test_its_weights_are_those_of_one_device(tmp_path, strategy, shard):
     assert f"{len(QUICK)} passed" in together(strategy, shard, 2, *tests, cwd=tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize("strategy", ["multiworker", "horovod", "mpi"])
@@ -230,6 +231,7 @@ def test_each_process_holds_its_share_and_a_run_of_two_is_continued_by_three_and
     assert trained(tmp_path, 1, "single", "also kept", "4") == ([everything], everything)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
     (tmp_path / "script.py").write_text(REFUSED)
     done = launched("--workers", "2", "--verbose", "script.py", cwd=tmp_path, timeout=240)
@@ -239,12 +241,14 @@ def test_what_cannot_be_divided_is_refused_with_a_sentence(tmp_path):
         assert any(part in sentence for sentence in told), told
 
 
+@pytest.mark.thorough
 def test_optimizers_and_layers_of_ones_own_are_those_of_one_device(tmp_path):
     (tmp_path / "script.py").write_text(OF_ONES_OWN)
     done = launched("--workers", "2", "--verbose", "script.py", cwd=tmp_path, timeout=240)
     assert len(re.findall("EQUAL", done.stdout)) == 2 * 6, (done.stdout + done.stderr)[-4000:]
 
 
+@pytest.mark.thorough
 def test_an_unknown_kind_and_collectives_of_tensorflow_are_refused_with_a_sentence(tmp_path):
     ring = ["--shard", "optimizer", "--communication", "ring"]
     for options, part in ((["--shard", "weights"], "weights"), (ring, "collectives")):

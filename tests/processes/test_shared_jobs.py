@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.processes import test_any_model, test_data, test_groups
-from tests.processes.jobs import RunningJob, Several, require_horovod
+from tests.processes.jobs import Several, require_horovod
 
 # Both processes pass what is equal, and both end with the same sentence on what is not.
 VERIFIES = """
@@ -50,6 +50,7 @@ try:
 except VerificationError as error:
     assert len(set(strategy.exchange(str(error).encode()))) == 1
     print("NAMED", error.sentence)
+registry._rules["Mean"] = rule, attributes  # for the scripts that follow in this process
 """
 
 DRIFTS = """
@@ -250,8 +251,8 @@ print("TIMES", *found)
 ENGINES = {"multiworker": "sockets", "horovod": "Gloo"}
 
 
-# What they promise is written once, over a process group; `make test` has one of them.
-@pytest.fixture(scope="module", params=["horovod", pytest.param("multiworker", marks=pytest.mark.thorough)])
+# What they promise is written once, over a process group, so that one of them shows it.
+@pytest.fixture(scope="module", params=["horovod", pytest.param("multiworker", marks=pytest.mark.exhaustive)])
 def job(request, tmp_path_factory):
     strategy = request.param
     if strategy == "horovod":
@@ -259,6 +260,7 @@ def job(request, tmp_path_factory):
     scripts = {
         "predictions": (test_any_model.OUTPUTS, [strategy, "{}"]),
         "single batches": (test_any_model.ON_BATCH, [strategy]),
+        "verify": (VERIFIES, [strategy]),
         "drift": (DRIFTS, [strategy]),
         "variables": (VARIABLES, [strategy]),
         "states": (STATES, [strategy]),
@@ -266,32 +268,37 @@ def job(request, tmp_path_factory):
     }
     if strategy == "multiworker":
         scripts["alike"] = (test_data.FIT_ALIKE, [strategy])
-    # The last ones, since they change a rule and constants.
-    scripts["verify"] = (VERIFIES, [strategy])
+    # The last one, since it changes constants.
     scripts["operations"] = (test_groups.SCRIPT, [ENGINES[strategy]])
     return Several(tmp_path_factory.mktemp(strategy), scripts)
 
 
+@pytest.mark.thorough
 def test_predictions_of_any_type_are_those_of_one_device(job):
     assert job.printed("predictions") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_single_batches_are_those_of_one_device(job):
     assert job.printed("single batches") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_variables_of_every_dtype_get_the_chiefs_values_bit_by_bit(job):
     assert job.printed("variables") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_weights_that_one_process_changes_alone_are_told_and_become_those_of_the_chief(job):
     assert job.printed("drift") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_draws_without_a_seed_are_the_same_in_all_processes(job):
     assert job.printed("unseeded") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_the_state_of_a_model_travels_once_at_a_start_and_at_a_resume(job):
     """Once more within an epoch, since callbacks begin it a second time; and where the models differ."""
     printed = job.printed("states")
@@ -300,24 +307,64 @@ def test_the_state_of_a_model_travels_once_at_a_start_and_at_a_resume(job):
     assert printed[0] in ("TIMES 1 1 2 2\n", "TIMES 1 1 2 1\n")
 
 
-def test_so_they_do_over_tensorflows_own_collectives(tmp_path):
-    (tmp_path / "script.py").write_text(VARIABLES)
-    with RunningJob("--log-dir", "logs", "script.py", "multiworker", "communication=ring", cwd=tmp_path) as started:
-        code, out, err = started.end()
-    assert code == 0, err
-    assert "ALL RIGHT" in out
+# Gradients travel as bfloat16, of three digits. The metric begins at another number than zero, which counts once.
+METRICS = """
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def reset_state(self):
+        self.total.assign(5.0)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign(tf.maximum(self.total, tf.reduce_max(tf.abs(y_true - y_pred))))
+
+    def result(self):
+        return self.total
 
 
+x = np.linspace(0.1, 0.9, 8, dtype="float32")[:, np.newaxis] ** 3
+with strategy.scope():
+    centred = keras.layers.Lambda(lambda values: values - tf.reduce_mean(values, axis=0))
+    model = keras.Sequential([keras.Input((1,)), centred, keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mse", Largest()], jit_compile=False)
+found = strategy.fit(model, x, 0 * x - 1, batch_size=8, verbose=0).history
+expected = np.mean((x - x.mean() + 1) ** 2)
+assert abs(found["loss"][0] - expected) < 1e-6 and abs(found["mse"][0] - expected) < 1e-6, (found, expected)
+assert found["largest"] == [5.0], found
+print("METRICS RIGHT")
+"""
+
+
+@pytest.fixture(scope="module", params=[["multiworker", "communication=ring"], ["horovod"]], ids=["ring", "horovod"])
+def compressed(request, tmp_path_factory):
+    if request.param == ["horovod"]:
+        require_horovod()
+    scripts = {"all": (VARIABLES + METRICS, [*request.param, "compression=bf16"])}
+    return Several(tmp_path_factory.mktemp("compressed"), scripts).printed("all")
+
+
+def test_so_they_do_over_tensorflows_own_collectives_and_compressed(compressed):
+    assert ["ALL RIGHT" in printed for printed in compressed] == [True] * 2
+
+
+def test_gradients_alone_are_narrowed_and_what_a_metric_begins_with_counts_once(compressed):
+    assert ["METRICS RIGHT" in printed for printed in compressed] == [True] * 2
+
+
+@pytest.mark.thorough
 def test_all_operations_give_every_process_what_they_promise(job):
     assert job.printed("operations") == ["ALL RIGHT\n"] * 2
 
 
+@pytest.mark.thorough
 def test_two_processes_verify_together(job):
     for printed in job.printed("verify"):
         assert "NAMED The output of the layer `norm`" in printed
 
 
-@pytest.mark.thorough  # a job of its own
+@pytest.mark.exhaustive  # a job of its own
 @pytest.mark.parametrize("job", ["multiworker"], indirect=True)
 def test_what_draws_without_a_seed_gives_every_process_the_same_batches(job):
     for printed in job.printed("alike"):

@@ -57,6 +57,7 @@ def differences(tmp_path_factory):
     return of_two(SCRIPT, tmp_path_factory.mktemp("simulated"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["average", "slowmo", "diloco", "easgd", "dpsgd", "sgp"])
 def test_the_simulator_ends_with_the_weights_of_two_processes(differences, algorithm):
     assert len(differences[algorithm]) == 2

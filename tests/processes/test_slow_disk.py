@@ -51,8 +51,9 @@ def unbroken(tmp_path_factory):
     return weights(folder / "run")
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(1, marks=pytest.mark.thorough), 60])
-@pytest.mark.parametrize("by", ["sigterm", pytest.param("failure", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("seconds", [pytest.param(1, marks=pytest.mark.exhaustive), 60])
+@pytest.mark.parametrize("by", ["sigterm", pytest.param("failure", marks=pytest.mark.exhaustive)])
 def test_a_job_that_is_ended_while_it_writes_leaves_whole_checkpoints_and_goes_on(tmp_path, unbroken, seconds, by):
     with train(tmp_path) as job:
         job.wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")))  # a whole one, before it is slow

@@ -219,7 +219,7 @@ def test_a_job_that_is_cancelled_does_not_start_again(slurm):
     assert "putting it back" not in output
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_run_goes_on_after_a_failure(slurm):
     folder = slurm.folder / "run"
     # Rank 1 dies when the first epoch has been saved, the first time.

@@ -7,6 +7,8 @@ import pytest
 from tests.processes.jobs import require_horovod, run_script
 from tests.processes.test_contract import EQUALITY, equality_cases, run_together
 
+pytestmark = pytest.mark.thorough
+
 QUICK = [
     "remainder 1",
     "single batch of one example",
@@ -44,7 +46,7 @@ except TfdistError as error:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers"), [("multiworker", 2), pytest.param("horovod", 3, marks=pytest.mark.thorough)]
+    ("strategy", "workers"), [("multiworker", 2), pytest.param("horovod", 3, marks=pytest.mark.exhaustive)]
 )
 def test_the_weights_are_those_of_one_device(tmp_path, strategy, workers):
     if strategy == "horovod":
@@ -53,7 +55,7 @@ def test_the_weights_are_those_of_one_device(tmp_path, strategy, workers):
     assert f"{len(QUICK)} passed" in run_together(name, workers, *equality_cases(name, workers, QUICK), cwd=tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("strategy", ["multiworker", "horovod"])
 def test_all_cases_of_equality(tmp_path, strategy, workers):

@@ -11,7 +11,7 @@ from tests.processes.hosts import ADDRESSES, Hosts
 from tests.processes.jobs import RunningJob, epochs_done, free_addresses, record
 from tests.processes.ssh import Ssh
 
-THOROUGH = pytest.mark.thorough
+EXHAUSTIVE = pytest.mark.exhaustive
 NEEDS_MPI = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no `mpirun`: run `make horovod`")
 
 SAY = """
@@ -140,7 +140,7 @@ def test_a_key_that_is_not_let_in_is_told_without_a_question(hosts, tmp_path, sc
     assert f"@{ADDRESSES[bool(more)]}: Permission denied (publickey)" in err and "Traceback" not in err
 
 
-@THOROUGH
+@EXHAUSTIVE
 def test_a_host_that_is_cut_off_is_given_up(hosts, tmp_path, script):
     with hosts.launch(script(WAIT), cwd=tmp_path) as job:
         job.wait_for(lambda: "here" in output(tmp_path, "worker-1"))
@@ -162,7 +162,7 @@ class TestMpirun:
         assert sorted(out.splitlines()) == ["rank 0 0 False", "rank 1 1 False", "rank 2 0 True"]
         assert hosts.is_empty()
 
-    @THOROUGH
+    @EXHAUSTIVE
     @pytest.mark.parametrize("places", [(1, 1), (2, 1)], ids=str)
     @pytest.mark.parametrize("strategy", ["horovod", "mpi_split"])
     def test_two_hosts_train_together(self, hosts, tmp_path, strategy, places):
@@ -177,7 +177,7 @@ class TestMpirun:
         world = record(tmp_path / "run")["world"]
         assert (world["world_size"], world["local_world_size"]) == (sum(places), places[0])
 
-    @THOROUGH
+    @EXHAUSTIVE
     @pytest.mark.parametrize("end", ["its process is killed", "Ctrl-C"])
     def test_nothing_is_left_on_the_other_host(self, hosts, tmp_path, end):
         run_dir = tmp_path / "run"

@@ -7,8 +7,10 @@ import pytest
 from tests.processes.jobs import launched, require_horovod, train, unframed
 from tests.processes.test_contract import CALLBACKS, EQUALITY, QUICK, equality_cases, run_together
 
+pytestmark = pytest.mark.thorough
+
 # Quick tests show the common mechanism over `multiworker`, and one continued run over Horovod.
-STRATEGIES = [pytest.param("horovod", marks=pytest.mark.thorough), "multiworker"]
+STRATEGIES = [pytest.param("horovod", marks=pytest.mark.exhaustive), "multiworker"]
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -55,7 +57,7 @@ print("PLACES", sorted({variable.value.device[-5:] for variable in model.variabl
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_pipelines_of_two_processes_give_what_one_device_gives(tmp_path, name):
     # A model that cannot be cut is trained in one stage, which processes of `multiworker` cannot do later on.
     quick = [case for case in QUICK if name == "horovod" or case != "own train_step"]
@@ -63,7 +65,7 @@ def test_pipelines_of_two_processes_give_what_one_device_gives(tmp_path, name):
     assert f"{len(quick)} passed" in run_together(f"{name}_stages", 2, *cases, cwd=tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("part", [EQUALITY, CALLBACKS])
 def test_the_whole_suite(tmp_path, name, part, workers):
@@ -79,7 +81,7 @@ def trained(folder, workers, *arguments):
     return re.findall(r"PLACES (.*)", done.stdout)
 
 
-@pytest.mark.parametrize("name", ["horovod", pytest.param("multiworker", marks=pytest.mark.thorough)], indirect=True)
+@pytest.mark.parametrize("name", ["horovod", pytest.param("multiworker", marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_run_of_two_stages_is_continued_by_three_processes_without_stages(tmp_path, name):
     assert trained(tmp_path, 2, name, "kept", "2", "stages=2", "micro_batches=3") == ["['CPU:0', 'CPU:1']"] * 2
     assert trained(tmp_path, 3, name, "kept", "4") == ["['CPU:0']"] * 3

@@ -27,7 +27,7 @@ def trained(strategy, options, run_dir, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_a_job_that_is_killed_at_ten_random_moments_ends_where_an_unbroken_one_ends(tmp_path, name):
     strategy, options = CASES[name]

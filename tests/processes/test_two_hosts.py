@@ -10,6 +10,8 @@ import pytest
 from tests.processes.hosts import ADDRESSES, Hosts
 from tests.processes.jobs import epochs_done, record, start_by_hand, train, wait_for_epochs, weights
 
+pytestmark = pytest.mark.thorough
+
 FIRST_PORT = 2222
 TIMEOUT_SECONDS = 15
 # A worker on each host; a role's list has the host of each of its processes.
@@ -87,7 +89,7 @@ def weights_on_one_host(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "slowed", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["free link", "link of 1 Gbit/s"]
+    "slowed", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["free link", "link of 1 Gbit/s"]
 )
 def test_a_job_across_two_hosts_equals_one_on_one_host(hosts, tmp_path, weights_on_one_host, slowed):
     if slowed:
@@ -100,7 +102,7 @@ def test_a_job_across_two_hosts_equals_one_on_one_host(hosts, tmp_path, weights_
         np.testing.assert_allclose(found, wanted, rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_a_job_outlives_a_link_that_is_cut_for_a_while(hosts, tmp_path):
     """A cut of 5 s, shorter than the timeout: TCP sends again what was lost, and the job goes on to its end."""
     epochs = 12
@@ -134,7 +136,7 @@ def test_both_name_the_other_when_the_link_is_cut_for_good(hosts, tmp_path):
 class TestParameterServer:
     """A chief, a worker and the server on one host, another worker on the other."""
 
-    @pytest.mark.thorough
+    @pytest.mark.exhaustive
     def test_a_job_across_two_hosts_trains(self, hosts, tmp_path):
         hosts.slow_down()
         processes = hosts.start(SERVED, tmp_path / "run", "--epochs", 3, strategy="parameter_server")
@@ -142,7 +144,7 @@ class TestParameterServer:
         assert [code for code, _ in ended] == [0] * 4, ended
         assert len(record(tmp_path / "run")["epochs"]) == 3
 
-    @pytest.mark.thorough
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("seconds", [5, None], ids=["for a while", "for good"])
     def test_it_goes_on_without_a_worker_that_is_cut_off(self, hosts, tmp_path, seconds):
         run_dir = tmp_path / "run"

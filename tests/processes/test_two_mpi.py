@@ -13,7 +13,7 @@ from tests.processes.jobs import ROOT, clean_environment, require_horovod, requi
 
 require_mpi()
 
-pytestmark = pytest.mark.thorough  # it fetches packages; test_mpi_split.py sets MPICH's variables instead
+pytestmark = pytest.mark.exhaustive  # it fetches packages; test_mpi_split.py sets MPICH's variables instead
 
 FACADE = "import tfdist.horovod as hvd; hvd.init()"
 REFUSED = "PMI (PMI_RANK, PMI_SIZE) says that there are 2 processes, and"

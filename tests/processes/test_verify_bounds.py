@@ -4,6 +4,8 @@ import pytest
 
 from tests.processes.jobs import RunningJob, require_mpi
 
+pytestmark = pytest.mark.thorough
+
 require_mpi()
 
 OWN = """
@@ -62,7 +64,7 @@ def test_ranks_that_average_every_two_steps_stay_within_the_bound_of_their_dista
     assert "The steps of `mpi_split` stay within its bound." in said
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_averaging_after_each_step_of_sgd_is_held_to_equality(tmp_path):
     code, said = verified(tmp_path, "--strategy", "mpi_split", *SGD, "--momentum", "0.9", "--sync-every", "1")
     assert code == 0, said
@@ -70,14 +72,14 @@ def test_averaging_after_each_step_of_sgd_is_held_to_equality(tmp_path):
     assert "on 2 replicas are those of one device. Its bound is: averaging after each step of SGD" in said
 
 
-@pytest.mark.parametrize("every", [pytest.param("1", marks=pytest.mark.thorough), "2"])
+@pytest.mark.parametrize("every", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
 def test_an_averaging_that_is_left_out_breaks_the_bound(tmp_path, every):
     code, said = verified(tmp_path, "--strategy", "own:Apart", *SGD, "--sync-every", every)
     assert code == 1, said
     assert "breaks its bound" in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("staleness", ["0", pytest.param("2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("staleness", ["0", pytest.param("2", marks=pytest.mark.exhaustive)])
 def test_steps_on_parameter_servers_stay_within_their_staleness(tmp_path, staleness):
     code, said = verified(tmp_path, "--strategy", "parameter_server", "--ps", "1", "--staleness", staleness)
     assert code == 0, said

@@ -7,6 +7,8 @@ import pytest
 from tests.processes import jobs
 from tfdist.data.formats import text
 
+pytestmark = pytest.mark.thorough
+
 # Notes by which vocabulary each process numbers its words, but for the one that fetches the data before there is a job.
 DATASET = """
 import sys
@@ -32,7 +34,7 @@ def write_sentences(folder, words=tuple(WORDS)):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["multiworker", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("horovod", "mpi_split"))],
+    ["multiworker", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("horovod", "mpi_split"))],
 )
 def test_the_chief_makes_the_vocabulary_and_the_other_process_is_told_it(tmp_path, strategy):
     if strategy != "multiworker":

@@ -125,6 +125,7 @@ def cut(variable, shard):
     return [tf.Variable(meshes.cut(tf.convert_to_tensor(variable), shard, replica)) for replica in range(2)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("step", STEPS, ids=lambda one: one.__name__)
 def test_its_parts_make_up_the_value_of_one_device(step):
     expected, divided, shard = made(), made(), spmd.Shard.evenly(SHAPE, 2)

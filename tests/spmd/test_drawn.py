@@ -53,13 +53,14 @@ def is_near(value, other, digits):
     )
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_drawn_step_is_that_of_one_device(seed):
     (one,) = drawn.draws([seed])
     assert not difference(one)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hundred", range(20))
 def test_2000_drawn_steps_are_those_of_one_device(hundred):
     found = [difference(one) for one in drawn.draws(range(100 * hundred, 100 * (hundred + 1)))]

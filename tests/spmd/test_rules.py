@@ -70,6 +70,7 @@ def replicas_of(case):
     return 2 + zlib.crc32(str(case).encode()) % 2
 
 
+@pytest.mark.sampled(450)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rule_computes_what_one_device_does(case):
     replicas = replicas_of(case)
@@ -77,7 +78,7 @@ def test_a_rule_computes_what_one_device_does(case):
     assert case.local in ("", local_axes(case, found))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rule_computes_what_one_device_does_for_all_pairs_of_axes(case):
     replicas = 5 - replicas_of(case)
@@ -95,9 +96,10 @@ OF_LENGTHS = [
 ]
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     "case",
-    [case if case in OF_LENGTHS else pytest.param(case, marks=pytest.mark.thorough) for case in UNKNOWN],
+    [case if case in OF_LENGTHS else pytest.param(case, marks=pytest.mark.exhaustive) for case in UNKNOWN],
     ids=str,
 )
 def test_a_rule_computes_what_one_device_does_where_lengths_are_unknown(case):
@@ -108,7 +110,7 @@ def test_a_rule_computes_what_one_device_does_where_lengths_are_unknown(case):
     assert_is_whole(case, traced, list(one_operation.sharded(case, replicas)), replicas)
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", UNKNOWN, ids=str)
 def test_a_rule_computes_what_one_device_does_where_only_the_sharded_axes_have_known_lengths(case):
     replicas = replicas_of(case)
@@ -125,6 +127,7 @@ ADDED = [
 ]
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("case", ADDED, ids=str)
 def test_an_operation_on_terms_of_a_sum_computes_what_one_device_does(case):
     for one in assert_is_whole(case, case.traced(), list(one_operation.terms(case)), 2):

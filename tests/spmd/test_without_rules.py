@@ -122,6 +122,7 @@ def step():
     keras.config.set_dtype_policy(before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_that_of_one_device_with_all_rules(step, name):
     found, cost = step(name).on_replicas(2)
@@ -138,7 +139,7 @@ def test_no_step_needs_a_rule(step, monkeypatch):
     assert cost.repeated_share > 0.8
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_the_same_without_one_of_the_rules(step, name, monkeypatch):
     kinds = sorted(step(name).kinds & set(registry.types()))
@@ -151,7 +152,7 @@ def test_a_step_is_the_same_without_one_of_the_rules(step, name, monkeypatch):
         assert cost is not None, kind
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_the_same_without_one_of_the_linear_operations(step, name, monkeypatch):
     for kind in sorted(step(name).kinds & {*linear.INPUTS, *linear.ADDITIVE}):

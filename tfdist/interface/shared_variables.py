@@ -75,7 +75,7 @@ def divide(variable: Any, whole: np.ndarray | None, broadcast: Broadcast) -> Non
 def described(variables: Iterable[Any]) -> list[str]:
     """The dtype and shape of each variable, such as "float32 [4,3]"; of a part, those of the whole."""
     held = [(tensorflow_variables.copies(variable)[0], parts.whole_shape(variable)) for variable in variables]
-    return [f"{variable.dtype.name} [{','.join(map(str, shape))}]" for variable, shape in held]
+    return [tensorflow_variables.in_words(variable.dtype, shape) for variable, shape in held]
 
 
 def broadcast_array(array: np.ndarray, broadcast: Broadcast) -> None:

@@ -19,7 +19,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import function_def_to_graph, op_def_registry
 
-from tfdist.internals import tensorflow_graphs
+from tfdist.internals import tensorflow_graphs, tensorflow_variables
 
 # Attributes that belong to the graph in which an operation was traced.
 _OF_THE_GRAPH = frozenset(("_class", "_output_shapes", "_gradient_op_type", "_XlaMustCompile", "_xla_inferred_shapes"))
@@ -80,7 +80,7 @@ def shape(handle: tf.Tensor) -> tuple[int, ...]:
 
 def described(handle: tf.Tensor) -> str:
     """The dtype and shape of a variable, by its handle, such as "float32 [4,3]"."""
-    return f"{tf.as_dtype(_content(handle).dtype).name} [{','.join(map(str, shape(handle)))}]"
+    return tensorflow_variables.in_words(_content(handle).dtype, shape(handle))
 
 
 def value(handle: tf.Tensor) -> np.ndarray:

@@ -71,6 +71,11 @@ def without_value(
 PIECE_BYTES = 1 << 24
 
 
+def in_words(dtype: Any, shape: Iterable[int]) -> str:
+    """How messages and checkpoints describe a variable, such as "float32 [4,3]"."""
+    return f"{tf.as_dtype(dtype).name} [{','.join(map(str, shape))}]"
+
+
 def copies(variable: Any) -> list[Any]:
     """The plain variables behind a Keras variable or a `tf.Variable`: one copy per replica of this process."""
     value = getattr(variable, "_value", variable)

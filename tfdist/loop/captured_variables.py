@@ -39,12 +39,17 @@ class CapturedVariable:
 
 
 def of_graph(strategy: Strategy, model: Any, graph: Any) -> list[tf.Tensor]:
-    """The handles of the variables that the graph of a step of `model` captures, and Keras does not know."""
+    """The handles of the variables that the graph of a step of `model` captures, and Keras does not know.
+
+    Those of which each process has its own, such as the earlier weights of a stage, are not among them.
+    """
+    mesh = strategy.mesh
     kept = [*itertools.chain(*training_state.variables(model).values()), *strategy_state.of(model).own]
     with strategy.tracing(model):  # which knows variables as the traced step does
         known = {id(tensorflow_variables.copies(one)[0].handle) for one in kept}
     known |= set(strategy.variables_in_parts(model))
-    return [one for one in tensorflow_functions.variables_of(graph) if id(one) not in known]
+    unknown = [one for one in tensorflow_functions.variables_of(graph) if id(one) not in known]
+    return [one for one in unknown if mesh is None or mesh.is_common(one)]
 
 
 def copies(strategy: Strategy, handles: Iterable[tf.Tensor]) -> list[CapturedVariable]:
@@ -55,7 +60,7 @@ def copies(strategy: Strategy, handles: Iterable[tf.Tensor]) -> list[CapturedVar
 
 
 def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
-    """Gives what the steps of `model` capture the chief's values in every process, if the chief has all of them.
+    """Gives what the steps of `model` capture the chief's values in every process.
 
     Args:
         strategy: of the processes, which all call it.
@@ -65,8 +70,7 @@ def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
     Raises:
         DisagreementError: the processes use variables of different shapes or dtypes.
     """
-    mesh = strategy.mesh
-    if strategy.world.world_size == 1 or (mesh is not None and not mesh.every_process_assigns):
+    if strategy.world.world_size == 1:
         return
     before = vars(model).get(_KEPT, {})
     if graph is None:

@@ -10,7 +10,7 @@ come back, go on elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,20 @@ class RoundsProgram(loop.ClosureProgram):
 
 
 @dataclass
-class _Worker:
-    """One clock: the number of steps that are done, and the closure that runs, of so many steps."""
+class Clock:
+    """That of one worker: the number of steps that are done, and the closure that runs, of so many steps."""
 
     done: int = 0
     running: Any = None
     steps: int = 0
+
+
+def next_clock(clocks: Sequence[Clock], steps: int, slack: int) -> Clock | None:
+    """The clock that is to take the next `steps`; `None` if all are busy, or the last step would be too far ahead."""
+    idle = [clock for clock in clocks if clock.running is None]
+    slowest = min(clock.done for clock in clocks)
+    free = min(idle, key=lambda clock: clock.done, default=None)
+    return None if free is None or free.done + steps - 1 - slowest > slack else free
 
 
 class ClocksProgram(loop.ClosureProgram):
@@ -65,46 +73,39 @@ class ClocksProgram(loop.ClosureProgram):
 
     def _results_in_turn(self, state: Any, first: int, count: int) -> Iterator[tuple[list[loop.Result], bool]]:
         # A call ends when all its steps are done, and all workers see them: the clocks start anew.
-        workers = [_Worker() for _ in range(self._strategy.workers.count)]
+        clocks = [Clock() for _ in range(self._strategy.workers.count)]
         work = data.closures(self._given, state, first, count, self._length)
         given, finite = 0, True
         results: list[loop.Result] = []
         next_one = next(work, None)
-        while next_one is not None or any(worker.running is not None for worker in workers):
+        while next_one is not None or any(clock.running is not None for clock in clocks):
             while next_one is not None and finite:
-                free = self._may_take(workers, next_one.steps)
+                free = next_clock(clocks, next_one.steps, self._slack)
                 if free is None:
                     break
                 free.running, free.steps = self._schedule(next_one), next_one.steps
                 given += next_one.steps
                 next_one = next(work, None)
-            ended = self._ended(workers)
+            ended = self._ended(clocks)
             results += ended
             finite = finite and all(result.finite for result in ended)
             if not finite:
                 next_one = None
         yield results, given < count
 
-    def _may_take(self, workers: list[_Worker], steps: int) -> _Worker | None:
-        """The worker that is to take the next `steps`; `None` if all are busy, or too far ahead."""
-        idle = [worker for worker in workers if worker.running is None]
-        slowest = min(worker.done for worker in workers)
-        free = min(idle, key=lambda worker: worker.done, default=None)
-        return None if free is None or free.done + steps - 1 - slowest > self._slack else free
-
-    def _ended(self, workers: list[_Worker]) -> list[loop.Result]:
+    def _ended(self, clocks: list[Clock]) -> list[loop.Result]:
         """Waits until a closure has ended; returns the results of those that have."""
         waiting = Waiting(self._strategy.workers)
-        busy = [worker for worker in workers if worker.running is not None]
+        busy = [clock for clock in clocks if clock.running is not None]
         while True:
-            ended = [worker for worker in busy if tensorflow_coordinator.finished(worker.running, 0)]
+            ended = [clock for clock in busy if tensorflow_coordinator.finished(clock.running, 0)]
             if ended:
-                return [self._result(worker) for worker in ended]
+                return [self._result(clock) for clock in ended]
             tensorflow_coordinator.finished(busy[0].running, SECONDS_BETWEEN_LOOKS)
             waiting.look()
 
-    def _result(self, worker: _Worker) -> loop.Result:
-        result: loop.Result = self._codec.unpack(worker.running.fetch())
-        worker.running = None
-        worker.done += worker.steps
+    def _result(self, clock: Clock) -> loop.Result:
+        result: loop.Result = self._codec.unpack(clock.running.fetch())
+        clock.running = None
+        clock.done += clock.steps
         return result

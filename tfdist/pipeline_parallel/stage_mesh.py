@@ -7,7 +7,7 @@ writes its part of it (`tfdist.pipeline_parallel.cut`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,8 +32,6 @@ class StageMesh(PipelineMesh):
         agree: is told what this process has traced, and raises an error if another one has traced something else.
     """
 
-    every_process_assigns: ClassVar[bool] = False
-
     def __init__(
         self,
         device: str,
@@ -55,6 +53,9 @@ class StageMesh(PipelineMesh):
 
     def number(self, position: int) -> int:
         return (self._steps - 1) * len(self.local) + position
+
+    def is_common(self, handle: tf.Tensor) -> bool:
+        return self._owner(handle) is None
 
     def computed(self) -> None:
         """Nothing: the part of this process is put in order."""

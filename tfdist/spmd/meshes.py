@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -35,10 +35,7 @@ class Mesh:
         devices: of these replicas.
         copies: how many copies of a replicated value this process has, 1 or as many as devices.
         home: the device on which one of them could compute the whole step; `None` for several devices.
-        every_process_assigns: whether each process of the job makes all assignments of a step.
     """
-
-    every_process_assigns: ClassVar[bool] = True
 
     def __init__(self, devices: Sequence[str]):
         self.count = len(devices)
@@ -107,6 +104,11 @@ class Mesh:
     def captured(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """The copies of a tensor from outside of the step, such as the handle of a variable."""
         return [tensor] * self.copies
+
+    def is_common(self, handle: tf.Tensor) -> bool:
+        """Whether all processes of the job have the variable with this handle, and the same value of it."""
+        del handle
+        return True
 
     def all_reduce(
         self, values: Sequence[Sequence[tf.Tensor]], reduction: str, gradients: bool = False
