@@ -113,10 +113,10 @@ def single(job: Job, turns: Turns) -> None:
 
 def _chosen_threads(job: Job) -> int | None:
     from tfdist.data.spec import DataSpec
-    from tfdist.run import flops
+    from tfdist.run import session
 
     spec = DataSpec("fashion_mnist", "classification", (28, 28, 1), 10, {"train": job.examples})
-    return 1 if flops.step_is_small(job.model, spec, job.batch_size) else None
+    return 1 if session.step_is_small(job.model, spec, job.batch_size) else None
 
 
 def mirrored(job: Job, turns: Turns) -> None:

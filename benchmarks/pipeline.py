@@ -137,14 +137,14 @@ def stage(plan: Any, number: int, batch_size: int) -> Callable[[], Any]:
 
     from tfdist.internals import keras_stages
     from tfdist.internals.keras import tf_variable
-    from tfdist.pipeline_parallel import costs
+    from tfdist.pipeline_parallel import plan
 
     calls: Sequence[Any] = plan.calls_of(number)
     inside = {id(one) for call in calls for one in call.outputs}
     begun = {id(one): one for call in calls for one in call.inputs if id(one) not in inside}
     later = [call for call in plan.calls if call not in calls]
     used = {id(one) for call in later for one in call.inputs} | {id(one) for one in plan.functional.outputs}
-    inputs = [costs.example(one, batch_size) for one in begun.values()]
+    inputs = [plan.example(one, batch_size) for one in begun.values()]
     variables = [tf_variable(one) for one in plan.variables_of(number) if one.trainable]
 
     @tf.function(autograph=False)

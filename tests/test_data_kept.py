@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfdist.data.input import cache_folder, packed_files, tfrecords
-from tfdist.data.input.packed_files import PackedFiles
+from tfdist.data.input import cache_folder, disk_cache, tfrecords
+from tfdist.data.input.disk_cache import PackedFiles
 from tfdist.data.input.tfrecords import Records
 from tfdist.errors import DataError
 
@@ -112,7 +112,7 @@ def content(number: int) -> bytes:
 
 
 def test_the_synopsis_of_packed_files_runs(tmp_path):
-    result = doctest.testmod(packed_files, extraglobs={"folder": tmp_path})
+    result = doctest.testmod(disk_cache, extraglobs={"folder": tmp_path})
     assert result.attempted and not result.failed
 
 
@@ -134,8 +134,8 @@ WRITE = """
     from tfdist.data.input import packed_files
     sys.path.insert(0, sys.argv[2])
     from tests.test_data_kept import COUNT, content
-    packed_files.SECONDS_UNTIL_FOUND = packed_files.SECONDS_BETWEEN_LOOKS = 0.0
-    files = packed_files.PackedFiles(Path(sys.argv[1]), COUNT)
+    disk_cache.SECONDS_UNTIL_FOUND = disk_cache.SECONDS_BETWEEN_LOOKS = 0.0
+    files = disk_cache.PackedFiles(Path(sys.argv[1]), COUNT)
     for turn in range(2):
         for number in range(int(sys.argv[3]) * 100, int(sys.argv[3]) * 100 + 200):
             assert files.read(number) in (b"", content(number))
@@ -174,8 +174,8 @@ def test_a_row_whose_content_is_not_there_counts_as_not_written(tmp_path):
 
 
 def test_what_another_process_writes_is_found_while_this_one_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed_files, "SECONDS_UNTIL_FOUND", 0.0)
-    monkeypatch.setattr(packed_files, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(disk_cache, "SECONDS_UNTIL_FOUND", 0.0)
+    monkeypatch.setattr(disk_cache, "SECONDS_BETWEEN_LOOKS", 0.01)
     one, other = PackedFiles(tmp_path, COUNT), PackedFiles(tmp_path, COUNT)
     for number in range(5):
         one.write(number, content(number))

@@ -15,9 +15,8 @@ from tfdist import terminal
 from tfdist.jobs import heartbeat
 from tfdist.jobs.heartbeat import Heartbeat, Limits
 from tfdist.jobs.heartbeat.links import Link, Member
-from tfdist.jobs.heartbeat.losses import Losses
 from tfdist.jobs.heartbeat.messages import SOME, Activity, Loss, Summary
-from tfdist.jobs.heartbeat.tree import Tree
+from tfdist.jobs.heartbeat.tree import Losses, Tree
 from tfdist.jobs.world import World
 
 # The end of a thread stands for that of a process.

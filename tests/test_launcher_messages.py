@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfdist.launcher import messages
+from tfdist.launcher import process
 
 NOISE = [
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -31,11 +31,11 @@ def test_noise_is_left_out_and_all_else_is_shown_however_it_comes(size):
     lines = [line for pair in zip(SAID, [*NOISE, NOISE[0], NOISE[1]], strict=True) for line in pair]
     text = b"\n".join([*lines, b"the end"])
     parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
-    assert whole(messages.WithoutNoise(), parts) == b"\n".join([*SAID, b"the end"])
+    assert whole(process.WithoutNoise(), parts) == b"\n".join([*SAID, b"the end"])
 
 
 def test_a_prompt_and_a_progress_bar_are_shown_at_once():
-    shown = messages.WithoutNoise()
+    shown = process.WithoutNoise()
     for part in (b"Is it so? ", b"In what way? ", b"\r 1/9", b"\r 2/9", b"\n", b"Tell me: "):
         assert shown.rest_of(part) == part
 
@@ -64,8 +64,8 @@ def traceback(depth, error):
     ],
 )
 def test_a_failure_is_shown_from_its_beginning_and_at_least_the_last_lines(lines, begins):
-    assert messages.failure(lines) == "\n".join(lines[begins:])
+    assert process.failure(lines) == "\n".join(lines[begins:])
 
 
 def test_no_noise_is_among_the_last_lines():
-    assert messages.failure(["said", *(line.decode() for line in NOISE)]) == "said"
+    assert process.failure(["said", *(line.decode() for line in NOISE)]) == "said"

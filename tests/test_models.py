@@ -18,7 +18,7 @@ from tests import zoo
 from tfdist.data import DataSpec
 from tfdist.data.spec import END, START
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.models import _search, segnet, seq2seq
+from tfdist.models import segnet, seq2seq
 from tfdist.run.config import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ def call(model: keras.Model, x) -> np.ndarray:
 
 
 def test_the_synopsis_runs():
-    for module in (tfdist.models, _search):
+    for module in (tfdist.models, seq2seq):
         result = doctest.testmod(module)
         assert result.attempted and not result.failed
 

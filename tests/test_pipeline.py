@@ -21,7 +21,7 @@ from tests.interruption import InterruptionError, Interrupts
 from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
-from tfdist.pipeline_parallel import costs, partition, placement, plan, schedule
+from tfdist.pipeline_parallel import partition, placement, plan, schedule
 from tfdist.pipeline_parallel.local_stages import Stages
 from tfdist.profiling.stages import Busy, busy, of_all
 
@@ -96,7 +96,7 @@ def test_a_slow_layer_gets_a_stage_with_little_else():
 def test_measuring_a_model_does_not_change_it():
     model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(2)])
     before = [variable.numpy() for variable in model.variables]
-    costs.measured(keras_stages.calls(model), 4, 3, "time", model)
+    plan.measured(keras_stages.calls(model), 4, 3, "time", model)
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tfdist import spmd
 from tfdist.groups.parts import Part
 from tfdist.internals import tensorflow as tensorflow_internals
-from tfdist.spmd.segments import Segments
+from tfdist.spmd.process_mesh import Segments
 
 SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist import groups
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups.socket_group import SocketGroup
-from tfdist.groups.sockets import costs, hosts, messages, shared_memory
+from tfdist.groups.sockets import costs, hosts, messages
 from tfdist.groups.sockets.connections import SECRET_BYTES
 from tfdist.groups.sockets.operations import ALL_REDUCE, HEADER, Operation
 from tfdist.groups.sockets.ring import Ring
@@ -349,14 +349,14 @@ def test_some_processes_do_without_common_memory(where):
 
 def test_processes_whose_hosts_have_one_name_but_no_common_memory_use_sockets(monkeypatch):
     """Containers may have one host name, and number their processes alike."""
-    create = shared_memory.create
+    create = hosts.create
 
     def create_in_another_container(size):
         memory, offer = create(size)
         offer.message = offer.message[:-1] + bytes([offer.message[-1] ^ 1])
         return memory, offer
 
-    monkeypatch.setattr(shared_memory, "create", create_in_another_container)
+    monkeypatch.setattr(hosts, "create", create_in_another_container)
 
     def use(found):
         return found.sockets._hosts, found.sockets.sum(np.ones(300_000)).sum()

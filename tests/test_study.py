@@ -17,12 +17,12 @@ from tfdist.errors import RunFolderError, UsageError
 from tfdist.run import schema
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import EpochRecord
-from tfdist.study import events, gpu_use, measure, page, plan, prices, ratios, results, runs, summary, text, verdicts
+from tfdist.study import events, measure, page, plan, prices, ratios, results, runs, summary, text, verdicts
 
 CASE = {"model": "cnn", "dataset": "digits", "batch_size": 32}
 
 
-@pytest.mark.parametrize("module", [gpu_use, plan, ratios, prices, verdicts])
+@pytest.mark.parametrize("module", [measure, plan, ratios, prices, verdicts])
 def test_the_synopsis_runs(module):
     assert doctest.testmod(module).failed == 0
 
@@ -60,15 +60,15 @@ def made(folder, strategy="single", workers=1, round=0, seconds=1.0, error="", l
 
 
 def test_the_gpus_are_watched_while_a_run_is_made_and_shown_where_there_are_any(tmp_path, monkeypatch):
-    with gpu_use.watched() as none:
+    with measure.watched() as none:
         pass
-    assert none == gpu_use.GpuUse() or gpu_use.shutil.which(gpu_use.PROGRAM)
+    assert none == measure.GpuUse() or measure.shutil.which(measure.PROGRAM)
     # What the driver's program prints of two GPUs, until it is killed.
     said = 'echo "$@" > asked; echo $$ > pid; while true; do echo "0, 75, 1000"; echo "1, 25, 3000"; sleep 0.1; done'
-    monkeypatch.setenv("PATH", program(tmp_path, gpu_use.PROGRAM, f"cd {tmp_path}; {said}"))
-    with gpu_use.watched() as seen:
+    monkeypatch.setenv("PATH", program(tmp_path, measure.PROGRAM, f"cd {tmp_path}; {said}"))
+    with measure.watched() as seen:
         time.sleep(1.0)
-    assert seen == gpu_use.GpuUse(busy=1.0, memory_bytes=3000 * 2**20)
+    assert seen == measure.GpuUse(busy=1.0, memory_bytes=3000 * 2**20)
     assert "utilization.gpu" in (tmp_path / "asked").read_text()
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     for number in range(2):

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from tfdist import data, models, train
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.run import config as configs
-from tfdist.run import flops
+from tfdist.run import session
 from tfdist.run.folder import load_record
 
 QUICK = ["--dataset", "synthetic", "--model", "mlp", "--limit", "640"]
@@ -201,9 +201,9 @@ def test_a_config_is_checked_when_it_is_made_in_python_too():
 @pytest.mark.thorough
 def test_a_small_step_is_told_from_a_large_one():
     spec = data.load("synthetic").spec
-    assert flops.step_operations("mlp", spec, 32) == 3 * 32 * 2 * (784 * 128 + 128 * 10)
-    assert flops.step_is_small("mlp", spec, 32)
-    assert not flops.step_is_small("cnn", spec, 128)
+    assert session.step_operations("mlp", spec, 32) == 3 * 32 * 2 * (784 * 128 + 128 * 10)
+    assert session.step_is_small("mlp", spec, 32)
+    assert not session.step_is_small("cnn", spec, 128)
 
 
 def test_a_run_leaves_a_whole_folder_that_stock_keras_can_load(tmp_path, monkeypatch):

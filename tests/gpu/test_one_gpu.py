@@ -13,7 +13,7 @@ from tests.contract import contestants
 from tests.contract.comparison import STOCK, assert_same, start
 from tests.gpu.traces import traced
 from tfdist.interface import devices as _devices
-from tfdist.study import gpu_use
+from tfdist.study import measure
 
 CONTESTANTS = [STOCK, ("single", 1), ("custom", 2), ("mirrored", 2)]
 EXAMPLES, BATCH = 22, 8
@@ -137,7 +137,7 @@ def test_a_gpu_that_trains_is_seen_to_be_busy():
     with strategy.scope():
         model = keras.Sequential([keras.Input((1024,)), layers.Dense(4096, "relu"), layers.Dense(1024)])
         model.compile("sgd", "mse")
-    with gpu_use.watched() as seen:
+    with measure.watched() as seen:
         began = time.perf_counter()
         while time.perf_counter() - began < 5:
             strategy.fit(model, x, x, batch_size=1024, epochs=10, verbose=0)

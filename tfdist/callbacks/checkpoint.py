@@ -33,7 +33,7 @@ from tfdist.callbacks.clock import ClockedCallback
 from tfdist.checkpointing import held_variables, random_states, resume, writer
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing.format import Entry, Header, Stored
-from tfdist.checkpointing.position import Position
+from tfdist.checkpointing.resume import Position
 from tfdist.checkpointing.store import Store
 from tfdist.errors import CheckpointError, UnknownNameError, UsageError
 from tfdist.internals import keras as keras_internals

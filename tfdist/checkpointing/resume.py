@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tfdist.checkpointing import held_variables, random_states
@@ -11,6 +12,44 @@ from tfdist.checkpointing.format import Stored
 from tfdist.errors import CheckpointError
 from tfdist.interface import state as strategy_state
 from tfdist.jobs.consensus import Peers
+
+
+@dataclass
+class Position:
+    """The position of a run.
+
+    Attributes:
+        epoch: the number of the current epoch.
+        batch: the number of its steps that were taken.
+        steps_before: the steps of the run before the current epoch.
+        step_saved: the step of the run at its last checkpoint.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    steps_before: int = 0
+    step_saved: int = 0
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the run has taken."""
+        return self.steps_before + self.batch
+
+    def begin_epoch(self, epoch: int, batch: int) -> None:
+        """The epoch begins, or is resumed, at batch number `batch`."""
+        self.epoch, self.batch = epoch, batch
+
+    def end_epoch(self) -> None:
+        """The steps of the epoch are over."""
+        self.steps_before, self.batch = self.step, 0
+
+    def is_due(self, every_steps: int | None) -> bool:
+        """Whether a multiple of `every_steps` was reached since the last checkpoint."""
+        return every_steps is not None and self.step // every_steps > self.step_saved // every_steps
+
+    def until_due(self, every_steps: int, batch: int) -> int:
+        """The number of steps from batch number `batch` of the epoch to the next multiple of `every_steps`."""
+        return every_steps - (self.steps_before + batch) % every_steps
 
 
 def refuse_without_variables(model: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.groups import ProcessGroup, gathered_in_pieces, tensorflow_results
+from tfdist.groups import ProcessGroup, gathered_in_pieces
 from tfdist.groups.collective_counter import CollectiveCounter
 from tfdist.groups.exchanged import Exchanged
 from tfdist.groups.socket_group import SocketGroup
@@ -27,6 +27,20 @@ from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import rendezvous, watchdog
 from tfdist.jobs.heartbeat import Heartbeat, gone
 from tfdist.jobs.world import World
+
+
+def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
+    """The results of `strategy.run`, as one structure per replica of this process."""
+    count = len(strategy.extended.worker_devices)
+    flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
+    flat = [values if len(values) == count else values * count for values in flat]  # one tensor is that of all replicas
+    return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
+
+
+def current_index() -> int:
+    """The number of the replica that is being traced, inside `tf.distribute.Strategy.run`."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
 
 # What must be the same in all processes of a job.
 PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
@@ -239,7 +253,7 @@ def all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
             # A tensor from outside the function has no device to gather on.
             return tf.distribute.get_replica_context().all_gather(tf.identity(values), axis=0)
 
-        return tensorflow_results.local_results(strategy, strategy.run(on_replica))[0]
+        return local_results(strategy, strategy.run(on_replica))[0]
 
     return gather
 
@@ -251,11 +265,11 @@ def _sum_of_first(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
     def sum_of_first(values: tf.Tensor) -> Any:
         def on_replica() -> Any:
-            is_first = tensorflow_results.current_index() % len(strategy.extended.worker_devices) == 0
+            is_first = current_index() % len(strategy.extended.worker_devices) == 0
             # A tensor from outside the function has no device to reduce on.
             mine = tf.identity(values) if is_first else tf.zeros_like(values)
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
 
-        return tensorflow_results.local_results(strategy, strategy.run(on_replica))[0]
+        return local_results(strategy, strategy.run(on_replica))[0]
 
     return sum_of_first

@@ -1,8 +1,8 @@
 """Watches the processes of a job that uses `tfdist.horovod`: none waits for the others forever, or without a word.
 
-Each process tells the others what it does, over connections of its own (`tfdist.jobs.heartbeat`). If processes wait
-for different operations, or for one that has ended the training they are in, the job ends with an error that says who
-waits for what.
+Each process tells the others what it does, over connections of its own (`tfdist.jobs.heartbeat`). If processes wait for
+different operations, or for one that has ended the training they are in, the job ends with an error that says who waits
+for what.
 """
 
 from __future__ import annotations
@@ -17,18 +17,93 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist import terminal
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.groups import ProcessGroup
 from tfdist.groups import horovod as engine
-from tfdist.horovod import operations, progress
-from tfdist.internals import keras_loops
+from tfdist.horovod import operations
+from tfdist.internals import keras_loops, keras_patches
 from tfdist.jobs import process_exit
 from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
 from tfdist.jobs.heartbeat.messages import Activity
 from tfdist.jobs.world import World
+
+
+class Progress:
+    """What is known of the trainings of this process; read from any thread.
+
+    Attributes:
+        stage: 2n - 1 within the nth training, 2n after it.
+        place: where this process is, to follow a verb in a message.
+    """
+
+    def __init__(self) -> None:
+        self.stage = 0
+        self.place = ""
+
+    def begin(self) -> None:
+        """A training begins; one that was broken off counts as ended."""
+        self.stage += 1 + self.stage % 2
+
+    def end(self, place: str) -> None:
+        """The training has ended."""
+        self.place = place
+        self.stage += 1
+
+
+class Follow(keras.callbacks.Callback):
+    """Notes in `progress` how far a training is; the last one of a callback list."""
+
+    def __init__(self, progress: Progress, callback_list: Any):
+        super().__init__()
+        self._progress = progress
+        self._all = callback_list
+        self._follows = False
+        self._epoch = 0
+
+    def batches_until_hook(self, batch: int) -> int | None:
+        """Never: the epoch is enough; see `tfdist.callbacks`."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = getattr(self.model, "optimizer", None)
+        self._follows = optimizer is not None and keras_patches.around_apply(optimizer) is not None
+        if self._follows:
+            self._progress.begin()
+            self._progress.place = "at the beginning of `fit`"
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        self._note(f"at the beginning of epoch {epoch + 1}")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._note(f"in batch {batch + 1} of epoch {self._epoch + 1}")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._note(f"after batch {batch + 1} of epoch {self._epoch + 1}")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._follows:
+            self._progress.end(f"after `fit`, which ended with epoch {self._epoch + 1}{self._reason()}")
+
+    def _note(self, place: str) -> None:
+        if self._follows:
+            self._progress.place = place
+
+    def _reason(self) -> str:
+        if not self.model.stop_training:
+            return ""
+        known = [one for one in keras_patches.with_wrapped(self._all.callbacks) if _has_stopped(one, self._epoch)]
+        if not known:
+            return " (`stop_training` was set)"
+        return f" (stopped by `{type(known[0]).__name__}` on its own `{known[0].monitor}`)"
+
+
+def _has_stopped(callback: Any, epoch: int) -> bool:
+    return isinstance(callback, keras.callbacks.EarlyStopping) and callback.stopped_epoch == epoch
+
 
 # Set by Horovod's own elastic jobs, whose processes come and go.
 ELASTIC = "HOROVOD_ELASTIC"
@@ -47,7 +122,7 @@ class Job:
         self._world = world
         self._limits = limits
         self._leaves = False
-        self.progress = progress.Progress()
+        self.progress = Progress()
         self._operations = operations.Operations(self.guard, self.start)
         operations.install(self._operations)
         self._hint = (
@@ -151,7 +226,7 @@ def end() -> None:
 def _install() -> None:
     keras_loops.around_steps(around_call=_guarded)
     keras_loops.add_to_callback_lists(
-        progress.Follow, lambda callbacks: progress.Follow(_current[0].progress, callbacks) if _current else None
+        Follow, lambda callbacks: Follow(_current[0].progress, callbacks) if _current else None
     )
     before = sys.excepthook
 

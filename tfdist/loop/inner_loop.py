@@ -8,6 +8,16 @@ Program.run(state, first, count)
 
 The loop here runs steps on one replica: of a strategy that has no other one, or of a process that trains apart. How
 several replicas compute the steps of one device is in `tfdist.loop.partitioned_program`.
+
+A process that trains apart (`local_sgd`, `gossip`, `mpi_split`) takes Keras' own step on its part of each batch: what
+is a mean over the examples is the mean of its part. Its share is its fraction of the examples of the global batch; the
+shares of all processes add up to 1. In three places it counts:
+
+| what | value in each process |
+|---|---|
+| a loss with Keras' reduction "sum" | its sum / share, as that of the global batch: weights are averaged later |
+| a number that a step gives to a `Mean` metric | its value, with the weight share: all processes count one step |
+| a number that a step returns in its logs | its value * share, so that the sum over the processes is a mean |
 """
 
 from __future__ import annotations
@@ -16,8 +26,9 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from tfdist.data.input.division import WHOLE
@@ -25,12 +36,48 @@ from tfdist.errors import UsageError
 from tfdist.interface.program import AtNan, Logs, Outcome, Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_variables
+from tfdist.internals import keras_patches, keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import consensus
-from tfdist.loop import metrics, part_of_batch, recomputation
+from tfdist.loop import metrics, recomputation
 from tfdist.loop.graph import Graph
 from tfdist.optimizers import fused as fused_optimizers
+
+# A float of 1.0, or a float64 scalar tensor where it varies.
+Share: TypeAlias = float | tf.Tensor
+_MEAN = "sum_over_batch_size"  # Keras' default reduction
+
+
+def of_share(share: Share) -> contextlib.AbstractContextManager[None]:
+    """The context of a step on a part of a global batch with this share of its examples."""
+    if _is_whole(share):
+        return contextlib.nullcontext()
+
+    def reduce_values(original: Any, values: Any, sample_weight: Any = None, reduction: Any = _MEAN) -> Any:
+        value = original(values, sample_weight, reduction)
+        is_sum = reduction == "sum" and tuple(values.shape) not in ((), (0,))
+        return tf.math.divide_no_nan(value, tf.cast(share, value.dtype)) if is_sum else value
+
+    def update_mean(original: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        values = keras.ops.convert_to_tensor(values)
+        if len(values.shape) == 0 and sample_weight is None:
+            sample_weight = share
+        return original(metric, values, sample_weight)
+
+    return keras_patches.replaced({"reduce_values": reduce_values, "mean_update_state": update_mean})
+
+
+def weighed(share: Share, logs: Any) -> Any:
+    """What a step on such a part returns in its logs, as float32."""
+    numbers = tf.nest.map_structure(lambda one: tf.cast(keras.ops.convert_to_tensor(one), tf.float32), logs)
+    if _is_whole(share):
+        return numbers
+    return tf.nest.map_structure(lambda one: tf.math.multiply_no_nan(one, tf.cast(share, one.dtype)), numbers)
+
+
+def _is_whole(share: Share) -> bool:
+    return isinstance(share, float) and share == 1.0
+
 
 HOST = "CPU:0"
 # The steps that are done, whether there are more batches, whether the loop goes on, and the logs of the last step.
@@ -136,9 +183,9 @@ class StepProgram(Program):
 
         def computed() -> Logs:
             data, share = self._batches.part(state, batch, 0, WHOLE)
-            with part_of_batch.of_share(share), keras_variables.drawing_in_graphs():
+            with of_share(share), keras_variables.drawing_in_graphs():
                 logs = self._step_function()(data)
-            return part_of_batch.weighed(share, logs) if self._returns_own(logs) else {}
+            return weighed(share, logs) if self._returns_own(logs) else {}
 
         update = fused_optimizers.fused(self._model.optimizer, self._strategy.fused, xla=self._with_xla)
         with update, self._own_metrics(), self._recomputation.traced():

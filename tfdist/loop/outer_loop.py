@@ -13,30 +13,150 @@ Two loops, as Orbit has them: the inner one is a graph that runs many steps, the
 
 A call of the inner loop runs until a callback must be called (see `tfdist.loop.steps_per_call`), at most about half a
 second, so that progress is shown and Ctrl-C takes effect.
+
+Before the first step, the processes of a job check that all train the same model on the same data with the same seed,
+and broadcast the chief's variables. At the end of each epoch they compare checksums of the weights: all processes make
+the same assignments of the same values, so that nothing is sent but gradients. What one of them changes alone, as a
+callback does that sets the learning rate where it is the chief, would stay there in silence, and so would a processor
+that rounds otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing import writer
 from tfdist.data.input import adapters, together
 from tfdist.data.input.batch_feed import BatchFeed
 from tfdist.data.input.feed import Feed
 from tfdist.data.input.passes import Passes
-from tfdist.errors import UsageError
+from tfdist.errors import DifferenceWarning, UsageError
+from tfdist.groups import parts
+from tfdist.interface import randomness, shared_variables
 from tfdist.interface.program import Logs
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_routes
 from tfdist.internals.keras import tree
 from tfdist.jobs import consensus
-from tfdist.loop import beginning, building, drift, metrics, programs
+from tfdist.loop import building, metrics, programs
 from tfdist.loop.epoch import EpochRunner
+
+
+def mend_drift(strategy: Any, model: Any, epoch: int) -> None:
+    """Gives all processes the variables of the chief if they differ at the end of an `epoch`, and says so.
+
+    All processes of a strategy that partitions steps call it.
+    """
+    if not strategy.as_one_device or strategy.mesh is None or strategy.world.world_size == 1:
+        return
+    groups = training_state.variables(model)
+    held = [one for one in (*groups["model"], *groups["optimizer"]) if parts.part_of(one) is None]
+    mine = shared_variables.checksum(held)
+    if len(set(consensus.all_gather_object(strategy, mine, "compares the weights of an epoch"))) == 1:
+        return
+    each = [shared_variables.checksum([variable]) for variable in held]
+    of_all = consensus.all_gather_object(strategy, each, "finds the weights that differ")
+    different = [variable.path for variable, *sums in zip(held, *of_all, strict=True) if len(set(sums)) > 1]
+    strategy.broadcast_variables(held)
+    if strategy.world.is_chief:
+        others = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        warnings.warn(
+            f"The processes of the job ended epoch {epoch + 1} with different values of `{different[0]}`{others}; all "
+            "go on with those of the chief\n\n"
+            "hint: a callback that changes a variable, such as the learning rate, must do so in every process",
+            DifferenceWarning,
+            stacklevel=2,
+        )
+
+
+# The attribute of a model that holds the number of its next pass over the data.
+_NEXT_PASS = "_tfdist_next_pass"
+
+
+def settle_seed(strategy: Strategy, callbacks: Any) -> None:
+    """Settles the seed of the order of examples, unless the user gave one, and agrees on it with all processes.
+
+    A run that is resumed takes the seed of its checkpoint. Otherwise the seed follows, at the strategy's first
+    training, from Python's `random`, which the user may have seeded after the strategy was made.
+    """
+    seed = None
+    if strategy.world.is_chief and not strategy.seed_is_given:
+        given = getattr(callbacks, "callbacks", None) or tree.flatten(callbacks)
+        resuming = [c for c in keras_patches.with_wrapped(given) if hasattr(c, "seed_to_resume_with")]
+        seed = next((found for c in resuming if (found := c.seed_to_resume_with()) is not None), None)
+        if seed is None and not strategy.seed_is_settled:
+            seed = randomness.seed_of_random()
+    seed = consensus.broadcast_from_chief(strategy, seed)
+    if seed is not None:
+        strategy.seed, strategy.seed_is_settled = seed, True
+
+
+def require_alike(strategy: Strategy, model: Any, passes: Passes, epochs: range) -> None:
+    """Compares the model, the optimizers, the loss and the sizes of the data over the processes.
+
+    Raises:
+        DisagreementError: something differs.
+    """
+    if strategy.world.world_size > 1:
+        consensus.require_equal(strategy, _facts(model, passes, epochs))
+
+
+def _facts(model: Any, passes: Passes, epochs: range) -> dict[str, Any]:
+    optimizers = keras_internals.optimizers(model)
+    return {
+        "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
+        "the model": consensus.fingerprint([(list(v.shape), v.dtype, v.trainable) for v in model.variables]),
+        "the layers": consensus.fingerprint(keras_internals.layers(model)),
+        "the optimizer": ", ".join(optimizer.name for optimizer in optimizers) or None,
+        "its settings": consensus.fingerprint([_config(optimizer) for optimizer in optimizers]),
+        "the loss": tree.map_structure(_named, getattr(model, "loss", None)),
+        "the examples in an epoch": passes.examples,
+        "the batches in an epoch": passes.num_batches,
+        "the batch size": passes.feed.batch_size,
+        "the epochs": f"{epochs.start} to {epochs.stop}",
+    }
+
+
+def _named(thing: Any) -> Any:
+    return thing if isinstance(thing, str | None) else getattr(thing, "name", None) or type(thing).__name__
+
+
+def _config(optimizer: Any) -> Any:
+    """An optimizer's settings without its name, which contains a count of the optimizers of the process."""
+    return {name: value for name, value in optimizer.get_config().items() if name != "name"}
+
+
+def begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: int) -> tuple[int, int | None, int]:
+    """Returns the epoch, batch and pass to begin at, and broadcasts the variables of the chief, which reads files."""
+    begin = (
+        keras_internals.initial_epoch(model) or initial_epoch,
+        _resume_batch(callbacks),
+        getattr(model, _NEXT_PASS, 0),
+    )
+    begin = tuple(consensus.broadcast_from_chief(strategy, begin))
+    building.broadcast(strategy, model)
+    return begin
+
+
+def _resume_batch(callbacks: Any) -> int | None:
+    """The batch of the first epoch at which a callback resumes a run; `None` if no callback does."""
+    found = [getattr(callback, "resume_batch", None) for callback in callbacks.callbacks]
+    return max((batch for batch in found if batch is not None), default=None)
+
+
+def note_next_pass(model: Any, number: int) -> None:
+    """The next training of `model` begins with pass `number` over its data."""
+    # Past Keras' attribute tracking, so that it is not saved with the model.
+    object.__setattr__(model, _NEXT_PASS, number)
+
 
 # Callbacks that only the chief calls: processes that share a disk would write the same files.
 WRITERS = (
@@ -78,7 +198,7 @@ def fit(
         DataError: there are no batches.
     """
     check(strategy, model, "fit")
-    beginning.settle_seed(strategy, callbacks)
+    settle_seed(strategy, callbacks)
     epochs = min(epochs, keras_internals.max_epochs() or epochs)
     steps = _limited(steps_per_epoch)
     request = adapters.request(
@@ -95,7 +215,7 @@ def fit(
     with Passes(feed, steps) as passes, writer.finished():
         passes.reset()
         strategy.before_training(model, feed)
-        beginning.require_alike(strategy, model, passes, range(initial_epoch, epochs))
+        require_alike(strategy, model, passes, range(initial_epoch, epochs))
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=epochs, add_history=True)
 
         def validate(epoch: int) -> Logs:
@@ -138,7 +258,7 @@ def _run_epochs(
     runner = EpochRunner(strategy, model, "train", passes, callbacks)
     model.stop_training = False
     callbacks.on_train_begin()
-    initial_epoch, resume_batch, next_pass = beginning.begin_alike(strategy, model, callbacks, epochs.start)
+    initial_epoch, resume_batch, next_pass = begin_alike(strategy, model, callbacks, epochs.start)
     passes.begin_at(initial_epoch, resume_batch, next_pass)
     epoch_logs: Logs | None = None
     for epoch in range(initial_epoch, epochs.stop):
@@ -146,12 +266,12 @@ def _run_epochs(
             metrics.reset(strategy, model)
         callbacks.on_epoch_begin(epoch)
         epoch_logs = dict(runner.run(resume_batch or 0))
-        beginning.note_next_pass(model, passes.next)
+        note_next_pass(model, passes.next)
         resume_batch = None
         epoch_logs.update({f"val_{name}": value for name, value in validate(epoch).items()})
         with strategy.whole_state(model) if callbacks.saves_models else contextlib.nullcontext():
             callbacks.on_epoch_end(epoch, epoch_logs)
-        drift.mend(strategy, model, epoch)
+        mend_drift(strategy, model, epoch)
         model.stop_training = consensus.any_of(strategy, bool(model.stop_training))
         if model.stop_training:
             break

@@ -2,38 +2,195 @@
 
 A process has the variables of its own stage, their gradients and their slots. The step of one device is partitioned for
 the micro-batches, and each process computes the operations of its stage (`tfdist.pipeline_parallel.stage_mesh`).
+
+A step is traced as if a process had all variables and slots, and each computes its part of that
+(`tfdist.pipeline_parallel.cut`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.data.input.feed import Feed
 from tfdist.errors import ClusterError, DisagreementError, UsageError
 from tfdist.groups import ProcessGroup, joining, parts
 from tfdist.groups.arrays import ArrayGroup
+from tfdist.groups.parts import Part
+from tfdist.interface.program import AtNan, Outcome, Program, Steps
 from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
+from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import consensus
+from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
+from tfdist.optimizers.divided import DividedOptimizer, divide, local
 from tfdist.options import Count
-from tfdist.pipeline_parallel import delayed, own_variables, placement, plan, previous_weights, separate
+from tfdist.pipeline_parallel import delayed, own_variables, placement, plan, previous_weights
+from tfdist.pipeline_parallel.delayed import DelayedProgram
 from tfdist.pipeline_parallel.exchange import Exchange
 from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
+from tfdist.pipeline_parallel.own_variables import whole_part
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
+from tfdist.pipeline_parallel.regions import ONE_PROCESS
 from tfdist.pipeline_parallel.schedule import Schedule
 from tfdist.pipeline_parallel.stage_mesh import StageMesh
-from tfdist.pipeline_parallel.stage_optimizer import StageOptimizer
-from tfdist.pipeline_parallel.stage_programs import DelayedStageProgram, StagePredictProgram, StageProgram
 from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 if TYPE_CHECKING:
     from tfdist.interface.program import Program, Steps
+
+
+OTHER_OPTIMIZER = "use an optimizer of Keras, or train in one process"
+
+
+class StageOptimizer(DividedOptimizer):
+    """The part of one optimizer that the process of a stage has.
+
+    Args:
+        optimizer: of Keras; built for `variables`, or not built.
+        variables: all that it updates; `tfdist.groups.parts` says which are of this process.
+        group: of the processes.
+        meet: is called with what this process is about to do, and raises an error if another one does something else.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], group: ProcessGroup, meet: Callable[[str], None]):
+        super().__init__(optimizer, group, meet)
+        self._parts = {id(variable): _part(variable) for variable in variables}
+        self.own = [variable for variable in variables if self._parts[id(variable)].size]
+        self._stand_ins: dict[int, tf.Variable] = {}
+        self._make_slots(list(variables))
+
+    def _make_slots(self, variables: list[Any]) -> None:
+        if not self.optimizer.built:
+            # An optimizer that computes by elements has slots of the shapes of what it is built for.
+            by_element = type(keras_optimizers.inner(self.optimizer)) in keras_optimizers.BY_ELEMENT
+            plain = [
+                local(variable)
+                if self._parts[id(variable)].size or not by_element
+                else tf.Variable(tf.zeros(self._parts[id(variable)].shape, local(variable).dtype), trainable=False)
+                for variable in variables
+            ]
+            with keras_stages.known(variables):
+                keras_optimizers.build(self.optimizer, variables, plain)
+        for variable, slots in zip(variables, self._slots(), strict=True):
+            part = self._parts[id(variable)]
+            for slot in slots:
+                divide(slot, part if tuple(slot.shape) in (part.shape, part.whole_shape) else _alike(part, slot))
+
+    def _slots(self) -> list[list[Any]]:
+        """The slots of each variable."""
+        try:
+            return keras_optimizers.slots_of(self.optimizer)
+        except LookupError as error:
+            raise UsageError(
+                f"The variable `{error.args[0]}` of the optimizer `{self.optimizer.name}` belongs to none of the "
+                "variables that it updates",
+                OTHER_OPTIMIZER,
+            ) from error
+
+    @contextlib.contextmanager
+    def as_if_whole(self) -> Iterator[None]:
+        """The context in which an update of all variables is traced, with slots that other processes have."""
+        elsewhere = [slot for slots in self._slots() for slot in slots if not _has(slot)]
+        with keras_optimizers.standing_for(elsewhere, [self._stand_in(one) for one in elsewhere]):
+            yield
+
+    def _stand_in(self, slot: Any) -> tf.Variable:
+        """A variable without a value, of the shape of a slot of another process."""
+        if id(slot) not in self._stand_ins:
+            held, part = local(slot), parts.part_of(slot)
+            assert part is not None
+            self._stand_ins[id(slot)] = tensorflow_variables.without_value(part.whole_shape, held.dtype, held.device)
+        return self._stand_ins[id(slot)]
+
+    def finalize(self) -> None:
+        """What the optimizer does to the variables of this process at the end of a training."""
+        values = [local(variable) for variable in self.own]
+        updating = keras_optimizers.updating(self.optimizer, self.own, values)
+        with tensorflow_internals.without_strategy(), updating:
+            self.optimizer.finalize_variable_values(self.own)
+
+
+def _has(slot: Any) -> bool:
+    part = parts.part_of(slot)
+    return part is None or bool(part.size)
+
+
+def _part(variable: Any) -> Part:
+    part = parts.part_of(variable)
+    if part is None:
+        raise UsageError(
+            f"The optimizer updates `{variable.path}`, which belongs to no layer of a stage",
+            "leave out layers that the model does not call, or train in one process",
+        )
+    return part
+
+
+def _alike(part: Part, slot: Any) -> Part:
+    """The part in a slot of another shape than the variable that `part` is of."""
+    return whole_part(slot.shape, part.owner, part.rank, len(part.lengths))
+
+
+# With M micro-batches and S stages, a stage waits (S - 1) / (4 M + S - 1) of the time, and not (S - 1) / (M + S - 1).
+# More of them would take longer to trace.
+STEPS_TOGETHER = 4
+
+
+class _OfStage(Program):
+    """Tells the messages of a call of the inner loop from those of others."""
+
+    _strategy: Any
+
+    def run(self, state: Any, first: int, count: int) -> Outcome:
+        self._strategy.exchange_of_stages.begin_call()
+        return super().run(state, first, count)
+
+
+class StageProgram(_OfStage, PartitionedProgram):
+    """Trains or tests a model of which this process computes one stage."""
+
+
+class StagePredictProgram(_OfStage, PartitionedPredictProgram):
+    """Predicts."""
+
+
+class DelayedStageProgram(_OfStage, DelayedProgram):
+    """Trains with the schedule `2bw`: a stage begins a step while later stages still compute the one before."""
+
+    def __init__(self, strategy: Any, steps: Steps):
+        super().__init__(strategy, steps)
+        optimizer, stages = steps.model.optimizer, strategy.world.world_size
+        meets = keras_optimizers.inner(optimizer) is not optimizer or bool(optimizer.global_clipnorm)
+        # What a step finds out of its loss is not known before the next one begins.
+        if not meets and steps.at_nan is AtNan.NOTHING and strategy.micro_batches >= stages - 1:
+            self.steps_together = STEPS_TOGETHER
+
+
+def require_separate(model: Any, plan: Plan) -> None:
+    """Raises `UsageError` if two stages share a layer, or one has nothing to train."""
+    seen: dict[int, int] = {}
+    for number in range(len(plan.begins)):
+        layers = [call.operation for call in plan.calls_of(number) if isinstance(call.operation, keras.Layer)]
+        for layer in layers:
+            for variable in layer.variables:
+                if seen.setdefault(id(variable), number) != number:
+                    raise UsageError(
+                        f"The layer `{layer.name}` is in stage {seen[id(variable)]} and in stage {number}, and they "
+                        "are in different processes",
+                        f"name other cuts with `stages`, so that one stage has all its calls, or {ONE_PROCESS}",
+                    )
+        if model.trainable_variables and not any(layer.trainable_variables for layer in layers):
+            raise UsageError(
+                f"Stage {number} ({', '.join(plan.layers_of(number))}) has nothing to train",
+                "name other cuts with `stages`, or start fewer processes",
+            )
+
 
 _OPTIMIZER = "_tfdist_stage"
 
@@ -158,13 +315,13 @@ class StagesOfProcesses(JobStrategy):
         if self.recompute is not None:  # messages between stages must not be sent again
             raise UsageError(
                 "`recompute` is set, and the stages of the pipeline are in several processes",
-                f"leave it out, or {separate.ONE_PROCESS}",
+                f"leave it out, or {ONE_PROCESS}",
             )
         if model.run_eagerly:
             raise UsageError(
                 f"The model `{model.name}` is compiled with `run_eagerly=True`, and a pipeline of several processes "
                 "runs graphs",
-                f"leave it out, or {separate.ONE_PROCESS}",
+                f"leave it out, or {ONE_PROCESS}",
             )
         if self._schedule == delayed.NAME:
             delayed.require_steps_of_keras(model)
@@ -213,7 +370,7 @@ class StagesOfProcesses(JobStrategy):
         if id(functional) not in self._plans:
             self.check(model)
             found = self._plan(model)
-            separate.require_separate(model, found)
+            require_separate(model, found)
             built = [variable for one in optimizers if one.built for variable in one.variables]
             super().broadcast_variables([*model.variables, *built])
             own_variables.free_others(found, self.world, model.metrics_variables)

@@ -5,14 +5,25 @@
     Serving        workers pull weights from a server and push gradients: asynchronous, bounded by clocks, or in rounds;
                    or they add the gradients of a round by an all-reduce
 
-Those with copies of the weights around a centre are in `tfdist.simulator.centre`.
+Those with copies of the weights around a centre are in `tfdist.simulator.study`.
 
 A step of worker i takes `seconds / speed_i`. A message takes the link's latency and its bytes over the link's rate; the
 servers' link carries one at a time.
+
+Synopsis, of events in the order of simulated time:
+
+    >>> clock, seen = Clock(), []
+    >>> clock.after(2.0, lambda: seen.append("late"))
+    >>> clock.after(1.0, lambda: clock.after(0.5, lambda: seen.append("early")))
+    >>> clock.run()
+    >>> seen, clock.now
+    (['early', 'late'], 2.0)
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +34,34 @@ import tensorflow as tf
 from tfdist.advisor.costs import Link
 from tfdist.relaxed import outer_rules
 from tfdist.relaxed.gossip_rules import Machine, Sends
-from tfdist.simulator.clock import Clock
 from tfdist.simulator.replicas import Replicas, State
+
+
+class Clock:
+    """Runs events; those of the same time in the order in which they were asked for.
+
+    Attributes:
+        now: simulated seconds since the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Has `event` called `seconds` from now."""
+        self.at(self.now + seconds, event)
+
+    def at(self, when: float, event: Callable[[], None]) -> None:
+        """Has `event` called at the time `when`, which has not passed."""
+        heapq.heappush(self._events, (when, next(self._numbers), event))
+
+    def run(self) -> None:
+        """Runs all events, and those that they ask for."""
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
 
 
 @dataclass

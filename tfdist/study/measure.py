@@ -1,18 +1,24 @@
 """Measures the cells of a study: each run is a fresh `tfdist train`, and the cells take turns within a round.
 
 What a run leaves, beside its own files, is `measured.json`: the cell, the round, and what only its parent knows.
+
+NVIDIA's `nvidia-smi` tells how busy the GPUs of this machine are meanwhile. Source: the fields `utilization.gpu`, the
+percentage of a sample's time in which a kernel ran, and `memory.used` of NVIDIA's management library (NVML),
+https://docs.nvidia.com/deploy/nvml-api.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -24,8 +30,70 @@ from tfdist import files
 from tfdist.doctor import readiness
 from tfdist.errors import UsageError
 from tfdist.launcher import limited
-from tfdist.study import gpu_use
 from tfdist.study.plan import Case, Cell, Plan
+
+PROGRAM = "nvidia-smi"
+EVERY_MILLISECONDS = 500
+QUERY = (
+    "--query-gpu=index,utilization.gpu,memory.used",
+    "--format=csv,noheader,nounits",
+    f"--loop-ms={EVERY_MILLISECONDS}",
+)
+
+
+@dataclass
+class GpuUse:
+    """What was seen in a run; `None` where there is no GPU, or its driver does not tell.
+
+    Attributes:
+        busy: GPUs that compute at a time, the mean over the run: 1.5 of two is 75 %.
+        memory_bytes: the most that was in use on one GPU, by whatever process.
+    """
+
+    busy: float | None = None
+    memory_bytes: int | None = None
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[GpuUse]:
+    """The context of a run; what it yields is filled at its end."""
+    found = GpuUse()
+    if shutil.which(PROGRAM) is None:
+        yield found
+        return
+    with tempfile.TemporaryFile("w+") as output:
+        watcher = subprocess.Popen(
+            [PROGRAM, *QUERY], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL
+        )
+        try:
+            yield found
+        finally:
+            watcher.kill()
+            watcher.wait()
+            output.seek(0)
+            used = of_samples(output)
+            found.busy, found.memory_bytes = used.busy, used.memory_bytes
+
+
+def of_samples(lines: Iterable[str]) -> GpuUse:
+    """The use that samples show, each a line of a GPU's index, its utilization in percent, and its memory in MiB.
+
+    >>> of_samples(["0, 100, 1000", "1, 50, 10", "0, 80, 2000", "1, 30, 10", "0, 9"])
+    GpuUse(busy=1.3, memory_bytes=2097152000)
+    >>> of_samples(["0, [N/A], [N/A]", "Unable to determine the device handle"])
+    GpuUse(busy=None, memory_bytes=None)
+    """
+    percentages: dict[str, list[float]] = {}
+    memory: list[int] = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # such as the half of a line that was written last
+            index, busy, mebibytes = (part.strip() for part in line.split(","))
+            percentages.setdefault(index, []).append(float(busy))
+            memory.append(int(mebibytes) * 2**20)
+    if not memory:
+        return GpuUse()
+    return GpuUse(sum(map(statistics.mean, percentages.values())) / 100, max(memory))
+
 
 MEASURED, PLAN, OUTPUT = "measured.json", "study.json", "output.txt"
 TRACED_STEPS = "2:12"
@@ -163,7 +231,7 @@ def run(turn: Turn, plan: Plan, study: str, limit_seconds: float) -> Measured:
     command = [sys.executable, "-m", "tfdist.train", *options]
     started, began = datetime.now(UTC), time.perf_counter()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with open(turn.folder / OUTPUT, "wb") as output, gpu_use.watched() as gpus:
+    with open(turn.folder / OUTPUT, "wb") as output, watched() as gpus:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -4,11 +4,18 @@ Where all of a split fits easily into memory it is decoded once and is then like
 each batch is decoded while those before it are trained on, by the rank that needs it.
 
     order of the epoch ──> this rank's examples ──> read, decode, check, fit to size ──> batch ──> augment ──> prefetch
+
+The examples that can be decoded are found in a separate process: a dataset is loaded before a strategy chooses its
+devices, and TensorFlow must not be initialized before that.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +23,7 @@ import numpy as np
 import psutil
 
 from tfdist.data.input import augmentation as augmentations
-from tfdist.data.input import cache_folder, order, scan
+from tfdist.data.input import cache_folder, order
 from tfdist.data.input.arrays import Arrays, label_type
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.division import Division
@@ -37,7 +44,44 @@ if TYPE_CHECKING:
     from tfdist.data.input.decoding import Decoder
     from tfdist.data.input.disk_cache import DiskCache
     from tfdist.data.input.feed import Feed
+    from tfdist.data.input.picture_files import Pictures
     from tfdist.data.input.tf_datasets import DecodedBatches
+    from tfdist.data.input.tfrecords import Records
+
+
+# For each split, the numbers of the usable examples, and sentences about the others.
+Found = dict[str, tuple[np.ndarray, list[str]]]
+
+
+def good(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> Found:
+    """Decodes all examples once, on all cores."""
+    # No GPU, because the training process needs its memory.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tfdist.data.input.scan"],
+        input=pickle.dumps((spec, dict(files))),
+        capture_output=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"The check of `{spec.name}` failed:\n{done.stderr.decode(errors='replace')}")
+    return pickle.loads(done.stdout)
+
+
+def _good_of(spec: DataSpec, files: Pictures | Records) -> tuple[np.ndarray, list[str]]:
+    from tfdist.data.input import decoding, tf_datasets
+
+    decoder = decoding.Decoder(spec, files)
+    numbers = tf_datasets.numbers_of_good(decoder)
+    bad = np.delete(np.arange(len(files)), numbers).tolist()
+    return numbers, [decoder.problem(number) or f"`{files.name(number)}` cannot be read" for number in bad]
+
+
+if __name__ == "__main__":
+    spec, files = pickle.loads(sys.stdin.buffer.read())
+    sys.stdout.buffer.write(pickle.dumps({split: _good_of(spec, of_split) for split, of_split in files.items()}))
+
 
 # A split that takes at most this share of the memory that is free is decoded once.
 SHARE_OF_MEMORY = 0.25
@@ -93,7 +137,7 @@ class PictureSource(Source):
         self._decoded: dict[Part, DecodedBatches] = {}
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
-            for split, (numbers, problems) in scan.good(spec, self.files).items():
+            for split, (numbers, problems) in good(spec, self.files).items():
                 self.files[split] = self.files[split].keep(numbers)
                 for problem in problems:
                     bad.found(problem)

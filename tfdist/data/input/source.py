@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,9 +23,8 @@ import numpy as np
 
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import order, padding
-from tfdist.data.input.arrays import Arrays, as_numpy, checked, head, main_input, sentence_lengths
+from tfdist.data.input.arrays import Arrays, as_numpy, cast, checked, head, main_input, seen_types, sentence_lengths
 from tfdist.data.input.division import Division
-from tfdist.data.input.held import Held
 from tfdist.data.input.origin import Asked, FeedOrigin, Origin, Part
 from tfdist.data.input.transforms import FromHeld
 from tfdist.data.spec import SPLITS, DataSpec
@@ -38,6 +39,47 @@ if TYPE_CHECKING:
     from tfdist.data.input.feed import Feed
     from tfdist.data.input.large_feed import LargePasses
     from tfdist.data.input.transforms import Transform
+
+
+class Held:
+    """x and y of a split.
+
+    Args:
+        spec: of the dataset.
+        arrays: x and y as `arrays.checked` gives them.
+        divisor: what a model sees is x divided by it.
+    """
+
+    def __init__(self, spec: DataSpec, arrays: Arrays, divisor: int):
+        self.arrays = arrays
+        self._spec = spec
+        self._divisor = divisor
+        self._cast: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+
+    @functools.cached_property
+    def tensors(self) -> Any:
+        """x and y as `ArrayFeed` takes them: TensorFlow's copy, which from then on is the only one."""
+        from tfdist.data.input.array_feed import held_once
+
+        tensors, self.arrays = held_once(self.arrays)
+        return tensors
+
+    def seen(self) -> Arrays:
+        """x and y as a model sees them; an array that is cast for it is kept as long as it is used."""
+        (x, y), (x_type, y_type) = self.arrays, seen_types(self._spec)
+        if isinstance(x, dict):
+            return {name: self._seen(name, one, x_type) for name, one in x.items()}, self._seen("y", y, y_type)
+        seen = self._seen("x", x, x_type, self._divisor)
+        return seen, (seen if x is y else self._seen("y", y, y_type))
+
+    def _seen(self, name: str, array: np.ndarray, dtype: type[np.generic], divisor: int = 1) -> np.ndarray:
+        found = self._cast.get(name)
+        if found is None:
+            found = cast(array, dtype, divisor)
+            if found is not array:
+                self._cast[name] = found
+        return found
+
 
 # The first `count` examples of a split, in the split's stored order.
 Read = Callable[[str, int], Arrays]
