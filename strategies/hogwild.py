@@ -24,7 +24,7 @@ from tfdist.errors import UsageError
 from tfdist.interface.bound import Bound, Staleness
 from tfdist.interface.program import Program, Steps
 from tfdist.interface.traits import Traits
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 from tfdist.options import Count
 from tfdist.parameter_server import closures
 from tfdist.parameter_server.closure_data import IndexedArrays

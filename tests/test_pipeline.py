@@ -21,7 +21,7 @@ from tests.interruption import InterruptionError, Interrupts
 from tfdist.__main__ import main
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.internals import keras_stages
-from tfdist.pipeline_parallel import partition, placement, plan, schedule
+from tfdist.pipeline_parallel import placement, plan, schedule
 from tfdist.pipeline_parallel.local_stages import Stages
 from tfdist.profiling.stages import Busy, busy, of_all
 
@@ -64,11 +64,11 @@ def test_no_other_cuts_make_the_slowest_stage_faster(seed):
     rng = np.random.default_rng(seed)
     found = rng.integers(0, 10, rng.integers(1, 9)).astype(float).tolist()
     for stages in range(1, len(found) + 1):
-        begins = partition.balanced(found, stages)
+        begins = plan.balanced(found, stages)
         assert len(set(begins)) == stages
         others = ([0, *rest] for rest in itertools.combinations(range(1, len(found)), stages - 1))
-        best = min(max(partition.of_stages(found, other)) for other in others)
-        assert max(partition.of_stages(found, begins)) == best
+        best = min(max(plan.of_stages(found, other)) for other in others)
+        assert max(plan.of_stages(found, begins)) == best
 
 
 def test_nested_models_are_opened_and_skip_connections_counted_once():

@@ -16,8 +16,24 @@ from typing import Any
 
 import keras
 
-from tfdist.callbacks import rate
 from tfdist.errors import UsageError
+from tfdist.internals import keras as keras_internals
+
+
+def current(optimizer: Any) -> float:
+    """The rate of the next step."""
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def refuse_schedule(optimizer: Any, callback: str) -> None:
+    """Raises `UsageError` if `callback` cannot set the rate because the optimizer follows a schedule."""
+    rate = keras_internals.learning_rate(getattr(optimizer, "inner_optimizer", optimizer))
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        raise UsageError(
+            f"{callback} cannot set the learning rate: the optimizer follows a schedule, `{type(rate).__name__}`",
+            "compile the optimizer with a number, or build the warm-up into the schedule "
+            "(`keras.optimizers.schedules.CosineDecay` has `warmup_target` and `warmup_steps`)",
+        )
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
@@ -73,12 +89,12 @@ class LearningRateWarmup(keras.callbacks.Callback):
         super().set_model(model)
         if model.optimizer is None or model.optimizer is self._optimizer:
             return
-        rate.refuse_schedule(model.optimizer, "LearningRateWarmup")
+        refuse_schedule(model.optimizer, "LearningRateWarmup")
         self._optimizer = model.optimizer
         self._optimizer_was_used = _steps_taken(model.optimizer) > 0
         self._base = self.base_learning_rate
         if self._base is None:
-            self._base = rate.current(model.optimizer)
+            self._base = current(model.optimizer)
 
     def batches_until_hook(self, batch: int) -> int | None:
         """Every step during the warm-up; None after it."""
@@ -108,7 +124,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds `learning_rate` to `logs`, as Keras' own schedulers do."""
         if logs is not None:
-            logs["learning_rate"] = rate.current(self.model.optimizer)
+            logs["learning_rate"] = current(self.model.optimizer)
 
     def checkpoint_state(self) -> dict[str, float]:
         """The state that `tfdist.callbacks.Checkpoint` stores."""
@@ -117,7 +133,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     def restore_checkpoint_state(self, state: dict[str, float]) -> None:
         """Scales the restored rate if the run continues with another factor, for example with more workers."""
         if state["factor"] != self.factor:
-            self.model.optimizer.learning_rate = rate.current(self.model.optimizer) * self.factor / state["factor"]
+            self.model.optimizer.learning_rate = current(self.model.optimizer) * self.factor / state["factor"]
 
     def _join(self, epoch: int) -> None:
         """Checks a training that starts at a later epoch; past the warm-up, a restored rate is kept."""
@@ -129,7 +145,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         elif self._optimizer_was_used and self.base_learning_rate is None:
             raise UsageError(
                 f"LearningRateWarmup starts at epoch {epoch} with an optimizer that has already taken steps: "
-                f"its rate `{rate.current(self.model.optimizer):g}` may not be the base rate",
+                f"its rate `{current(self.model.optimizer):g}` may not be the base rate",
                 "pass `LearningRateWarmup(..., base_learning_rate=...)`",
             )
 

@@ -47,7 +47,7 @@ def show(
     """Measures, prints a table, and draws the contact sheet of the first batch."""
     from tfdist.data.tools import contact_sheet as sheets
     from tfdist.data.tools import pipeline_speed
-    from tfdist.jobs.cores import cores
+    from tfdist.jobs.job_environment import cores
 
     shown = max(batch_size, sheets.ROWS * sheets.COLUMNS)
     x, y = next(source.pipeline(split, shown, augment=augment, seed=seed).as_numpy_iterator())

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tfdist.doctor.finding import Finding, note, ok, problem
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 from tfdist.launcher import descriptors
 
 GIB = 1 << 30

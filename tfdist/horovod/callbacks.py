@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.callbacks import rate
+from tfdist.callbacks import warmup
 from tfdist.errors import UsageError
 from tfdist.groups import horovod as engine
 from tfdist.horovod import collectives, operations
@@ -131,7 +131,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Checks that the rate can be set."""
-        rate.refuse_schedule(self.model.optimizer, type(self).__name__)
+        warmup.refuse_schedule(self.model.optimizer, type(self).__name__)
         self.steps_per_epoch = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not self.steps_per_epoch:
             raise UsageError(
@@ -152,14 +152,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Adds `lr` to `logs`."""
         if logs is not None:
-            logs["lr"] = rate.current(self.model.optimizer)
+            logs["lr"] = warmup.current(self.model.optimizer)
 
     def _applies(self) -> bool:
         return self._epoch >= self.start_epoch and (self.end_epoch is None or self._epoch < self.end_epoch)
 
     def _set(self, epoch: float) -> None:
         optimizer = self.model.optimizer
-        before, now = rate.current(optimizer), self.initial_lr * self.multiplier(epoch)
+        before, now = warmup.current(optimizer), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = now
         if self.momentum_correction and before not in (0, now):
             for velocity in _velocities(optimizer):
@@ -206,7 +206,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Adds `lr` to `logs`, and prints a line when the warm-up ends."""
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == self.warmup_epochs - 1 and engine.load().rank() == 0:
-            reached = rate.current(self.model.optimizer)
+            reached = warmup.current(self.model.optimizer)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {reached:g}.")
 
     def _factor(self, epoch: float) -> float:

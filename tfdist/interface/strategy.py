@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -42,8 +43,7 @@ from tfdist.errors import DisagreementError, UsageError
 from tfdist.groups import Alone, ProcessGroup, parts
 from tfdist.groups.exchanged import Exchanged
 from tfdist.interface import devices as device_choice
-from tfdist.interface import randomness, shared_variables
-from tfdist.interface import recompute as recomputation
+from tfdist.interface import shared_variables
 from tfdist.interface import speeds as speeds_of_replicas
 from tfdist.interface.bound import Bound
 from tfdist.interface.program import Program, Steps
@@ -52,6 +52,37 @@ from tfdist.internals import keras_routes, keras_variables
 from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 from tfdist.spmd import Mesh, Placed
+
+
+def seed_of_random() -> int:
+    """A number that follows from the state of Python's `random`, and leaves it as it is.
+
+    So the weights that Keras draws next are those that it would draw without the strategy.
+    """
+    copy = random.Random()
+    copy.setstate(random.getstate())
+    return copy.getrandbits(31)
+
+
+BLOCKS = "blocks"
+
+
+def parsed_recompute(given: Any) -> str | tuple[str, ...] | None:
+    """The option `recompute` of a strategy: `None`, "blocks", or the names of layers, also with commas between.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if given is None or given == BLOCKS:
+        return given
+    names = given.split(",") if isinstance(given, str) else given
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) and name.strip() for name in names):
+        return tuple(name.strip() for name in names)
+    raise UsageError(
+        f"`recompute` is `{given}`",
+        f'use "{BLOCKS}", or the names of the layers whose outputs are held, or leave it out',
+    )
+
 
 Step = Callable[[], Any]
 BatchNorm = Literal["global", "per_replica"]
@@ -114,12 +145,12 @@ class Strategy:
             raise UsageError(f"`device_data_bytes` is {device_data_bytes}", "use 0 or more, or leave it out")
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
-        self.recompute = recomputation.parsed(recompute)
+        self.recompute = parsed_recompute(recompute)
         wanted_speeds = speeds_of_replicas.parsed(speeds)
         self.world = World()
         self.group: ProcessGroup = Alone()
         self.variables = Variables()
-        self.seed = randomness.seed_of_random() if seed is None else seed
+        self.seed = seed_of_random() if seed is None else seed
         self.seed_is_given = self.seed_is_settled = seed is not None
         self.fused = fused
         self.steps_per_call = steps_per_call

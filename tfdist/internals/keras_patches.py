@@ -15,7 +15,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer as trainer_module
 
 from tfdist.errors import UsageError
-from tfdist.internals.surrounding import surrounded
+from tfdist.internals.tensorflow_patches import surrounded
 
 
 class _Thread(threading.local):

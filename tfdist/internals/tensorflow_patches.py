@@ -14,7 +14,25 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import collective_ops
 
-from tfdist.internals.surrounding import surrounded
+
+@contextlib.contextmanager
+def surrounded(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """In this context the function or method `name` of `owner` returns `call(original, ...)`."""
+    original, is_own = getattr(owner, name), name in vars(owner)
+
+    @functools.wraps(original)
+    def method(*args: Any, **named: Any) -> Any:
+        return call(original, *args, **named)
+
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
 
 # The collectives of `tf.distribute.MultiWorkerMirroredStrategy`, in its steps and when it makes a variable.
 COLLECTIVES = ("all_reduce_v2", "all_gather_v2", "broadcast_send", "broadcast_recv")

@@ -1,4 +1,37 @@
-"""The environment variables, besides TF_CONFIG, by which the launcher tells a process about its job."""
+"""The environment variables, besides TF_CONFIG, by which the launcher tells a process about its job; how the
+values of such variables are read, and the cores that this process may use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from tfdist.errors import UsageError
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def number(environment: Mapping[str, str], name: str) -> int:
+    """The variable `name`, which is to be a whole number.
+
+    Raises:
+        UsageError: it is not.
+    """
+    text = environment[name]
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise UsageError(f"`{name}` is `{shortened(text)}`, which is not a number from 0", f"correct or unset `{name}`")
+    return int(text)
+
+
+def shortened(text: str) -> str:
+    """What a message can show of a value."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
 
 JOB = "TFDIST_JOB"  # the job's name: the same in all processes, and after a restart
 OWN_GPUS = "TFDIST_OWN_GPUS"  # CUDA_VISIBLE_DEVICES has the GPUs of this process alone

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tfdist.errors import UsageError
-from tfdist.jobs.environment_values import number, shortened
+from tfdist.jobs.job_environment import number, shortened
 from tfdist.jobs.task import Task
 
 RANK = "SLURM_PROCID"

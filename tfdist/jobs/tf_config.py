@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, ValidationErro
 
 from tfdist.errors import UsageError
 from tfdist.jobs.cluster_file import TF_CONFIG
-from tfdist.jobs.environment_values import shortened
+from tfdist.jobs.job_environment import shortened
 from tfdist.jobs.task import ROLES, Task, means_itself
 
 

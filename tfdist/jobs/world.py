@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from tfdist.errors import UsageError
 from tfdist.jobs import cluster_file, slurm, tf_config
-from tfdist.jobs.environment_values import number
+from tfdist.jobs.job_environment import number
 from tfdist.jobs.task import ROLES, Task, means_itself
 
 # Environment variables that set no addresses: rank, world size, local rank, local world size.

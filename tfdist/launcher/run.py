@@ -13,22 +13,85 @@ import ctypes
 import fcntl
 import json
 import os
+import shlex
 import signal
 import socket
 import struct
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.panel import Panel
 from rich.text import Text
 
 from tfdist.errors import EXIT_CLUSTER, EXIT_INTERRUPTED, EXIT_RESHAPED, EXIT_USAGE, ClusterError, UsageError
-from tfdist.jobs import elastic
-from tfdist.launcher import agent, descriptors, orders
+from tfdist.jobs import elastic, job_environment, ports
+from tfdist.launcher import agent, descriptors
 from tfdist.launcher.host import DESCRIPTORS_OF_A_HOST, Host
 from tfdist.launcher.job import Job
 from tfdist.launcher.output import Output, Screen
 from tfdist.launcher.process import Process, Stream
+
+# Open MPI's default of `odls_base_sigkill_timeout`.
+SECONDS_TO_END_OF_MPIRUN = 1.0
+
+
+def has_terminal(process: Process) -> bool:
+    """Whether the process writes to a terminal: a progress bar moves on a terminal alone."""
+    return process.rank == 0 and sys.stdout is not None and sys.stdout.isatty()
+
+
+def of_host(
+    job: Job, processes: Sequence[Process], cluster: str | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """The part of a job that one host runs.
+
+    Args:
+        job: the job.
+        processes: of this host, by their number there.
+        cluster: the addresses of all processes by role, as JSON; `None` if the processes need none.
+        environment: the variables of all processes.
+    """
+    training = [process for process in processes if process.role == "worker"]
+    share = {process: [number, len(training)] for number, process in enumerate(training)}
+    return {
+        "argv": job.argv(),
+        "cwd": os.getcwd(),
+        "environment": dict(environment),
+        "cluster": cluster,
+        "size": len(job.roles),
+        "processes": [
+            {
+                "role": process.role,
+                "index": process.index,
+                "share": share.get(process),
+                "output": agent.TERMINAL if has_terminal(process) else agent.TOGETHER if process.rank else agent.APART,
+            }
+            for process in processes
+        ],
+    }
+
+
+def environment_of(job: Job, restart: int, elastic: bool, closed: bool) -> dict[str, str]:
+    """The variables of all processes of a job that was restarted so often; `closed`: it has a network of its own."""
+    known = {
+        ports.SHARE: "1",
+        "PYTHONUNBUFFERED": "1",
+        job_environment.JOB: job.name,
+        job_environment.TYPED: shlex.join(sys.orig_argv),
+        job_environment.RESTART: str(restart),
+        job_environment.START_SECONDS: f"{job.start_seconds:g}",
+        job_environment.END_SECONDS: f"{SECONDS_TO_END_OF_MPIRUN if job.mpi else agent.SECONDS_TO_END:g}",
+    }
+    if job.mpi:  # which has its own way to tell its processes who they are
+        known[job_environment.SHARE_CORES] = "1"
+    if elastic:
+        known[job_environment.ELASTIC] = "1"
+    if closed:
+        known[job_environment.OWN_NETWORK] = "1"
+    return known
+
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS = 0x8914
@@ -145,9 +208,9 @@ class OneStart:
         if not self.closed and not self.job.mpi:
             self._say_what_is_open()
         cluster = json.dumps(self.job.cluster([process.address for process in self.processes]))
-        environment = orders.environment(self.job, self.restart, self.leave is not None, self.closed)
+        environment = environment_of(self.job, self.restart, self.leave is not None, self.closed)
         for host in self.hosts:
-            host.job = orders.of_host(self.job, host.processes, None if self.job.mpi else cluster, environment)
+            host.job = of_host(self.job, host.processes, None if self.job.mpi else cluster, environment)
             host.start(host.processes)
 
     def _describe(self) -> None:
@@ -204,7 +267,7 @@ class OneStart:
         out = self.screen.out if process.rank == 0 or self.job.verbose else None
         err = self.screen.err if process.rank == 0 else out
         # What several say is not to be mixed within a line; a progress bar is shown as it moves.
-        by_line = self.job.verbose and not orders.has_terminal(process)
+        by_line = self.job.verbose and not has_terminal(process)
         return Stream(process, out, by_line, self.job.verbose), Stream(process, err, by_line, self.job.verbose)
 
     async def _wait(self) -> int:

@@ -39,9 +39,9 @@ from tfdist.data.input.feed import Feed
 from tfdist.data.input.passes import Passes
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.groups import parts
-from tfdist.interface import randomness, shared_variables
+from tfdist.interface import shared_variables
 from tfdist.interface.program import Logs
-from tfdist.interface.strategy import Strategy
+from tfdist.interface.strategy import Strategy, seed_of_random
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_routes
 from tfdist.internals.keras import tree
@@ -93,7 +93,7 @@ def settle_seed(strategy: Strategy, callbacks: Any) -> None:
         resuming = [c for c in keras_patches.with_wrapped(given) if hasattr(c, "seed_to_resume_with")]
         seed = next((found for c in resuming if (found := c.seed_to_resume_with()) is not None), None)
         if seed is None and not strategy.seed_is_settled:
-            seed = randomness.seed_of_random()
+            seed = seed_of_random()
     seed = consensus.broadcast_from_chief(strategy, seed)
     if seed is not None:
         strategy.seed, strategy.seed_is_settled = seed, True

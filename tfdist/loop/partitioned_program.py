@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.data.input import batch_parts
@@ -24,12 +25,26 @@ from tfdist.interface.program import AtNan, Logs, Outcome, Steps
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import consensus
-from tfdist.loop import rounding
 from tfdist.loop.first_step import FirstStep
-from tfdist.loop.graph import Graph
-from tfdist.loop.inner_loop import HOST, PredictProgram, StepProgram, joined
+from tfdist.loop.inner_loop import HOST, Graph, PredictProgram, StepProgram, joined
 from tfdist.loop.one_device_step import OneDeviceStep, Rows, step_of
 from tfdist.spmd import Cost
+
+
+def coarsest(strategy: Any, model: Any) -> float:
+    """The machine epsilon of the coarsest type that layers compute in."""
+    types = {str(layer.compute_dtype) for layer in keras_internals.all_layers(model)} | {"float32"}
+    found = [_epsilon_of(tf.as_dtype(name).as_numpy_dtype) for name in types if "float" in name]
+    on_gpu = any("GPU" in device for device in strategy.devices)
+    if on_gpu and tf.config.experimental.tensor_float_32_execution_enabled():
+        found.append(2.0**-10)  # of TensorFloat-32
+    return max(found)
+
+
+def _epsilon_of(kind: type) -> float:
+    """The distance from 1 to the next number; NumPy's `finfo` does not know bfloat16."""
+    one, two = kind(1), kind(2)
+    return float(np.nextafter(one, two) - one)
 
 
 class PartitionedProgram(StepProgram):
@@ -79,7 +94,7 @@ class PartitionedProgram(StepProgram):
         return Outcome(done, not more, logs if done else {})
 
     def _first_step(self) -> FirstStep:
-        return FirstStep(self._strategy, self._one_device, rounding.coarsest(self._strategy, self._model))
+        return FirstStep(self._strategy, self._one_device, coarsest(self._strategy, self._model))
 
     def _is_finite(self, logs: Logs) -> bool:
         """Whether the loss is finite, as far as that is asked for."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist import registry
 from tfdist.errors import UsageError
-from tfdist.interface.recompute import BLOCKS
+from tfdist.interface.strategy import BLOCKS
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_patches, tensorflow_patches
 from tfdist.internals import tensorflow_graphs as graphs

@@ -25,7 +25,7 @@ from tfdist.groups import tensorflow as tensorflow_group
 from tfdist.interface import gpus as _gpus
 from tfdist.internals import tensorflow_coordinator
 from tfdist.jobs import rendezvous
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 from tfdist.jobs.task import Task
 from tfdist.jobs.world import World
 from tfdist.parameter_server import reader, sharded_variable

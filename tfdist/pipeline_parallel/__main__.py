@@ -44,10 +44,10 @@ def show(
     from rich.console import Console
     from rich.table import Table
 
-    from tfdist.pipeline_parallel import partition, plan, schedule
+    from tfdist.pipeline_parallel import plan, schedule
 
     found = plan.make(model, devices, named, balance, max(1, batch_size // micro_batches), micro_batches)
-    costs = partition.of_stages(found.costs, found.begins) if found.costs else [None] * devices
+    costs = plan.of_stages(found.costs, found.begins) if found.costs else [None] * devices
     unit, factor = ("ms", 1.0) if balance == "time" else ("MB", 1e-6)
     table = Table(box=None, pad_edge=False)
     titles = ("stage", "first layer", "last layer", "layers", "parameters", unit, "bytes sent per example")

@@ -28,14 +28,14 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import consensus
+from tfdist.jobs.world import World
 from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
 from tfdist.optimizers.divided import DividedOptimizer, divide, local
 from tfdist.options import Count
-from tfdist.pipeline_parallel import delayed, own_variables, placement, plan, previous_weights
+from tfdist.pipeline_parallel import delayed, placement, plan, previous_weights
 from tfdist.pipeline_parallel.delayed import DelayedProgram
 from tfdist.pipeline_parallel.exchange import Exchange
 from tfdist.pipeline_parallel.local_stages import examples_of_part, require_examples
-from tfdist.pipeline_parallel.own_variables import whole_part
 from tfdist.pipeline_parallel.plan import Balance, LayerNames, Plan
 from tfdist.pipeline_parallel.regions import ONE_PROCESS
 from tfdist.pipeline_parallel.schedule import Schedule
@@ -44,6 +44,44 @@ from tfdist.training.job_strategy import JobStrategy, needs_whole_state
 
 if TYPE_CHECKING:
     from tfdist.interface.program import Program, Steps
+
+
+def whole_part(shape: Sequence[int], owner: int, rank: int, ranks: int) -> Part:
+    """The part of process `rank` in a variable of which process `owner` has all elements."""
+    length = shape[0] if len(shape) else 1
+    return Part(tuple(shape), tuple(length if one == owner else 0 for one in range(ranks)), rank)
+
+
+def free_others(plan: Plan, world: World, shared: Sequence[Any]) -> None:
+    """Marks whose the variables are, and frees those of other stages; stage number `rank` is in process `rank`.
+
+    The `shared` ones, of metrics, stay in all processes.
+    """
+    kept = {id(variable) for variable in shared}
+    for stage in range(world.world_size):
+        place = f"in stage {stage} of the pipeline, which is in {world.named(stage)}"
+        for variable in plan.variables_of(stage):
+            if id(variable) in kept:
+                continue
+            parts.mark(variable, whole_part(variable.shape, stage, world.rank, world.world_size))
+            if stage != world.rank:
+                keras_stages.leave(variable, place)
+
+
+def gather(model: Any, exchange: Callable[[bytes], list[bytes]], is_chief: bool) -> list[tuple[Any, str]]:
+    """Gives the chief the variables of the other stages; returns these in the chief, with their places.
+
+    All processes call it. They are freed again by `keras_stages.leave(variable, place)`.
+    """
+    found = []
+    for variable in model.variables:
+        part = parts.part_of(variable)
+        if part is None:
+            continue
+        value = parts.gathered(variable, exchange)
+        if is_chief and not part.size:
+            found.append((variable, keras_stages.come_back(variable, value)))
+    return found
 
 
 OTHER_OPTIMIZER = "use an optimizer of Keras, or train in one process"
@@ -373,7 +411,7 @@ class StagesOfProcesses(JobStrategy):
             require_separate(model, found)
             built = [variable for one in optimizers if one.built for variable in one.variables]
             super().broadcast_variables([*model.variables, *built])
-            own_variables.free_others(found, self.world, model.metrics_variables)
+            free_others(found, self.world, model.metrics_variables)
             self._plans[id(functional)] = found
         for optimizer in optimizers:
             if self.of_stage(optimizer) is None:
@@ -410,7 +448,7 @@ class StagesOfProcesses(JobStrategy):
                     stack.enter_context(of_stage.whole())
             if id(keras_stages.functional_of(model)) in self._plans:
                 consensus.all_gather_object(self, None, "gathers the variables of all stages")
-                away = own_variables.gather(model, self.exchange, self.world.is_chief)
+                away = gather(model, self.exchange, self.world.is_chief)
             try:
                 yield
             finally:

@@ -25,7 +25,7 @@ import psutil
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 import tfdist
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 
 SCHEMA_VERSION = 8
 

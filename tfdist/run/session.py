@@ -32,7 +32,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import advice, optimizers, resume, schema, usage
+from tfdist.run import advice, optimizers, recorder, resume, schema
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
 from tfdist.run.folder import RunFolder, load_record, writing
 from tfdist.run.recorder import Recorder, begin_record
@@ -184,7 +184,7 @@ class Session:
                 with writing(self.folder.path):
                     files.write_whole(self.folder.model, model.save)
         if strategy.world.is_chief:
-            self.usage = usage.rows(model, source.spec, config.dataset, self.folder.model)
+            self.usage = recorder.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)
         if self._profile is not None and self._profile.traced and strategy.world.is_chief:
             self._keep_profile()

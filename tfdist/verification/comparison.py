@@ -31,16 +31,15 @@ from tfdist.checkpointing import state as training_state
 from tfdist.data.input.batch_feed import BatchFeed
 from tfdist.data.input.feed import Feed
 from tfdist.errors import UsageError, VerificationError
-from tfdist.interface import randomness
 from tfdist.interface import state as strategy_state
 from tfdist.interface.program import Steps
-from tfdist.interface.strategy import Strategy
+from tfdist.interface.strategy import Strategy, seed_of_random
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.keras import tf_variable
 from tfdist.jobs import consensus
-from tfdist.loop import building, metrics, rounding
+from tfdist.loop import building, metrics, partitioned_program
 from tfdist.loop.inner_loop import StepProgram
 from tfdist.terminal import counted
 from tfdist.verification.report import Comparison, Entry, Report, Step
@@ -107,11 +106,11 @@ def verify(
     variables = [variable for members in groups.values() for variable in members]
     compared = [v for group in ("model", "optimizer") for v in groups[group]]
     held = _held(strategy, model, BatchFeed(batches[0]).spec)
-    epsilon = rounding.coarsest(strategy, model)
+    epsilon = partitioned_program.coarsest(strategy, model)
     watch = Watch(model, sees=inside)
     with _state_kept(held), watch:
         # From which all processes make the generator of draws without a seed, if there is none.
-        random.seed(consensus.broadcast_from_chief(strategy, randomness.seed_of_random()))
+        random.seed(consensus.broadcast_from_chief(strategy, seed_of_random()))
         seen = building.build(strategy, model, "train", BatchFeed(batches[0]).spec)
         if strategy.runs_eagerly(model):  # with variables of the strategy, before those of one device take their place
             _build_eagerly(strategy, model, batches[0], seen)

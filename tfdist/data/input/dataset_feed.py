@@ -17,7 +17,7 @@ from tfdist.data.input.feed import Batches, Feed
 from tfdist.errors import CheckpointError, DataError
 from tfdist.internals import keras_data, tensorflow_data
 from tfdist.internals.keras import tree
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 
 
 def _on_present_cores(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -17,7 +17,7 @@ from tfdist.data.input.file_feed import FileFeed
 from tfdist.data.input.transforms import Transform
 from tfdist.errors import DataError
 from tfdist.internals import keras_data
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 from tfdist.jobs.world import World
 
 

@@ -33,7 +33,7 @@ from tfdist.data.input.source import Source
 from tfdist.data.input.tfrecords import Records
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 from tfdist.jobs.world import World
 
 if TYPE_CHECKING:

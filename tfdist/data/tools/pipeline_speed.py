@@ -17,7 +17,7 @@ from tfdist.data.input.decoding import Decoder
 from tfdist.data.input.division import WHOLE
 from tfdist.data.input.pictures import PictureSource
 from tfdist.data.input.source import Source
-from tfdist.jobs.cores import cores
+from tfdist.jobs.job_environment import cores
 
 # Stages are timed one by one, on at most this number of examples, each for this time.
 _EXAMPLES, _SECONDS = 512, 0.5

@@ -43,10 +43,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfdist.groups.sockets.additions import add_into
 from tfdist.groups.sockets.connections import HOST, HOSTS, Connections, Origin, open_and_accept
-from tfdist.groups.sockets.operations import EXCHANGE, MEETING, Body, Operation
-from tfdist.groups.sockets.parts import Round, even_cuts, rounds, slices
+from tfdist.groups.sockets.operations import (
+    EXCHANGE,
+    MEETING,
+    Body,
+    Operation,
+    Round,
+    add_into,
+    even_cuts,
+    rounds,
+    slices,
+)
 from tfdist.groups.sockets.ring import Ring
 from tfdist.groups.sockets.session import Link, Session
 from tfdist.groups.sockets.tree import Tree, children, depth, parents

@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tfdist.groups.sockets.additions import add_into
 from tfdist.groups.sockets.messages import memory
-from tfdist.groups.sockets.operations import Body, Operation
-from tfdist.groups.sockets.parts import even_cuts, slices
+from tfdist.groups.sockets.operations import Body, Operation, add_into, even_cuts, slices
 from tfdist.groups.sockets.session import Link, Session
 from tfdist.groups.sockets.tree import Tree
 

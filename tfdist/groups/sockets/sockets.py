@@ -20,9 +20,8 @@ from tfdist.errors import ClusterError
 from tfdist.groups.sockets import costs, hosts
 from tfdist.groups.sockets.connections import Exchange, connect
 from tfdist.groups.sockets.messages import Mailbox, memory
-from tfdist.groups.sockets.operations import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Body, Operation
+from tfdist.groups.sockets.operations import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Body, Operation, slices
 from tfdist.groups.sockets.pairs import Pairs
-from tfdist.groups.sockets.parts import slices
 from tfdist.groups.sockets.ring import Ring
 from tfdist.groups.sockets.session import Session
 from tfdist.groups.sockets.tree import Tree

@@ -18,9 +18,8 @@ import numpy as np
 
 from tfdist.errors import DisagreementError
 from tfdist.groups.sockets import tables
-from tfdist.groups.sockets.additions import add_into
 from tfdist.groups.sockets.messages import memory
-from tfdist.groups.sockets.operations import ERROR, HEADER, Body, Operation, error_of
+from tfdist.groups.sockets.operations import ERROR, HEADER, Body, Operation, add_into, error_of
 from tfdist.groups.sockets.session import READABLE, WRITABLE, Link, Session, hung_up, reason, wait
 
 FAN_OUT = 4
