@@ -1,7 +1,7 @@
 """Which tests a command runs: `make test` the quick ones, CI one seventh of the thorough ones too, `make test-all` all.
 
 `thorough` is what other tests show in part; `sampled(n)` makes all but n cases of a test thorough. The seventh follows
-from the commit: after some commits all have run, and a commit can be tested again as it was.
+from the commit, so that a commit can be tested again as it was.
 """
 
 import pytest
