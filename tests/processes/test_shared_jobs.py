@@ -345,7 +345,7 @@ def compressed(request, tmp_path_factory):
     return Several(tmp_path_factory.mktemp("compressed"), scripts).printed("all")
 
 
-def test_so_they_do_over_tensorflows_own_collectives_and_compressed(compressed):
+def test_variables_of_every_dtype_get_the_chiefs_values_where_gradients_are_narrowed(compressed):
     assert ["ALL RIGHT" in printed for printed in compressed] == [True] * 2
 
 

@@ -41,7 +41,7 @@ class RoundsProgram(loop.ClosureProgram):
 
 @dataclass
 class Clock:
-    """That of one worker: the number of steps that are done, and the closure that runs, of so many steps."""
+    """The clock of one worker: how many steps it has done, and the closure that it runs, which has `steps` steps."""
 
     done: int = 0
     running: Any = None
