@@ -124,7 +124,7 @@ one.fit(x, x[:, :1], **options)
 with strategy.scope():
     model = build()
 strategy.fit(model, x, x[:, :1], **options)
-programs = model._tfdist_made["train"].programs.values()
+programs = vars(model)["_tfdist"]["programs"]["train"].programs.values()
 print("UNROLLED", *(program._unrolled.experimental_get_tracing_count() for program in programs))
 print("APART", max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(), one.get_weights(), strict=True)))
 """

@@ -21,13 +21,14 @@ from tfdist.errors import UsageError
 from tfdist.groups import ProcessGroup
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers
+from tfdist.internals.attached import Attached
 from tfdist.jobs import consensus
 from tfdist.optimizers.sharded import ShardedOptimizer
 from tfdist.training.job_strategy import needs_whole_state
 
 KINDS = ("optimizer", "gradients")
 LEAVE_OUT = "leave out `shard`; each process then has the whole state of the optimizer"
-_SHARDED = "_tfdist_sharded"
+_sharded: Attached[ShardedOptimizer] = Attached("sharded_optimizer")
 
 
 def tables(model: Any) -> list[Any]:
@@ -38,8 +39,7 @@ def tables(model: Any) -> list[Any]:
 
 def sharded(optimizer: Any) -> ShardedOptimizer | None:
     """The parts of `optimizer` that this process has; `None` if it has all of it."""
-    found: ShardedOptimizer | None = vars(optimizer).get(_SHARDED)
-    return found
+    return _sharded.get(optimizer)
 
 
 class ShardedState:
@@ -73,9 +73,7 @@ class ShardedState:
             consensus.all_gather_object(self._peers, None, doing)
 
         of_tables = [tuple(variable.shape) for variable in tables(model)]
-        divided = ShardedOptimizer(optimizer, variables, of_tables, self._group, meet)
-        # Past Keras' attribute tracking, so that it is not saved with the model.
-        object.__setattr__(optimizer, _SHARDED, divided)
+        _sharded.set(optimizer, ShardedOptimizer(optimizer, variables, of_tables, self._group, meet))
 
     @contextlib.contextmanager
     def tracing(self, model: Any) -> Iterator[None]:

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.internals import tensorflow_variables
-
-_PART = "_tfdist_part"
+from tfdist.internals.attached import Attached
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,17 @@ class Part:
         return tuple(axes)
 
 
+_part: Attached[Part] = Attached("part")
+
+
 def mark(variable: Any, part: Part | None) -> None:
     """Notes that a Keras variable holds `part` of a variable; with `None`, that it holds all of its own."""
-    # Past Keras' attribute tracking, so that it is not saved with the model.
-    object.__setattr__(variable, _PART, part)
+    _part.set(variable, part)
 
 
 def part_of(variable: Any) -> Part | None:
     """The part that a Keras variable holds, if it does not hold a whole variable."""
-    found: Part | None = getattr(variable, _PART, None)
-    return found
+    return _part.get(variable)
 
 
 def whole_shape(variable: Any) -> tuple[int, ...]:

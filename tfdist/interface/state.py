@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_KEPT = "_tfdist_strategy_state"
+from tfdist.internals.attached import Attached
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,14 @@ class StrategyState:
 
 
 _NOTHING = StrategyState()
+_state: Attached[StrategyState] = Attached("strategy_state")
 
 
 def keep(model: Any, state: StrategyState) -> None:
     """Keeps `state` with `model`, in place of what was kept before."""
-    # Past Keras' attribute tracking, so that it is not saved with the model.
-    object.__setattr__(model, _KEPT, state)
+    _state.set(model, state)
 
 
 def of(model: Any) -> StrategyState:
     """What a strategy keeps with `model`."""
-    found: StrategyState = vars(model).get(_KEPT, _NOTHING)
-    return found
+    return _state.get(model) or _NOTHING

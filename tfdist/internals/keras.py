@@ -26,6 +26,7 @@ from keras.src.utils import python_utils
 
 from tfdist.errors import UsageError
 from tfdist.internals import keras_routes
+from tfdist.internals.attached import Attached
 from tfdist.internals.keras_data import unpack_x_y_sample_weight
 
 SEEN_IN = "3.15.1"
@@ -305,18 +306,18 @@ def containers_of(model: Any, kind: type) -> list[tuple[Any, Any]]:
     return found
 
 
-_TO_VERIFY = "_tfdist_to_verify"
+_to_verify: Attached[bool] = Attached("to_verify")
 
 
 def set_to_verify(model: Any, verify: bool) -> None:
     """Sets whether the next training of `model` is verified first."""
-    object.__setattr__(model, _TO_VERIFY, verify)
+    _to_verify.set(model, verify)
 
 
 def take_to_verify(model: Any) -> bool:
     """Whether the next training of `model` is verified first; resets the setting to false."""
-    verify = vars(model).get(_TO_VERIFY, False)
-    object.__setattr__(model, _TO_VERIFY, False)
+    verify = _to_verify.get(model)
+    _to_verify.set(model, None)
     return bool(verify)
 
 

@@ -15,6 +15,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer as trainer_module
 
 from tfdist.errors import UsageError
+from tfdist.internals.attached import Attached
 from tfdist.internals.tensorflow_patches import surrounded
 
 
@@ -105,20 +106,19 @@ def applying_reduced_gradients() -> Iterator[None]:
 
 # `around(optimizer, gradients, variables, update)` reduces the gradients and calls `update(reduced)`.
 AroundApply = Callable[[Any, list[Any], list[Any], Callable[[Sequence[Any]], None]], None]
-_AROUND_APPLY = "_tfdist_around_apply"
+_around_apply: Attached[AroundApply] = Attached("around_apply")
 
 
 def set_around_apply(optimizer: Any, around: AroundApply) -> None:
     """From now on `optimizer`, or a loss-scaling optimizer around it, calls `around` to apply gradients."""
     install()
-    # Past Keras' attribute tracking, so that nothing of it is saved with the model.
-    object.__setattr__(optimizer, _AROUND_APPLY, around)
+    _around_apply.set(optimizer, around)
 
 
 def around_apply(optimizer: Any) -> AroundApply | None:
     """The function that `set_around_apply` has set for `optimizer` or for its inner optimizer."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return vars(inner).get(_AROUND_APPLY) or vars(optimizer).get(_AROUND_APPLY)
+    return _around_apply.get(inner) or _around_apply.get(optimizer)
 
 
 def require_reduced_once(optimizer: Any) -> None:

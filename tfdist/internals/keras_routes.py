@@ -27,16 +27,16 @@ from typing import Any
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 from tfdist.errors import UsageError
+from tfdist.internals.attached import Attached
 
 # The methods of a model that call its strategy.
 ROUTED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 KINDS = ("train", "test", "predict")  # of steps
 
-# Attributes of a model, set past Keras' attribute tracking, so that nothing of them is saved with the model.
-_STRATEGY = "_tfdist_strategy"
-_MADE_IN = "_tfdist_made_in"
-_VALIDATION = "_tfdist_validation"
-_IS_SET = "_tfdist_is_set"  # of a method that `_set_method` has set
+_strategy: Attached[Any] = Attached("strategy")
+_made_in: Attached[Any] = Attached("made_in")
+_is_routed: Attached[bool] = Attached("is_routed")  # of a method that `_set_method` has set
+_validation_feed: Attached[Any] = Attached("validation_feed")
 
 
 def set_strategy(model: Any, strategy: Any) -> None:
@@ -44,7 +44,7 @@ def set_strategy(model: Any, strategy: Any) -> None:
 
     `None` for `strategy` leaves them to Keras again.
     """
-    object.__setattr__(model, _STRATEGY, strategy)
+    _strategy.set(model, strategy)
     for name in ROUTED:
         _set_method(model, name, _routed)
     for kind in KINDS:
@@ -56,7 +56,7 @@ def set_strategy(model: Any, strategy: Any) -> None:
 @contextlib.contextmanager
 def led_to(model: Any, strategy: Any) -> Iterator[None]:
     """In this context `fit` of `model` and the others of `ROUTED` call `strategy.fit(model, ...)`."""
-    before = _strategy_of(model)
+    before = _strategy.get(model)
     set_strategy(model, strategy)
     try:
         yield
@@ -67,27 +67,23 @@ def led_to(model: Any, strategy: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def validating(model: Any, strategy: Any, feed: Any) -> Iterator[None]:
     """In this context `evaluate` of `model` calls `strategy.evaluate`, which can take the validation data in `feed`."""
-    object.__setattr__(model, _VALIDATION, feed)
+    _validation_feed.set(model, feed)
     try:
         with led_to(model, strategy):
             yield
     finally:
-        object.__delattr__(model, _VALIDATION)
+        _validation_feed.set(model, None)
 
 
 def validation_feed(model: Any) -> Any:
     """The `feed` of `validating`, during a validation."""
-    return vars(model)[_VALIDATION]
-
-
-def _strategy_of(model: Any) -> Any:
-    return vars(model).get(_STRATEGY)
+    return _validation_feed.get(model)
 
 
 def _set_method(model: Any, name: str, call: Callable[..., Any]) -> None:
     """Sets a method on `model` itself, which returns `call(name, model, method, ...)` of the method without it."""
     before = vars(model).get(name)
-    if hasattr(before, _IS_SET):
+    if _is_routed.get(before):
         return
 
     @functools.wraps(getattr(type(model), name))
@@ -96,12 +92,12 @@ def _set_method(model: Any, name: str, call: Callable[..., Any]) -> None:
         without = before or functools.partial(getattr(type(model), name), model)
         return call(name, model, without, *arguments, **named)
 
-    setattr(method, _IS_SET, True)
+    _is_routed.set(method, True)
     object.__setattr__(model, name, types.MethodType(method, model))
 
 
 def _routed(name: str, model: Any, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    if _strategy_of(model) is None:
+    if _strategy.get(model) is None:
         # Keras' own methods under a strategy of TensorFlow fail, or return the rows of a batch once for each replica.
         if name in ("fit", "train_on_batch") or model.distribute_strategy.num_replicas_in_sync > 1:
             _warn_of_unprepared(model, name)
@@ -135,7 +131,7 @@ class _Function:
         function.__kwdefaults__ = None
 
     def _lead(self, model: Any, *arguments: Any, **named: Any) -> Any:
-        strategy = _strategy_of(model)
+        strategy = _strategy.get(model)
         if strategy is None:
             return self._stock(model, *arguments, **named)
         return getattr(strategy, self._name)(model, *arguments, **named)
@@ -175,7 +171,7 @@ def _leading() -> Iterator[None]:
 
 def _refuse(model: Any) -> None:
     """Raises `UsageError` if `model` has a strategy: steps of Keras' own loop would train it otherwise."""
-    if (strategy := _strategy_of(model)) is not None:
+    if (strategy := _strategy.get(model)) is not None:
         raise UsageError(
             f"Keras' own loop was about to run a step of the model `{model.name}`, which is prepared for the strategy "
             f"`{strategy.name}`, and the strategy's loop does not run",
@@ -204,7 +200,7 @@ def _making_guarded(name: str, model: Any, method: Callable[..., Any], *argument
     made = method(*arguments, **named)
     attribute = name.removeprefix("make_")  # such as "train_function"
     function = getattr(model, attribute)
-    if _strategy_of(model) is None or isinstance(function, _Guarded) or function is None:
+    if _strategy.get(model) is None or isinstance(function, _Guarded) or function is None:
         return made
     guarded = _Guarded(model, function)
     setattr(model, attribute, guarded)
@@ -273,7 +269,7 @@ def _noting_scope(initialize: Callable[..., None]) -> Callable[..., None]:
     def noting_scope(model: Any) -> None:
         initialize(model)
         if _thread.strategy is not None:
-            object.__setattr__(model, _MADE_IN, _thread.strategy)
+            _made_in.set(model, _thread.strategy)
             for name in ROUTED:
                 _set_method(model, name, _routed)
 
@@ -281,7 +277,7 @@ def _noting_scope(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _warn_of_unprepared(model: Any, method: str) -> None:
-    made_in = vars(model).get(_MADE_IN)
+    made_in = _made_in.get(model)
     if made_in is not None:
         warnings.warn(
             f"The model `{model.name}` was made in the scope of the strategy `{made_in}`, and `{method}` runs "

@@ -17,6 +17,7 @@ from keras.src.models.functional import Functional
 from keras.src.ops.function import Function
 
 from tfdist.errors import UsageError
+from tfdist.internals.attached import Attached
 from tfdist.internals.keras import optimizers, set_tf_variable, tf_variable
 
 
@@ -135,6 +136,9 @@ def move(variable: Any, device: str) -> bool:
     return True
 
 
+_place: Attached[str] = Attached("place")  # of the value of a variable that this process does not have
+
+
 def leave(variable: Any, place: str) -> None:
     """Frees the memory of a Keras variable whose value is at another `place`.
 
@@ -142,7 +146,7 @@ def leave(variable: Any, place: str) -> None:
     elements. A graph that was traced before fails.
     """
     empty(variable)
-    object.__setattr__(variable, "_tfdist_place", place)
+    _place.set(variable, place)
     kind: Any = type(variable)
     variable.__class__ = _elsewhere(kind)
 
@@ -151,8 +155,7 @@ def come_back(variable: Any, value: Any) -> str:
     """Gives a variable that was left its `value`, and lets it be read and assigned again; returns the place."""
     variable.__class__ = type(variable).__mro__[1]
     tf.raw_ops.AssignVariableOp(resource=tf_variable(variable).handle, value=tf.constant(value))
-    place: str = variable._tfdist_place
-    return place
+    return str(_place.get(variable))
 
 
 @contextlib.contextmanager
@@ -179,7 +182,7 @@ def empty(variable: Any) -> None:
 def _elsewhere(kind: Any) -> type:
     def error(variable: Any) -> UsageError:
         return UsageError(
-            f"The variable `{variable.path}` is {variable._tfdist_place}",
+            f"The variable `{variable.path}` is {_place.get(variable)}",
             "read it in the chief, within `with strategy.whole_state(model):`, which all processes enter; load weights "
             "before the first training, or resume by `tfdist.callbacks.Checkpoint`",
         )

@@ -18,9 +18,10 @@ from tfdist.interface import state as strategy_state
 from tfdist.interface.shared_variables import broadcast_array
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import tensorflow_functions, tensorflow_variables
+from tfdist.internals.attached import Attached
 from tfdist.jobs import consensus
 
-_KEPT = "_tfdist_captured_variables"
+_captured: Attached[dict[int, tf.Tensor]] = Attached("captured_variables")  # the handles, by id
 
 
 class CapturedVariable:
@@ -72,7 +73,7 @@ def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
     """
     if strategy.world.world_size == 1:
         return
-    before = vars(model).get(_KEPT, {})
+    before = _captured.get(model) or {}
     if graph is None:
         _broadcast(strategy, list(before.values()))
         return
@@ -80,8 +81,7 @@ def broadcast(strategy: Strategy, model: Any, graph: Any = None) -> None:
     described = list(map(tensorflow_functions.described, handles))
     consensus.require_equal_variables(strategy, described, "what a step uses besides the model")
     _broadcast(strategy, handles)
-    # Past Keras' attribute tracking, so that it is not saved with the model.
-    object.__setattr__(model, _KEPT, before | {id(handle): handle for handle in handles})
+    _captured.set(model, before | {id(handle): handle for handle in handles})
 
 
 def _broadcast(strategy: Strategy, handles: list[tf.Tensor]) -> None:

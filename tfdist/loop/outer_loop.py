@@ -44,6 +44,7 @@ from tfdist.interface.program import Logs
 from tfdist.interface.strategy import Strategy, seed_of_random
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data, keras_patches, keras_routes
+from tfdist.internals.attached import Attached
 from tfdist.internals.keras import tree
 from tfdist.jobs import consensus
 from tfdist.loop import building, metrics, programs
@@ -77,8 +78,7 @@ def mend_drift(strategy: Any, model: Any, epoch: int) -> None:
         )
 
 
-# The attribute of a model that holds the number of its next pass over the data.
-_NEXT_PASS = "_tfdist_next_pass"
+_next_pass: Attached[int] = Attached("next_pass")  # over the data of the model
 
 
 def settle_seed(strategy: Strategy, callbacks: Any) -> None:
@@ -139,7 +139,7 @@ def begin_alike(strategy: Strategy, model: Any, callbacks: Any, initial_epoch: i
     begin = (
         keras_internals.initial_epoch(model) or initial_epoch,
         _resume_batch(callbacks),
-        getattr(model, _NEXT_PASS, 0),
+        _next_pass.get(model) or 0,
     )
     begin = tuple(consensus.broadcast_from_chief(strategy, begin))
     building.broadcast(strategy, model)
@@ -154,8 +154,7 @@ def _resume_batch(callbacks: Any) -> int | None:
 
 def note_next_pass(model: Any, number: int) -> None:
     """The next training of `model` begins with pass `number` over its data."""
-    # Past Keras' attribute tracking, so that it is not saved with the model.
-    object.__setattr__(model, _NEXT_PASS, number)
+    _next_pass.set(model, number)
 
 
 # Callbacks that only the chief calls: processes that share a disk would write the same files.

@@ -16,6 +16,7 @@ from tfdist.interface.program import Program, Steps
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_data
+from tfdist.internals.attached import Attached
 from tfdist.loop import building, steps_per_call
 from tfdist.loop.inner_loop import PredictProgram, StepProgram
 from tfdist.loop.one_replica_program import OneReplicaPredictProgram, OneReplicaProgram
@@ -84,12 +85,14 @@ def any_made(model: Any, kind: str) -> bool:
     return bool(_made(model, kind).programs)
 
 
+_programs: Attached[dict[str, _Made]] = Attached("programs")  # by the kind of steps
+
+
 def _made(model: Any, kind: str) -> _Made:
     function = keras_internals.step_function(model, kind)
-    kinds = model.__dict__.get("_tfdist_made")
+    kinds = _programs.get(model)
     if kinds is None:
-        # Past Keras' attribute tracking, so that it is not saved with the model.
-        object.__setattr__(model, "_tfdist_made", kinds := {})
+        _programs.set(model, kinds := {})
     if kind not in kinds or kinds[kind].function is not function:
         kinds[kind] = _Made(function)
     return kinds[kind]

@@ -21,9 +21,9 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.internals import keras_optimizers, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.attached import Attached
 from tfdist.internals.keras import tf_variable
 
-_KEPT = "_tfdist_previous_weights"
 _ASSIGNING = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub", "scatter_nd_update")
 
 
@@ -96,19 +96,21 @@ def current() -> PreviousWeights | None:
     return _thread.current
 
 
+_previous: Attached[PreviousWeights] = Attached("previous_weights")
+
+
 def of(model: Any, variables: Sequence[Any]) -> PreviousWeights:
     """The previous version of `variables`, trained ones of `model`, with which it is kept."""
     found = kept(model)
     if found is None or not found.are_of(variables):
         found = PreviousWeights(variables)
-        # Past Keras' attribute tracking, so that it is not saved with the model.
-        object.__setattr__(model, _KEPT, found)
+        _previous.set(model, found)
     return found
 
 
 def kept(model: Any) -> PreviousWeights | None:
     """What `of` has made for `model`."""
-    return vars(model).get(_KEPT)
+    return _previous.get(model)
 
 
 def held_before(model: Any, variable: Any) -> list[tf.Variable]:

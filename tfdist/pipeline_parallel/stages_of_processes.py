@@ -27,6 +27,7 @@ from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
 from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals.attached import Attached
 from tfdist.jobs import consensus
 from tfdist.jobs.world import World
 from tfdist.loop.partitioned_program import PartitionedPredictProgram, PartitionedProgram
@@ -230,7 +231,7 @@ def require_separate(model: Any, plan: Plan) -> None:
             )
 
 
-_OPTIMIZER = "_tfdist_stage"
+_of_stage: Attached[StageOptimizer] = Attached("stage_optimizer")
 
 
 class StagesOfProcesses(JobStrategy):
@@ -393,8 +394,7 @@ class StagesOfProcesses(JobStrategy):
 
     def of_stage(self, optimizer: Any) -> StageOptimizer | None:
         """The part of `optimizer` that this process has; `None` before the model is cut."""
-        found: StageOptimizer | None = vars(optimizer).get(_OPTIMIZER)
-        return found
+        return _of_stage.get(optimizer)
 
     def finalize_variables(self, model: Any) -> None:
         of_stage = self.of_stage(model.optimizer)
@@ -421,9 +421,7 @@ class StagesOfProcesses(JobStrategy):
                 def meet(doing: str) -> None:
                     consensus.all_gather_object(self, None, doing)
 
-                divided = StageOptimizer(optimizer, variables, self.group, meet)
-                # Past Keras' attribute tracking, so that it is not saved with the model.
-                object.__setattr__(optimizer, _OPTIMIZER, divided)
+                _of_stage.set(optimizer, StageOptimizer(optimizer, variables, self.group, meet))
         plan_of_model = self._plans[id(functional)]
         self._told = [", ".join(plan_of_model.layers_of(number)) for number in range(self.world.world_size)]
 
