@@ -8,9 +8,12 @@ Synopsis:
 
     >>> strategies.having("elastic")
     ['gossip', 'horovod', 'local_sgd', 'multiworker']
+    >>> strategies.taking("shard")
+    ['horovod', 'mpi', 'multiworker']
 
-A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. The names of strategies and
-their traits, the constant `TRAITS` of a module, are found without importing TensorFlow.
+A module `NAME.py` is a strategy when it defines `STRATEGY`, a subclass of `base.Strategy`. The names of strategies,
+their traits, the constant `TRAITS` of a module, and the options of their constructors are found without importing
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import registry
 from tfdist.errors import UsageError
+from tfdist.interface import signatures
 from tfdist.interface import traits as _traits
+from tfdist.interface.signatures import Signature
 from tfdist.interface.traits import Traits
 from tfdist.jobs.world import World
 
@@ -52,8 +57,26 @@ def traits(name: str) -> Traits:
 
 
 def having(trait: str) -> list[str]:
-    """The names of the strategies with a trait: an attribute of `Traits` that is set, or one of its `options`."""
-    return [name for name in names() if getattr(traits(name), trait, False) or trait in traits(name).options]
+    """The names of the strategies with a trait: an attribute of `Traits` that is set."""
+    return [name for name in names() if getattr(traits(name), trait)]
+
+
+def signature(name: str) -> Signature:
+    """The options of the strategy `name`, or of the user's own `module:Class`.
+
+    Raises:
+        UnknownNameError: no strategy has that name.
+    """
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        return signatures.of_class(module, attribute)
+    registry.require_known(name, "strategy", names())
+    return signatures.of_class(f"{__name__}.{name}", "STRATEGY")
+
+
+def taking(option: str) -> list[str]:
+    """The names of the strategies whose constructor takes `option`."""
+    return [name for name in names() if option in signature(name).options]
 
 
 def create(name: str, **options: Any) -> Strategy:

@@ -10,20 +10,29 @@ runs many steps. One copy cannot drift apart and needs no scope; models and chec
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.interface.traits import Traits
 from tfdist.spmd import Mesh
 from tfdist.strategies import base
 
 
 class CustomStrategy(base.Strategy):
-    """Trains on all GPUs, or on the CPU as one device, unless `devices` is set; one copy of the variables."""
+    """Trains on all GPUs, or on the CPU as one device, unless `devices` is set; one copy of the variables.
+
+    Args:
+        speeds: sizes of the replicas' parts of a global batch in proportion to each other, such as "3,1"; "auto"
+            measures them; `None` makes them equal. See `tfdist.interface.speeds`.
+        options: see `tfdist.strategies.base.Strategy`.
+    """
 
     name = "custom"
-    takes_speeds = True
+
+    def __init__(self, *, speeds: str | Sequence[int] | None = None, **options: Any):
+        super().__init__(**options)
+        self.divide_by_speeds(speeds)
 
     def set_up(self) -> None:
         # CPU devices share the memory of the host: it computes for all of them, so that nothing is sent between them.
@@ -43,4 +52,3 @@ class CustomStrategy(base.Strategy):
 
 
 STRATEGY = CustomStrategy
-TRAITS = Traits(options=("speeds",))

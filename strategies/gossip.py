@@ -112,5 +112,4 @@ TRAITS = Traits(
     processes=True,
     elastic=True,
     asynchronous=True,
-    options=("timeout_seconds", "callback_timeout_seconds"),
 )

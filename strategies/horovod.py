@@ -41,5 +41,4 @@ TRAITS = Traits(
     processes=True,
     elastic=True,
     package="horovod",
-    options=("compression", "shard", "speeds", "timeline", "timeout_seconds", "callback_timeout_seconds"),
 )

@@ -130,5 +130,4 @@ TRAITS = Traits(
     processes=True,
     elastic=True,
     asynchronous=True,
-    options=("sync_every", "compression", "timeout_seconds", "callback_timeout_seconds"),
 )

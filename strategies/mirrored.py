@@ -5,11 +5,13 @@ TensorFlow keeps the copies and computes the all-reduce; the step of one device 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist.data_parallel.mirrored_mesh import MirroredMesh
 from tfdist.data_parallel.tensorflow_variables import TensorFlowVariables
-from tfdist.interface.traits import Traits
 from tfdist.strategies import base
 
 
@@ -17,12 +19,17 @@ class MirroredStrategy(base.Strategy):
     """Trains on several devices of this machine: all GPUs, or two logical CPU devices, unless `devices` is set.
 
     Args:
+        speeds: sizes of the replicas' parts of a global batch in proportion to each other, such as "3,1"; "auto"
+            measures them; `None` makes them equal. See `tfdist.interface.speeds`.
         options: see `tfdist.strategies.base.Strategy`.
     """
 
     name = "mirrored"
-    takes_speeds = True
     default_cpus = 2
+
+    def __init__(self, *, speeds: str | Sequence[int] | None = None, **options: Any):
+        super().__init__(**options)
+        self.divide_by_speeds(speeds)
 
     def set_up(self) -> None:
         # Between logical CPU devices, which share their memory, a plain sum is the cheapest reduction.
@@ -38,4 +45,3 @@ class MirroredStrategy(base.Strategy):
 
 
 STRATEGY = MirroredStrategy
-TRAITS = Traits(options=("speeds",))

@@ -28,5 +28,4 @@ TRAITS = Traits(
     processes=True,
     mpi=True,
     package="mpi4py",
-    options=("compression", "shard", "speeds", "timeout_seconds", "callback_timeout_seconds"),
 )

@@ -40,5 +40,4 @@ TRAITS = Traits(
     mpi=True,
     asynchronous=True,
     package="mpi4py",
-    options=("sync_every", "timeout_seconds", "callback_timeout_seconds"),
 )

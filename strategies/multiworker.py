@@ -22,6 +22,7 @@ from tfdist.groups.packing import Packing
 from tfdist.groups.tensorflow import Communication, Joined, TensorFlowGroup, join
 from tfdist.interface import gpus
 from tfdist.interface.traits import Traits
+from tfdist.options import Seconds
 
 SOCKETS = "sockets"
 COMMUNICATIONS = {
@@ -59,7 +60,7 @@ class MultiWorkerStrategy(DataParallel):
         self,
         *,
         communication: str = "auto",
-        timeout_seconds: float = 60.0,
+        timeout_seconds: Seconds = 60.0,
         job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
@@ -136,5 +137,4 @@ STRATEGY = MultiWorkerStrategy
 TRAITS = Traits(
     processes=True,
     elastic=True,
-    options=("communication", "compression", "shard", "speeds", "timeout_seconds", "callback_timeout_seconds"),
 )

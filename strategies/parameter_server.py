@@ -28,7 +28,7 @@ from tfdist.internals import keras_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.jobs import timeouts
 from tfdist.jobs.world import World
-from tfdist.options import Count, Fraction, checked_seconds
+from tfdist.options import Count, Fraction, Seconds, checked_seconds
 from tfdist.parameter_server import closures, copies, modes, sharded_variable
 from tfdist.parameter_server import data as parameter_server_data
 from tfdist.parameter_server import job as parameter_server_job
@@ -90,8 +90,8 @@ class ParameterServerStrategy(base.Strategy):
         moving_rate: Annotated[float, Field(ge=0, le=1)] | None = None,
         momentum: Fraction | None = None,
         shard_bytes: int = SHARD_BYTES,
-        timeout_seconds: float = 60.0,
-        start_timeout_seconds: float | None = None,
+        timeout_seconds: Seconds = 60.0,
+        start_timeout_seconds: Seconds | None = None,
         job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):
@@ -236,5 +236,4 @@ TRAITS = Traits(
     processes=True,
     servers=True,
     asynchronous=True,
-    options=("staleness", "sync_every", "shard_bytes", "timeout_seconds"),
 )

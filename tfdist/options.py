@@ -35,12 +35,11 @@ def _of_square(size: Any) -> Any:
     return (size, size) if is_one_number else size
 
 
-# Height and width in pixels; one number stands for both.
-Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2), BeforeValidator(_of_square)]
-
-
 # Eleven days; libraries count milliseconds in 32 bits, and no timeout needs to be longer.
 LONGEST_SECONDS = 1_000_000
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS)]
+# Height and width in pixels; one number stands for both.
+Size = Annotated[Sequence[Count], Field(min_length=2, max_length=2), BeforeValidator(_of_square)]
 
 
 def checked_seconds(option: str, value: float | str) -> float:
@@ -79,7 +78,7 @@ def checked(function: Callable[..., Any], options: Mapping[str, Any], *, kind: s
     """
     known = _annotations(function)
     return {
-        option: _value(known[option], value, option, f"The {kind} `{name}`") if option in known else value
+        option: check_value(known[option], value, option, f"The {kind} `{name}`") if option in known else value
         for option, value in options.items()
     }
 
@@ -116,7 +115,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _value(annotation: Any, value: Any, option: str, owner: str) -> Any:
+def check_value(annotation: Any, value: Any, option: str, owner: str) -> Any:
+    """`value` converted to the type `annotation`; raises `UsageError` where it does not allow the value."""
     config = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)  # a folder may be called 2024
     try:
         return TypeAdapter(annotation, config=config).validate_python(value)

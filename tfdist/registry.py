@@ -137,7 +137,7 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
     known = [parameter.name for parameter in parameters[len(arguments) :] if parameter.kind in named]
     unknown = [option for option in options if option not in known]
     if unknown and not takes_any:
-        raise _unknown_option(kind, name, unknown[0], known)
+        raise unknown_option(kind, name, unknown[0], known)
     missing = [
         parameter.name
         for parameter in parameters[len(arguments) :]
@@ -155,7 +155,7 @@ def call(function: Callable[..., Any], *arguments: Any, kind: str, name: str, op
         if not refused:
             raise
         # The class has passed it on to its base class.
-        raise _unknown_option(kind, name, refused[0], _named_in_bases(function)) from error
+        raise unknown_option(kind, name, refused[0], _named_in_bases(function)) from error
 
 
 def _named_in_bases(function: Any) -> list[str]:
@@ -165,7 +165,8 @@ def _named_in_bases(function: Any) -> list[str]:
     return list(dict.fromkeys(one.name for one in parameters if one.kind is one.KEYWORD_ONLY))
 
 
-def _unknown_option(kind: str, name: str, option: str, known: Sequence[str]) -> UsageError:
+def unknown_option(kind: str, name: str, option: str, known: Sequence[str]) -> UsageError:
+    """The error for an option that the function `name` does not take, with those that it does."""
     takes = ", ".join(f"`{one}`" for one in known) or "no options"
     return UsageError(
         f"The {kind} `{name}` does not know the option `{option}`: it takes {takes}",

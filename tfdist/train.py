@@ -61,6 +61,18 @@ _strategy = terminal.options_of("Strategy")
 _processes = terminal.options_of("Processes")
 _of_run = terminal.options_of("Run")
 
+
+def _strategy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `STRATEGY_FLAGS`, with the help that the docstrings of the strategies have for them."""
+    for name, metavar in reversed(configs.STRATEGY_FLAGS.items()):
+        owners: dict[str, list[str]] = {}
+        for strategy in strategies.taking(name):
+            owners.setdefault(strategies.signature(strategy).options[name].help, []).append(strategy)
+        text = "; ".join(f"{', '.join(names)}: {help_}" for help_, names in owners.items())
+        command = _strategy(f"--{name.replace('_', '-')}", metavar=metavar, help=text)(command)
+    return command
+
+
 EXAMPLES = """\b
 Examples:
   python -m tfdist.train --strategy mirrored --model cnn --dataset fashion_mnist
@@ -157,25 +169,7 @@ def _last_of_each(value: Any) -> Any:
 @_strategy("--strategy", required=True, metavar="NAME", help=_names(strategies.names(), own="Class"))
 @_strategy("--strategy-option", multiple=True, metavar="NAME=VALUE", help="an option of the strategy; may be repeated")
 @_strategy("--devices", metavar="N|NAMES", help="number or names of the devices of a process, such as GPU:0,GPU:1")
-@_strategy("--communication", metavar="NAME", help="multiworker: how tensors are exchanged: auto, nccl, ring, sockets")
-@_strategy("--compression", metavar="NAME", help="on the network: none, bf16; fp16 with horovod; int8 with local_sgd")
-@_strategy("--shard", metavar="NAME", help="horovod, multiworker: divide the state of the optimizer, or gradients too")
-@_strategy("--speeds", metavar="3,1|auto", help="parts of the replicas in proportion; auto measures them")
-@_strategy(
-    "--staleness", type=int, metavar="N", help="parameter_server: largest number of updates between read and write"
-)
-@_strategy("--shard-bytes", type=int, metavar="N", help="parameter_server: divide larger variables among the servers")
-@_strategy("--sync-every", metavar="epoch|N", help="local_sgd, mpi_split: meet every epoch, or every N steps")
-@_strategy(
-    "--timeline", type=click.Path(path_type=Path), metavar="FILE", help="horovod: write the timeline of all ranks"
-)
-@_strategy("--timeout-seconds", type=float, metavar="S", help="how long a process waits for others that do not answer")
-@_strategy(
-    "--callback-timeout-seconds",
-    type=float,
-    metavar="S",
-    help="how long a process may be busy while others wait for it",
-)
+@_strategy_flags
 @_processes("--workers", type=int, metavar="N", help="number of processes to start on this machine")
 @_processes("--ps", type=int, metavar="N", help="number of parameter servers to start on this machine")
 @elastic_options
@@ -217,7 +211,6 @@ def _last_of_each(value: Any) -> Any:
 def command(
     devices: str | None,
     profile: str | None,
-    sync_every: str | None,
     data_option: tuple[str, ...],
     model_option: tuple[str, ...],
     strategy_option: tuple[str, ...],
@@ -233,14 +226,15 @@ def command(
     **options: Any,
 ) -> int:
     """Train a model on a dataset with a strategy."""
+    flags = {name: value for name in configs.STRATEGY_FLAGS if (value := options.pop(name)) is not None}
+    settings = registry.parse_options(strategy_option, "--strategy-option")
     config = configs.TrainConfig(
         **options,
         devices=None if devices is None else configs.parse_devices(devices),
         profile=None if profile is None else configs.parse_range(profile),
-        sync_every=int(sync_every) if sync_every and sync_every.isdigit() else sync_every,
         data_options=registry.parse_options(data_option, "--data-option"),
         model_options=registry.parse_options(model_option, "--model-option"),
-        strategy_options=registry.parse_options(strategy_option, "--strategy-option"),
+        strategy_options=configs.with_flags(options["strategy"], settings, flags),
     )
     world = World.detect()
     elastic_job = ElasticOptions(elastic, min_workers, max_workers, host_discovery_script)

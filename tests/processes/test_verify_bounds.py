@@ -13,7 +13,7 @@ import keras
 from tfdist.strategies import mpi_split
 from tfdist.interface.traits import Traits
 
-TRAITS = Traits(processes=True, mpi=True, asynchronous=True, package="mpi4py", options=("sync_every",))
+TRAITS = Traits(processes=True, mpi=True, asynchronous=True, package="mpi4py")
 
 def dense(spec):
     inner = [keras.layers.Flatten(), keras.layers.Dense(16, "relu"), keras.layers.Dense(10)]
@@ -31,7 +31,7 @@ RACING = """
 from tfdist.strategies import parameter_server
 from tfdist.interface.traits import Traits
 
-TRAITS = Traits(processes=True, servers=True, asynchronous=True, options=("staleness",))
+TRAITS = Traits(processes=True, servers=True, asynchronous=True)
 
 class Racing(parameter_server.ParameterServerStrategy):
     "Does not wait for the steps before."

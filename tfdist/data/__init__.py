@@ -23,9 +23,9 @@ from typing import Any
 
 from tfdist import registry
 from tfdist.data.input import origin
-from tfdist.data.input.adapters import per_process, shard
 from tfdist.data.input.arrays import check_labels
 from tfdist.data.input.indexed import IndexedSource
+from tfdist.data.input.per_process import per_process, shard
 from tfdist.data.input.source import Source
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError

@@ -41,13 +41,15 @@ class DataParallel(JobStrategy):
     """Trains on all processes of a job, and ends with the result of one device.
 
     Args:
-        compression: "none"; "bf16" or "fp16" send gradients in that type, half the bytes.
+        compression: the type in which gradients are sent: "none" is their own, "bf16" and "fp16" take half the bytes.
         buffer_bytes: gradients below this size are sent together, in buffers of this size; `None` is 1 MiB, and 128 KiB
             per process from nine processes on, since rings send each process' part of a buffer by itself.
         dense_below_bytes: sparse gradients of tables below this size are sent as dense tensors; not for adaptive
             optimizers, see `tfdist.groups.ProcessGroup`.
         shard: "optimizer" or "gradients" divides the state of optimizers over the processes, see
             `tfdist.data_parallel.sharding`; `None` leaves the whole state in each process.
+        speeds: sizes of the replicas' parts of a global batch in proportion to each other, such as "3,1"; "auto"
+            measures them; `None` makes them equal. See `tfdist.interface.speeds`.
         stages: the number of stages of a pipeline in each process, each on a device of the process; 1 trains without a
             pipeline.
         micro_batches: the parts of the batch of a process in a pipeline, 4 unless set.
@@ -56,7 +58,6 @@ class DataParallel(JobStrategy):
         options: see `tfdist.training.job_strategy.JobStrategy`.
     """
 
-    takes_speeds = True
     wire_dtypes: ClassVar[Mapping[str, tf.DType | None]] = {"none": None, "bf16": tf.bfloat16, "fp16": tf.float16}
 
     def __init__(
@@ -66,6 +67,7 @@ class DataParallel(JobStrategy):
         buffer_bytes: int | None = None,
         dense_below_bytes: int = 0,
         shard: str | None = None,
+        speeds: str | Sequence[int] | None = None,
         stages: Count = 1,
         micro_batches: Count | None = None,
         schedule: Synchronous | None = None,
@@ -96,6 +98,7 @@ class DataParallel(JobStrategy):
         super().__init__(
             job_settings=dict(job_settings or {}) | {name: str(value) for name, value in alike.items()}, **options
         )
+        self.divide_by_speeds(speeds)
         if compression != "none":
             self.compare_first_step = False  # what is rounded on its way differs by choice
 

@@ -58,9 +58,6 @@ def parsed(given: Any) -> tuple[int, ...] | str | None:
 def settled(
     wanted: tuple[int, ...] | str | None,
     peers: consensus.Peers,
-    *,
-    strategy: str,
-    divides: bool,
     devices: Sequence[str],
     num_replicas: int,
 ) -> tuple[int, ...] | None:
@@ -69,8 +66,6 @@ def settled(
     Args:
         wanted: as `parsed` returns it, the same in all processes.
         peers: the processes of the job.
-        strategy: its name.
-        divides: whether it can divide a batch in parts of different sizes.
         devices: of the replicas of this process.
         num_replicas: of all processes.
 
@@ -78,16 +73,10 @@ def settled(
         UsageError: they are not one per replica, or a process has several replicas.
         DisagreementError: the processes want others.
     """
-    if divides and peers.world.world_size > 1:
+    if peers.world.world_size > 1:
         consensus.require_equal(peers, {"speeds": _written(wanted)})
     if wanted is None:
         return None
-    if not divides:
-        raise UsageError(
-            f"`speeds` is `{_written(wanted)}`, and `{strategy}` does not divide its batches among replicas "
-            "that wait for each other",
-            "use `custom`, `mirrored`, `multiworker` or `horovod`, or leave it out",
-        )
     if peers.world.world_size > 1 and len(devices) > 1:
         raise UsageError(
             f"`speeds` is `{_written(wanted)}`, and each process has {len(devices)} devices",

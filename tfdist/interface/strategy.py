@@ -106,8 +106,6 @@ class Strategy:
             `None` is 256 MiB on GPUs; on CPUs, which share the memory of the host, arrays are read where they are.
         recompute: "blocks", or the names of the layers whose outputs are held: what is computed between them is
             computed again in the backward pass, which takes less memory and more time. See docs/memory.md.
-        speeds: how large the part of each replica of a global batch is, in proportion to the others, as "3,1"; "auto"
-            measures it; `None` makes them equal. See `tfdist.interface.speeds`.
         batch_norm: "global" normalizes over the global batch, as one device does; "per_replica" over the examples of
             each replica, as `tf.distribute` and DistributedDataParallel do, without an exchange per layer. Layers with
             `synchronized=True`, masks or `renorm` stay global.
@@ -119,7 +117,6 @@ class Strategy:
     name: ClassVar[str]
     default_cpus: ClassVar[int] = 1
     one_device: ClassVar[bool] = False  # it trains on one device, also where there are several GPUs
-    takes_speeds: ClassVar[bool] = False  # its replicas can have parts of different sizes
     as_one_device: bool = True  # N replicas compute what one device does
     seconds_per_call: ClassVar[float] = 0.5  # of the inner loop, while no callback asks for shorter calls
     speeds: tuple[int, ...] | None = None  # of the replicas, where they differ
@@ -136,7 +133,6 @@ class Strategy:
         steps_per_call: int | None = None,
         device_data_bytes: int | None = None,
         recompute: str | Sequence[str] | None = None,
-        speeds: str | Sequence[int] | None = None,
         batch_norm: BatchNorm = "global",
         compare_first_step: bool = True,
         job_settings: Mapping[str, str] | None = None,
@@ -146,7 +142,6 @@ class Strategy:
         if steps_per_call is not None and steps_per_call < 1:
             raise UsageError(f"`steps_per_call` is {steps_per_call}", "use 1 or more, or leave it out")
         self.recompute = parsed_recompute(recompute)
-        wanted_speeds = speeds_of_replicas.parsed(speeds)
         self.world = World()
         self.group: ProcessGroup = Alone()
         self.variables = Variables()
@@ -172,21 +167,18 @@ class Strategy:
             )
         if self.world.world_size > 1 and job_settings:
             consensus.require_equal(self, job_settings)
-        self.speeds = speeds_of_replicas.settled(
-            wanted_speeds,
-            self,
-            strategy=self.name,
-            divides=self.takes_speeds,
-            devices=self.devices,
-            num_replicas=self.num_replicas,
-        )
-        if self.speeds is not None and self.world.world_size > 1:
-            self.world = dataclasses.replace(self.world, speeds=self.speeds)
 
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
         if "scope" in vars(cls):
             cls.scope = _noted(vars(cls)["scope"])  # type: ignore[assignment]
+
+    def divide_by_speeds(self, speeds: str | Sequence[int] | None) -> None:
+        """Divides global batches in proportion to `speeds`, see `tfdist.interface.speeds`; for constructors."""
+        wanted = speeds_of_replicas.parsed(speeds)
+        self.speeds = speeds_of_replicas.settled(wanted, self, self.devices, self.num_replicas)
+        if self.speeds is not None and self.world.world_size > 1:
+            self.world = dataclasses.replace(self.world, speeds=self.speeds)
 
     def set_up(self) -> None:
         """Makes what the strategy needs once its devices are known."""

@@ -2,7 +2,7 @@
 
 The file of a strategy states its traits in one assignment of constants, which is read from the source:
 
-    TRAITS = Traits(processes=True, elastic=True, options=("compression",))
+    TRAITS = Traits(processes=True, elastic=True)
 
 A strategy without `TRAITS` trains in one process and needs no other package.
 """
@@ -25,7 +25,6 @@ class Traits:
         mpi: its processes are started by `mpirun`.
         asynchronous: its steps are not those of one device, by design.
         package: a Python package that it needs and that tfdist otherwise does without.
-        options: the arguments of its class that `python -m tfdist.train` has an option for.
     """
 
     processes: bool = False
@@ -34,7 +33,6 @@ class Traits:
     mpi: bool = False
     asynchronous: bool = False
     package: str | None = None
-    options: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Traits:

@@ -20,7 +20,6 @@ from tfdist import data, models, registry, strategies
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import bad_examples
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.options import checked_seconds
 
 # The class names of Keras' optimizers in lower case; a test compares them with Keras.
 OPTIMIZERS = (
@@ -43,19 +42,19 @@ SCHEDULES = ("constant", "cosine")
 # The examples of training steps: as the dataset reads them; read once, into memory; one batch, repeated.
 INPUTS = ("real", "cached", "synthetic")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
-# The options of strategies that are also options of the command.
-OF_STRATEGIES = (
-    "communication",
-    "compression",
-    "shard",
-    "speeds",
-    "staleness",
-    "shard_bytes",
-    "sync_every",
-    "timeline",
-    "timeout_seconds",
-    "callback_timeout_seconds",
-)
+# The options of strategies that the command takes under their own names too, and what `--help` shows as their values.
+STRATEGY_FLAGS = {
+    "communication": "NAME",
+    "compression": "NAME",
+    "shard": "NAME",
+    "speeds": "3,1|auto",
+    "staleness": "N",
+    "shard_bytes": "N",
+    "sync_every": "epoch|N",
+    "timeline": "FILE",
+    "timeout_seconds": "S",
+    "callback_timeout_seconds": "S",
+}
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,6 @@ class TrainConfig:
         warmup_epochs: the part of the epochs in which the learning rate rises from 0.
         dtype_policy: one of `DTYPE_POLICIES`.
         gradient_accumulation: batches per update; their gradients are averaged.
-        communication: how replicas exchange tensors: "sockets", "ring", "nccl"; `None` is the strategy's default.
-        compression: type of sent gradients: "none", "bf16", "fp16" with `horovod`; `None` is the strategy's default.
-        shard: what the processes divide among them, "optimizer" or "gradients"; `None` is nothing.
-        speeds: sizes of the replicas' parts in proportion to each other, as "3,1", or "auto"; `None` makes them equal.
-        staleness: largest number of other updates between a step's read and its update; `None` is no bound.
-        shard_bytes: spread the rows of a variable larger than this over the servers; `None` is the strategy's default.
-        sync_every: steps from one averaging of the weights to the next, or "epoch"; `None` is the strategy's default.
-        timeline: a file for Horovod's timeline.
-        timeout_seconds: how long a process waits for the others in a step; `None` is the strategy's default.
-        callback_timeout_seconds: how long a process may be busy while others wait for it; `None` is no limit.
         devices: number of devices, or their names; `None` is the strategy's default.
         seed: the seed of the initial weights, the order of the examples and the random layers.
         limit: number of training examples to use; `None` is all.
@@ -125,16 +114,6 @@ class TrainConfig:
     warmup_epochs: float = 0.0
     dtype_policy: str = "float32"
     gradient_accumulation: int = 1
-    communication: str | None = None
-    compression: str | None = None
-    shard: str | None = None
-    speeds: str | None = None
-    staleness: int | None = None
-    shard_bytes: int | None = None
-    sync_every: int | str | None = None
-    timeline: Path | None = None
-    timeout_seconds: float | None = None
-    callback_timeout_seconds: float | None = None
     devices: int | tuple[str, ...] | None = None
     seed: int = 0
     limit: int | None = None
@@ -172,9 +151,6 @@ class TrainConfig:
         if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
             hint = "use a number above 0, at most 1, such as 0.9"
             raise UsageError(f"`--target-accuracy` is {self.target_accuracy}", hint)
-        for name in ("timeout_seconds", "callback_timeout_seconds"):
-            if getattr(self, name) is not None:
-                checked_seconds(_option(name), getattr(self, name))
         require_run_to_resume(self.resume, self.run_dir)
         if self.resume and self.verify_steps is not None:
             raise UsageError(
@@ -216,25 +192,36 @@ def _check_data(config: TrainConfig) -> None:
         )
 
 
-def _check_strategy_options(config: TrainConfig) -> None:
-    """Refuses an option that the strategy does not use, that is set twice, or that the command itself sets."""
-    for name in OF_STRATEGIES:
-        if getattr(config, name) is not None and name not in config.traits.options:
-            raise UsageError(
-                f"`{_option(name)}` is set, and `{config.strategy}` has no use for it",
-                f"set it with `--strategy-option {name}={getattr(config, name)}`"
-                if ":" in config.strategy
-                else f"leave it out, or use one of {', '.join(f'`{s}`' for s in strategies.having(name))}",
+def with_flags(strategy: str, settings: Mapping[str, Any], flags: Mapping[str, str]) -> dict[str, Any]:
+    """The options of a strategy: `settings` of `--strategy-option`, and those of `STRATEGY_FLAGS` that are set.
+
+    Raises:
+        UsageError: the strategy does not take an option that has a flag, or an option is set twice.
+    """
+    signature = strategies.signature(strategy)
+    for name in flags:
+        if signature.complete and name not in signature.options:
+            hint = (
+                f"give the class an argument `{name}`, or leave it out"
+                if ":" in strategy
+                else f"leave it out, or use one of {', '.join(f'`{other}`' for other in strategies.taking(name))}"
             )
+            raise UsageError(f"`{_option(name)}` is set, and `{strategy}` has no use for it", hint)
+        if name in settings:
+            raise UsageError(
+                f"`{_option(name)}` and `--strategy-option {name}=...` are both set", "leave one of them out"
+            )
+    return {**settings, **flags}
+
+
+def _check_strategy_options(config: TrainConfig) -> None:
+    """Refuses an option that the strategy does not take, a value that it cannot have, and what the command sets."""
     for name in config.strategy_options:
         if name in ("devices", "seed"):
             raise UsageError(f"`--strategy-option` sets `{name}`, which the command sets", f"use `{_option(name)}`")
         if name == "job_settings":
             raise UsageError("`--strategy-option` sets `job_settings`, which the command sets", "leave it out")
-        if name in OF_STRATEGIES and getattr(config, name) is not None:
-            raise UsageError(
-                f"`{_option(name)}` and `--strategy-option {name}=...` are both set", "leave one of them out"
-            )
+    strategies.signature(config.strategy).check(config.strategy, config.strategy_options)
 
 
 def _check_optimizer(config: TrainConfig) -> None:

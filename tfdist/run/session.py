@@ -33,7 +33,7 @@ from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
 from tfdist.run import advice, optimizers, recorder, resume, schema
-from tfdist.run.config import OF_STRATEGIES, TrainConfig
+from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record, writing
 from tfdist.run.recorder import Recorder, begin_record
 from tfdist.run.schema import RunRecord
@@ -314,7 +314,6 @@ class Session:
             options["threads"] = 1
         if config.traits.processes:
             options["job_settings"] = _job_settings(config)
-        options |= {name: value for name in OF_STRATEGIES if (value := getattr(config, name)) is not None}
         options |= config.strategy_options
         strategy = tfdist.strategy(config.strategy, devices=config.devices, seed=config.seed, **options)
         if config.devices is None and strategy.devices[0].startswith("CPU") and not strategy.one_device:

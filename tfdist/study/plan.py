@@ -21,7 +21,7 @@ from typing import Any
 
 from tfdist import strategies
 from tfdist.errors import UnknownNameError, UsageError
-from tfdist.run.config import INPUTS
+from tfdist.run.config import INPUTS, STRATEGY_FLAGS
 
 # Options of `tfdist train` that every run of a study has alike, as an option of `compare` or in a file's `[train]`.
 OF_TRAIN = (
@@ -30,7 +30,7 @@ OF_TRAIN = (
     *("optimizer", "learning_rate", "momentum", "weight_decay", "schedule", "warmup_epochs", "gradient_accumulation"),
 )
 # Those that a strategy of a study's file may have besides.
-OF_A_STRATEGY = ("strategy_option", "ps", "communication", "compression", "staleness", "sync_every", "shard_bytes")
+OF_A_STRATEGY = ("strategy_option", "ps", *STRATEGY_FLAGS)
 
 REAL, SYNTHETIC = "real", "synthetic"
 

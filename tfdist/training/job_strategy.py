@@ -25,7 +25,7 @@ from tfdist.internals.tensorflow import global_seed
 from tfdist.jobs import consensus, timeouts
 from tfdist.jobs.heartbeat import Heartbeat, Limits
 from tfdist.jobs.world import World
-from tfdist.options import checked_seconds
+from tfdist.options import Seconds, checked_seconds
 from tfdist.spmd.process_mesh import ProcessMesh
 from tfdist.training.strategy import TrainingStrategy
 
@@ -53,9 +53,9 @@ class JobStrategy(TrainingStrategy):
     def __init__(
         self,
         *,
-        timeout_seconds: float = 20.0,
-        callback_timeout_seconds: float | None = None,
-        start_timeout_seconds: float | None = None,
+        timeout_seconds: Seconds = 20.0,
+        callback_timeout_seconds: Seconds | None = None,
+        start_timeout_seconds: Seconds | None = None,
         job_settings: Mapping[str, str] | None = None,
         **options: Any,
     ):

@@ -1,0 +1,92 @@
+"""The options of a strategy are declared once, in its constructor: commands read them there without TensorFlow."""
+
+import inspect
+
+import pytest
+from click.testing import CliRunner
+
+from tfdist import strategies, train
+from tfdist.errors import UsageError
+from tfdist.run import config as configs
+
+
+def accepted(constructor):
+    """The names of all arguments that a class takes, its base classes' among them."""
+    names = set()
+    for base in inspect.getmro(constructor):
+        if "__init__" in vars(base) and base is not object:
+            parameters = inspect.signature(base.__init__).parameters.values()
+            names |= {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+                break
+    return names
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_the_options_that_are_read_from_the_source_are_those_of_the_class(name):
+    constructor = strategies._ours(name)
+    assert set(strategies.signature(name).options) == accepted(constructor)
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_each_option_is_described_where_it_is_declared(name):
+    undescribed = {option.name for option in strategies.signature(name).options.values() if not option.help}
+    assert not undescribed
+
+
+def test_help_says_which_strategies_take_an_option_and_what_it_does():
+    shown = " ".join(CliRunner().invoke(train.command, ["--help"]).output.split())
+    assert "--shard NAME horovod, mpi, multiworker: " in shown
+    for name in configs.STRATEGY_FLAGS:
+        assert strategies.taking(name), f"no strategy takes `{name}`"
+
+
+USERS = """
+import tfdist.strategies.custom as theirs
+from tfdist.strategies import base
+
+class Plain(base.Strategy):
+    name = "plain"
+
+class Periodic(theirs.CustomStrategy):
+    '''Meets at times.
+
+    Args:
+        sync_every: steps between meetings.
+        options: others.
+    '''
+
+    def __init__(self, *, sync_every: int = 2, **options):
+        super().__init__(**options)
+
+class Made(len.__class__):
+    pass
+"""
+
+
+@pytest.fixture
+def users_module(tmp_path, monkeypatch):
+    (tmp_path / "of_a_user.py").write_text(USERS)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_options_of_a_users_class_are_found_through_its_imports(users_module):
+    options = strategies.signature("of_a_user:Periodic").options
+    assert options["sync_every"].help == "steps between meetings"
+    assert {"speeds", "devices", "seed"} <= options.keys()
+    assert configs.with_flags("of_a_user:Periodic", {}, {"sync_every": "3"}) == {"sync_every": "3"}
+
+
+def test_a_flag_that_a_users_class_does_not_take_is_refused_with_what_to_do(users_module):
+    with pytest.raises(UsageError, match="give the class an argument `sync_every`, or leave it out"):
+        configs.with_flags("of_a_user:Plain", {}, {"sync_every": "3"})
+
+
+def test_a_class_without_a_source_is_left_to_answer_itself(users_module):
+    assert not strategies.signature("of_a_user:Made").complete
+    assert not strategies.signature("nowhere:Mine").complete
+    assert configs.with_flags("of_a_user:Made", {}, {"sync_every": "3"}) == {"sync_every": "3"}
+
+
+def test_a_pipeline_leaves_options_of_its_processes_to_the_class_that_a_job_makes():
+    assert configs.with_flags("pipeline", {}, {"timeout_seconds": "9"}) == {"timeout_seconds": "9"}

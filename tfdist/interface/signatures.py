@@ -1,0 +1,153 @@
+"""The options of a strategy, from the source of its constructor: known without importing TensorFlow.
+
+Synopsis:
+
+    >>> options = of_class("tfdist.strategies.local_sgd", "LocalSgdStrategy").options
+    >>> options["sync_every"].annotation
+    "Count | Literal['epoch'] | None"
+    >>> options["timeout_seconds"].help
+    'how long a process may be silent'
+
+A class that passes `**options` on takes those of its base classes too, which are found by the imports of its module.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfdist import options, registry
+from tfdist.options import check_value
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a strategy.
+
+    Attributes:
+        name: of the argument.
+        annotation: its type, as the source has it.
+        help: what the docstring says of it, up to the first stop; "" if it says nothing.
+    """
+
+    name: str
+    annotation: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The options of a class.
+
+    Attributes:
+        options: by name.
+        complete: whether these are all; false where a base class has no source, or `of_job` chooses another class.
+    """
+
+    options: Mapping[str, Option]
+    complete: bool = True
+
+    def check(self, strategy: str, values: Mapping[str, Any]) -> None:
+        """Raises `UsageError` for an option of `strategy` that is unknown, or a value that its type does not allow."""
+        unknown = [name for name in values if name not in self.options]
+        if unknown and self.complete:
+            raise registry.unknown_option("strategy", strategy, unknown[0], list(self.options))
+        for name in values.keys() & self.options.keys():
+            with contextlib.suppress(NameError):  # a type of the class's own module, which checks it later
+                annotation = eval(self.options[name].annotation, _TYPES)
+                check_value(annotation, values[name], name, f"The strategy `{strategy}`")
+
+
+# What annotations of options name, besides types of a module's own.
+_TYPES = {**vars(options), **vars(typing), **vars(collections.abc), "os": os}
+UNKNOWN = Signature({}, complete=False)
+
+
+@functools.cache
+def of_class(module: str, name: str) -> Signature:
+    """The options of the class `name` of a module; imports the packages above the module, but not the module."""
+    path = registry.source_file(module)
+    if path is None:
+        return UNKNOWN
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return _of_node(node, module, _imports(tree, module))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and _is_assigned(node, name):
+            return of_class(module, node.value.id)
+    return _of_dotted(_imports(tree, module).get(name, ""))
+
+
+def _is_assigned(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _imports(tree: ast.Module, module: str) -> dict[str, str]:
+    """The dotted name of what each imported name of a module stands for, and of its own classes."""
+    names = {node.name: f"{module}.{node.name}" for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level] if node.level else []
+            parent = ".".join([*package, *([node.module] if node.module else [])])
+            names |= {alias.asname or alias.name: f"{parent}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _of_dotted(dotted: str) -> Signature:
+    module, _, name = dotted.rpartition(".")
+    return of_class(module, name) if module else UNKNOWN
+
+
+def _of_node(node: ast.ClassDef, module: str, imports: Mapping[str, str]) -> Signature:
+    constructors = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+    own: dict[str, Option] = {}
+    if constructors:
+        described = _described(ast.get_docstring(node) or "")
+        arguments = constructors[0].args
+        for argument in [*arguments.args[1:], *arguments.kwonlyargs]:
+            annotation = "Any" if argument.annotation is None else ast.unparse(argument.annotation)
+            own[argument.arg] = Option(argument.arg, annotation, described.get(argument.arg, ""))
+        if arguments.kwarg is None:
+            return Signature(own)
+    bases = [_of_base(base, imports) for base in node.bases]
+    inherited = {name: option for base in reversed(bases) for name, option in base.options.items()}
+    for name in own.keys() & inherited.keys():  # what it passes on may be described there
+        own[name] = dataclasses.replace(own[name], help=own[name].help or inherited[name].help)
+    return Signature(
+        own | {name: option for name, option in inherited.items() if name not in own},
+        complete=not _chooses_another_class(node) and all(base.complete for base in bases),
+    )
+
+
+def _chooses_another_class(node: ast.ClassDef) -> bool:
+    """Whether `of_job` of a class may return another class, whose options are not known here."""
+    methods = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "of_job"]
+    returns = [part for method in methods for part in ast.walk(method) if isinstance(part, ast.Return) and part.value]
+    return any(ast.unparse(part.value) != "cls" for part in returns if part.value is not None)
+
+
+def _of_base(base: ast.expr, imports: Mapping[str, str]) -> Signature:
+    first, _, rest = ast.unparse(base).partition(".")
+    dotted = imports.get(first)
+    return UNKNOWN if dotted is None else _of_dotted(f"{dotted}.{rest}" if rest else dotted)
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """The first sentence or clause on each argument in the section `Args:` of a docstring."""
+    section = re.search(r"^Args:\n(.*?)(?:\n\n|\Z)", docstring, re.S | re.M)
+    entries = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section[1], re.M) if section else []
+    return {name: re.split(r"[.;:](?:\s|$)", " ".join(text.split()))[0] for name, text in entries}
