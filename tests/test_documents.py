@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -46,6 +47,43 @@ def test_the_script_in_the_readme_runs(tmp_path):
     done = run(tmp_path / "script.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Epoch 3/3" in done.stdout
+
+
+def scripts(page):
+    """The whole scripts of a page: its blocks of Python, and what its diffs lead to."""
+    blocks = re.findall(r"```(python|diff)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    for language, block in blocks:
+        lines = block.splitlines()
+        after = [line[1:] for line in lines if not line.startswith("-")] if language == "diff" else lines
+        yield "\n".join(after) + "\n"
+
+
+ONE_AFTER_THE_OTHER = """
+import runpy, sys
+import keras
+
+for path in sys.argv[1:]:
+    print("script", path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+    keras.config.set_dtype_policy("float32")
+    keras.utils.clear_session()
+"""
+
+
+def test_the_scripts_of_the_first_pages_run(tmp_path):
+    (tmp_path / "all.py").write_text(ONE_AFTER_THE_OTHER)
+    written = [text for page in ("getting_started.md", "port.md", "how_to.md") for text in scripts(page)]
+    if importlib.util.find_spec("horovod") is None:
+        written = [text for text in written if '"horovod"' not in text]
+    paths = [f"script_{number}.py" for number in range(len(written))]
+    for path, text in zip(paths, written, strict=True):
+        (tmp_path / path).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "all.py", *paths], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(written) >= 9 and done.stdout.count("script ") == len(written)
+    assert (tmp_path / "checkpoints").exists() and "UserWarning" not in done.stderr
 
 
 USES = """
