@@ -131,7 +131,7 @@ def test_what_was_written_is_read_now_and_later(tmp_path):
 WRITE = """
     import sys, time
     from pathlib import Path
-    from tfdist.data.input import packed_files
+    from tfdist.data.input import disk_cache
     sys.path.insert(0, sys.argv[2])
     from tests.test_data_kept import COUNT, content
     disk_cache.SECONDS_UNTIL_FOUND = disk_cache.SECONDS_BETWEEN_LOOKS = 0.0

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -13,6 +12,7 @@ from keras import layers
 import tfdist
 from tfdist import callbacks
 from tfdist.errors import DifferenceWarning, UsageError
+from tfdist.parameter_server.workers import Threads
 from tfdist.strategies import hogwild
 
 WORDS, EXAMPLES, BATCH = 500, 330, 16
@@ -57,7 +57,7 @@ def bag_of_words(optimizer="sgd"):
 def train(name, optimizer="sgd", data=(X, Y), threads=None, **options):
     strategy = tfdist.strategy(name, seed=1, **options)
     if threads is not None:
-        strategy._threads = ThreadPoolExecutor(threads)
+        strategy.workers = Threads(threads, name)
     with strategy.scope():
         model = bag_of_words(optimizer)
     arguments = {} if isinstance(data[0], tf.data.Dataset) else {"batch_size": BATCH}
@@ -122,7 +122,7 @@ class OwnStep(keras.Model):
 def trained_by_own_step(name, **options):
     strategy = tfdist.strategy(name, seed=1, **options)
     if options:
-        strategy._threads = ThreadPoolExecutor(1)
+        strategy.workers = Threads(1, name)
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = OwnStep()

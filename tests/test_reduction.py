@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.groups import joining
 from tfdist.groups.packing import Packing, packed
-from tfdist.strategies import horovod
 
 FLOATS = tf.constant([1.0, 2.0])  # 8 bytes
 
@@ -72,5 +72,5 @@ def test_the_gradients_of_all_layers_are_added_in_one_exchange(strategy, monkeyp
 
 
 def test_horovod_looks_for_tensors_less_often_the_more_processes_there_are():
-    milliseconds = [float(horovod._settings(size, 20.0)["HOROVOD_CYCLE_TIME"]) for size in (1, 2, 8, 20, 512)]
+    milliseconds = [float(joining._horovod_settings(size, 20.0)["HOROVOD_CYCLE_TIME"]) for size in (1, 2, 8, 20, 512)]
     assert milliseconds == [0.1, 0.1, 0.4, 1.0, 1.0]
