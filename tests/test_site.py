@@ -41,7 +41,7 @@ def site(tmp_path_factory):
 @pytest.mark.thorough
 def test_the_first_page_is_the_readme(site):
     page = (site / "index.html").read_text()
-    assert "Which strategy for me?" in page and 'href="contract.html#verify"' in page
+    assert "Which strategy should I use?" in page and 'href="contract.html#verify"' in page
 
 
 def test_the_reference_has_the_public_names(site):
