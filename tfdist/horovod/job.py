@@ -27,7 +27,8 @@ from tfdist.groups import horovod as engine
 from tfdist.horovod import operations
 from tfdist.internals import keras_loops, keras_patches
 from tfdist.jobs import process_exit
-from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
+from tfdist.jobs.connections import gone
+from tfdist.jobs.heartbeat import Heartbeat, Limits
 from tfdist.jobs.heartbeat.messages import Activity
 from tfdist.jobs.world import World
 
