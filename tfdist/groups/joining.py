@@ -12,7 +12,7 @@ from tfdist.errors import ClusterError, UsageError
 from tfdist.groups import ProcessGroup, gloo, horovod, horovod_timeline
 from tfdist.groups.mpi import MpiGroup
 from tfdist.groups.socket_group import SocketGroup
-from tfdist.groups.tensorflow import Joined, SocketsOverTensorFlow
+from tfdist.groups.tensorflow import JoinedJob, SocketsOverTensorFlow
 from tfdist.jobs import process_exit, rendezvous
 from tfdist.jobs.world import World
 
@@ -116,7 +116,7 @@ def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]
 
 @functools.cache
 def sockets_over_tensorflow(
-    world: World, joined: Joined, timeout_seconds: float, required: bool
+    world: World, joined: JoinedJob, timeout_seconds: float, required: bool
 ) -> SocketsOverTensorFlow | None:
     """Connects the processes of `multiworker` by sockets, which stay open until they end.
 

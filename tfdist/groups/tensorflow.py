@@ -73,7 +73,7 @@ def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], d
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedJob:
     """A job that this process has joined.
 
     Attributes:
@@ -94,7 +94,7 @@ def join(
     timeout_seconds: float,
     start_timeout_seconds: float,
     job_settings: tuple[tuple[str, str], ...],
-) -> Joined:
+) -> JoinedJob:
     """Joins the job of `multiworker`, which a process can do once.
 
     Raises:
@@ -103,7 +103,7 @@ def join(
     """
     options = tf.distribute.experimental.CommunicationOptions(implementation=communication)
     if world.world_size == 1:
-        return Joined(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options))
+        return JoinedJob(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options))
     if not meet(world, "multiworker", job_settings, start_timeout_seconds):
         raise rendezvous.begun_without(world)
     tensorflow_internals.configure_coordination(world.cluster(), timeout_seconds)
@@ -117,7 +117,7 @@ def join(
     counter = CollectiveCounter()
     tensorflow_patches.around_collectives(counter.around)
     watch = watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
-    return Joined(strategy, watch, counter)
+    return JoinedJob(strategy, watch, counter)
 
 
 class TensorFlowGroup(ProcessGroup):
@@ -131,7 +131,7 @@ class TensorFlowGroup(ProcessGroup):
     engine = "TensorFlow"
     carries_tensors = False
 
-    def __init__(self, world: World, joined: Joined):
+    def __init__(self, world: World, joined: JoinedJob):
         self.rank, self.size = world.rank, world.world_size
         self._world, self._joined = world, joined
 
@@ -172,7 +172,7 @@ class SocketsOverTensorFlow(SocketGroup):
         ClusterError: the processes cannot be connected; raised in all of them.
     """
 
-    def __init__(self, world: World, joined: Joined, connect_timeout_seconds: float, timeout_seconds: float):
+    def __init__(self, world: World, joined: JoinedJob, connect_timeout_seconds: float, timeout_seconds: float):
         exchange_messages = functools.partial(exchange, joined.strategy)
         super().__init__(world, exchange_messages, connect_timeout_seconds, timeout_seconds)
         self._world, self._joined = world, joined

@@ -31,7 +31,7 @@ def listen() -> None:
     signal.signal(SIGNAL, _note)
 
 
-def leave_if_told(peers: consensus.Peers, finish: Callable[[], None]) -> None:
+def end_if_signaled(peers: consensus.Peers, finish: Callable[[], None]) -> None:
     """Ends every process of the job if any of them was signaled; all processes call it after a checkpoint.
 
     `finish` waits for the checkpoint.

@@ -187,7 +187,7 @@ class Heartbeat:
         if self._is_deadlocked(whole, own):
             return ClusterError(
                 f"For {own.seconds:.0f} s nothing has moved, since the processes of the job are at different places: "
-                f"{self.said(whole.texts)}",
+                f"{self.activities(whole.texts)}",
                 self._hint,
             )
         busy = dict(whole.busy)
@@ -213,12 +213,12 @@ class Heartbeat:
         most = max(whole.operations.values(), default=self.world.world_size)
         return all_wait and most < self.world.world_size
 
-    def said(self, texts: Mapping[str, Collection[int]]) -> str:
+    def activities(self, texts: Mapping[str, Collection[int]]) -> str:
         """Describes what processes do, with their names; `texts` has the ranks that report each text."""
         verbs = {text: "is" if len(ranks) == 1 else "are" for text, ranks in texts.items()}
         return ", and ".join(f"{self.world.named_all(ranks)} {verbs[text]} {text}" for text, ranks in texts.items())
 
-    def last_said(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+    def last_texts(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """What some processes last reported of their work, without those that have reported nothing."""
         texts: dict[str, list[int]] = {}
         for rank in ranks:
