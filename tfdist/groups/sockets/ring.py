@@ -108,12 +108,12 @@ class Ring:
         patience = self._session.patience(self._later)
         sent = got = done = 0
         while sent < len(outgoing) or got < len(incoming):
-            now_sent = self._tree.moved(self._following, self._following.send, outgoing[sent:])
-            now_got = self._tree.moved(self._previous, self._previous.receive_into, incoming[got:])
+            now_sent = self._tree.transferred(self._following, self._following.send, outgoing[sent:])
+            now_got = self._tree.transferred(self._previous, self._previous.receive_into, incoming[got:])
             sent, got = sent + now_sent, got + now_got
             if received is not None and got // into.itemsize > done:
                 received(done, got // into.itemsize)
                 done = got // into.itemsize
             sending, receiving = [self._following] * (sent < len(outgoing)), [self._previous] * (got < len(incoming))
-            moved = bool(now_sent or now_got) or self._tree.look(sending, receiving, patience.between_looks_seconds)
+            moved = bool(now_sent or now_got) or self._tree.wait_for(sending, receiving, patience.between_looks_seconds)
             patience = self._session.waited(patience, moved, [link.rank for link in (*sending, *receiving)])

@@ -33,7 +33,7 @@ class Link:
         connection: the socket.
         ahead: data that was received, and belongs to a later frame.
         sent_bytes: the number of bytes that were sent to the neighbour.
-        within: whether a frame was sent in part, so that the neighbour takes the next data for the rest of it.
+        in_frame: whether a frame was sent in part, so that the neighbour takes the next data for the rest of it.
     """
 
     def __init__(self, rank: int, connection: socket.socket):
@@ -41,7 +41,7 @@ class Link:
         self.connection = connection
         self.ahead = b""
         self.sent_bytes = 0
-        self.within = False
+        self.in_frame = False
 
     def send(self, data: memoryview) -> int:
         """Sends a part of `data`; returns the number of bytes, which may be 0."""
@@ -129,7 +129,7 @@ class Session:
         self.failure = self.failure or error  # later errors are consequences of the first
         frame = error_frame(self.failure)
         for link in self.tree:
-            if not link.within:
+            if not link.in_frame:
                 with contextlib.suppress(OSError):
                     link.connection.send(frame)
         self.close()

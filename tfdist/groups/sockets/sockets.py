@@ -68,7 +68,7 @@ class Sockets:
         session.others += [[link.connection for link in self._ring.links], connections.listener]
         self._hosts = hosts.connect(session, self._tree, connections, connect_timeout_seconds)
         if self._hosts is not None:
-            self._tree.hear(self._hosts.neighbours)
+            self._tree.listen_to(self._hosts.neighbours)
             session.tree += self._hosts.neighbours
             session.others += [[link.connection for link in self._hosts.links]]
         self._for_large = self._ring if self._hosts is None else self._hosts

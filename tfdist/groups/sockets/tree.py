@@ -79,84 +79,84 @@ class Tree:
         self._session = session
         self._above, self._below = above, below
         self.links = [*above, *below]
-        self._heard = [*self.links]
+        self._error_links = [*self.links]
         self._ended: set[Link] = set()  # to neighbours that have hung up while this process waited elsewhere
         self._rank, self._size = session.world.rank, session.world.world_size
         # The neighbours of a silent process give up first, so that the error that goes through the tree names it.
         levels, own_level = depth(self._size), level(self._rank, self._size)
         self._later_below, self._later_above = levels - own_level - 1, levels + own_level - 1
 
-    def hear(self, links: Sequence[Link]) -> None:
+    def listen_to(self, links: Sequence[Link]) -> None:
         """Receives errors over other links too, which carry only errors and the headers of `signal`."""
-        self._heard += links
+        self._error_links += links
 
     def signal(self, operation: Operation, to: Sequence[Link], by: Sequence[Link], later: int) -> None:
-        """Sends a header without a body over some of the links of `hear`, and waits for headers over others."""
+        """Sends a header without a body over some of the links of `listen_to`, and waits for headers over others."""
         header = memoryview(operation.header())
         for link in to:
-            sent = self.moved(link, link.send, header)
+            sent = self.transferred(link, link.send, header)
             assert sent == len(header)  # there is space: the neighbour receives each header before the next but one
         patience = self._session.patience(later)
         while missing := [link for link in by if len(link.ahead) < HEADER.size]:
             if self._ended.intersection(missing):
-                self._session.fail(self._session.lost(self.last_word(), reason(hung_up())))
-            moved = self.look([], [], patience.between_looks_seconds)
+                self._session.fail(self._session.lost(self.await_error(), reason(hung_up())))
+            moved = self.wait_for([], [], patience.between_looks_seconds)
             patience = self._session.waited(patience, moved, [link.rank for link in missing])
         for link in by:
             link.ahead = b""
 
-    def moved(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
+    def transferred(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
         """The number of bytes of `data` that `move` sends or receives now, over a link outside of the tree."""
         try:
             return move(data) if data else 0
         except OSError as error:
-            lost = self.last_word() or [link.rank]
+            lost = self.await_error() or [link.rank]
             self._session.fail(self._session.lost(lost, reason(error)))
 
-    def look(self, sending: Sequence[Link], receiving: Sequence[Link], seconds: float) -> bool:
+    def wait_for(self, sending: Sequence[Link], receiving: Sequence[Link], seconds: float) -> bool:
         """Waits until a link outside of the tree can be used, or until the next look; returns whether one can be."""
-        heeded = self.heeded()
-        wanted = heeded | {link.connection.fileno(): READABLE for link in receiving}
+        error_events = self.error_events()
+        wanted = error_events | {link.connection.fileno(): READABLE for link in receiving}
         for link in sending:
             wanted[link.connection.fileno()] = WRITABLE | wanted.get(link.connection.fileno(), 0)
         ready = wait(wanted, seconds)
-        self.heed(ready.keys() & heeded.keys())
+        self.receive_errors(ready.keys() & error_events.keys())
         return bool(ready)
 
-    def heeded(self) -> dict[int, int]:
+    def error_events(self) -> dict[int, int]:
         """The events to wait for, by descriptor, in order to receive an error while this process waits elsewhere."""
-        links = [link for link in self._heard if len(link.ahead) < HEADER.size and link not in self._ended]
+        links = [link for link in self._error_links if len(link.ahead) < HEADER.size and link not in self._ended]
         return {link.connection.fileno(): READABLE for link in links}
 
-    def heed(self, ready: Collection[int]) -> None:
-        """Raises the error that a neighbour has sent; `ready` are the descriptors of `heeded` that are readable.
+    def receive_errors(self, ready: Collection[int]) -> None:
+        """Raises the error that a neighbour has sent; `ready` are the descriptors of `error_events` that are readable.
 
         Other data is the beginning of the next operation of a neighbour, and is kept. A neighbour that has hung up may
         have ended its program after this operation, in which it has done its part.
         """
-        for link in [link for link in self._heard if link.connection.fileno() in ready]:
+        for link in [link for link in self._error_links if link.connection.fileno() in ready]:
             try:
                 link.ahead += link.receive(HEADER.size - len(link.ahead))
                 self._raise_error(link)
             except OSError:
                 self._ended.add(link)
 
-    def last_word(self) -> list[int]:
+    def await_error(self) -> list[int]:
         """Raises the error that a neighbour sends within a moment; else returns who has hung up without an error.
 
         A process that finds another one lost sends the error to its neighbours in the tree, and hangs up. Its
         neighbours in the ring notice only that it has hung up, and would take it for the lost process.
         """
-        for link in self._heard:
+        for link in self._error_links:
             with contextlib.suppress(OSError):
                 self._raise_error(link)
         began, seconds = time.monotonic(), self._session.patience().between_looks_seconds
         # A process that has seen a neighbour hang up waits less, so that its error reaches the others in time.
-        while heeded := self.heeded():
+        while error_events := self.error_events():
             left = began + seconds / (4 if self._ended else 1) - time.monotonic()
             if left <= 0:
                 break
-            self.heed(wait(heeded, left).keys())
+            self.receive_errors(wait(error_events, left).keys())
         return [link.rank for link in self._ended]
 
     def _raise_error(self, link: Link) -> None:
@@ -246,9 +246,9 @@ class Tree:
         except OSError as error:
             if expects_frame:  # receiving the frame reports the error
                 return data[:0]
-            self.last_word()
+            self.await_error()
             self._session.fail(self._session.lost([link.rank], reason(error)))
-        link.within = len(data) > 0
+        link.in_frame = len(data) > 0
         return data
 
     def _received(self, operation: Operation, link: Link, frame: Frame) -> bool:
