@@ -102,7 +102,7 @@ def check_there_are_none():
         try:
             call()
         except UsageError as error:
-            assert "`HorovodGroup` has collective operations alone" in error.sentence
+            assert "`HorovodGroup` has only collective operations" in error.sentence
         else:
             raise AssertionError
 
