@@ -229,8 +229,8 @@ class Heartbeat:
     def _given_up(self, lost: Mapping[int, Loss], waited_for: bool) -> list[int]:
         """The lost ranks that have been missed for too long; time counts while the processes work together."""
         look, grace = self._tree.look_seconds, self._tree.grace_seconds
-        missed = self._missed_seconds
-        missed = self._missed_seconds = {rank: missed.get(rank, 0.0) + look for rank in lost} if waited_for else {}
+        missed = {rank: self._missed_seconds.get(rank, 0.0) + look for rank in lost} if waited_for else {}
+        self._missed_seconds = missed
         to_name = min(self._limits.seconds / 4, LONGEST_SECONDS_TO_NAME)
         patience = {Loss.SILENT: to_name, Loss.CLOSED: grace, Loss.ENDED: self._limits.seconds}
         left = {rank: patience[lost[rank]] - seconds for rank, seconds in missed.items()}
