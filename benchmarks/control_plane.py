@@ -27,8 +27,8 @@ import psutil
 
 from tfdist.errors import ClusterError
 from tfdist.jobs import rendezvous
-from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
-from tfdist.jobs.heartbeat import links as heartbeat_links
+from tfdist.jobs.connections import LineConnection, gone
+from tfdist.jobs.heartbeat import Heartbeat, Limits
 from tfdist.jobs.task import Task
 from tfdist.jobs.world import World
 
@@ -130,13 +130,13 @@ class Host:
 
     def serve(self) -> None:
         """Does what the controlling program says."""
-        send = heartbeat_links.Link.send
+        send = LineConnection.send
 
-        def counted(link: heartbeat_links.Link, line: bytes) -> None:
+        def counted(connection: LineConnection, line: bytes) -> None:
             self.sent_bytes += len(line)
-            send(link, line)
+            send(connection, line)
 
-        heartbeat_links.Link.send = counted  # type: ignore[method-assign]
+        LineConnection.send = counted  # type: ignore[method-assign]
         threading.stack_size(1 << 19)
         # Hundreds of threads that ask for the interpreter's lock 200 times per second would do nothing else.
         sys.setswitchinterval(1.0)

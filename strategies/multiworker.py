@@ -19,7 +19,7 @@ from tfdist.data_parallel.workers_mesh import WorkersMesh
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup, joining
 from tfdist.groups.packing import Packing
-from tfdist.groups.tensorflow import Communication, Joined, TensorFlowGroup, join
+from tfdist.groups.tensorflow import Communication, JoinedJob, TensorFlowGroup, join
 from tfdist.interface import gpus
 from tfdist.interface.traits import Traits
 from tfdist.options import Seconds
@@ -101,7 +101,7 @@ class MultiWorkerStrategy(DataParallel):
             return self._communication
         return "ring" if gpus.are_shared(self.world, os.environ) else "nccl"
 
-    def _sockets(self, joined: Joined) -> ProcessGroup | None:
+    def _sockets(self, joined: JoinedJob) -> ProcessGroup | None:
         """Sockets between the processes; `None` if they cannot connect, or need not."""
         required = self._communication == SOCKETS
         if required and len(self.devices) > 1:

@@ -13,8 +13,9 @@ import pytest
 
 from tfdist import terminal
 from tfdist.jobs import heartbeat
+from tfdist.jobs.connections import LineConnection
 from tfdist.jobs.heartbeat import Heartbeat, Limits
-from tfdist.jobs.heartbeat.links import Link, Member
+from tfdist.jobs.heartbeat.links import Member
 from tfdist.jobs.heartbeat.messages import SOME, Activity, Loss, Summary
 from tfdist.jobs.heartbeat.tree import Losses, Tree
 from tfdist.jobs.world import World
@@ -330,12 +331,12 @@ def test_one_that_was_adopted_and_is_lost_since_is_not_forgotten_for_old_news_of
     said = [Member(str(rank), ["127.0.0.1"], 1).message() for rank in range(40)]
     tree = Tree(1, said, socket.create_server(("127.0.0.1", 0)), seconds=10.0)
     ours, theirs = socket.socketpair()
-    tree._join_at(0, Link(tree._selector, ours))
+    tree._join_at(0, LineConnection(tree._selector, ours))
     tree._losses.lose(4, Loss.CLOSED, Summary(), until=10.0)
     tree._losses.lose(13, Loss.CLOSED, Summary(), until=10.0)
-    tree._hear(tree._parent, Summary(adopted={13: 1}).line())
+    tree._receive(tree._parent, Summary(adopted={13: 1}).line())
     assert tree._losses.lost.keys() == {4, 13}
-    tree._hear(tree._parent, Summary(adopted={13: 0}).line())
+    tree._receive(tree._parent, Summary(adopted={13: 0}).line())
     assert tree._losses.lost.keys() == {4}
     theirs.close()
     tree.close()

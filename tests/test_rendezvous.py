@@ -11,8 +11,9 @@ import pytest
 
 from tfdist.errors import ClusterError, DisagreementError
 from tfdist.jobs import rendezvous, world
+from tfdist.jobs.connections import LONGEST_LINE_BYTES
 from tfdist.jobs.rendezvous.chief import ChiefServer
-from tfdist.jobs.rendezvous.messages import CLUSTER, LONGEST_MESSAGE_BYTES, Hello, as_line, described_cluster
+from tfdist.jobs.rendezvous.messages import CLUSTER, Hello, as_line, described_cluster
 from tfdist.jobs.task import Task
 
 CARD = {"TensorFlow": "2.21.0"}
@@ -107,8 +108,8 @@ def large_world(rank, size, moved=None):
 
 
 def test_a_hello_is_short_whatever_the_number_of_processes():
-    assert len(json.dumps(large_world(0, 2000).cluster())) > LONGEST_MESSAGE_BYTES
-    assert len(as_line(hello_of(large_world(7, 2000)))) < LONGEST_MESSAGE_BYTES / 100
+    assert len(json.dumps(large_world(0, 2000).cluster())) > LONGEST_LINE_BYTES
+    assert len(as_line(hello_of(large_world(7, 2000)))) < LONGEST_LINE_BYTES / 100
 
 
 def test_large_clusters_that_differ_in_one_address_are_told_apart():
@@ -160,8 +161,10 @@ def test_a_second_process_with_a_task_is_refused_although_it_is_gone_at_once(wor
         second.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         second.close()  # which resets the connection
         settings = {CLUSTER: described_cluster(worlds[0].cluster()), **CARD}
-        refusal = ChiefServer(worlds[0], settings, listener, time.monotonic() + 2.0, 2.0).serve()
+        server = ChiefServer(worlds[0], settings, listener, time.monotonic() + 2.0, 2.0)
+        refusal = server.serve()
         first.close()
+        server.close()
     assert refusal is not None
 
 

@@ -153,7 +153,7 @@ TF_CONFIG_REFUSED = {
     ),
     "an empty cluster": (tf_config({})["TF_CONFIG"], "`TF_CONFIG` has no address in `cluster`"),
     "empty roles": (tf_config({"worker": [], "ps": []})["TF_CONFIG"], "has no address in `cluster`"),
-    "servers alone": (tf_config({"ps": [A]}, "ps")["TF_CONFIG"], "has parameter servers alone in `cluster`"),
+    "servers alone": (tf_config({"ps": [A]}, "ps")["TF_CONFIG"], "has only parameter servers in `cluster`"),
     "an unknown role": (tf_config({"wroker": [A]}, "wroker")["TF_CONFIG"], "names the role `wroker`"),
     "an unknown role of this task": (tf_config({"worker": [A]}, "boss")["TF_CONFIG"], "names the role `boss`"),
     "an evaluator": (tf_config({"worker": [A]}, "evaluator")["TF_CONFIG"], "the role `evaluator`, and tfdist has"),
@@ -197,7 +197,7 @@ TF_CONFIG_REFUSED = {
     "IPv6 without brackets": (tf_config({"worker": ["::1:2222"]})["TF_CONFIG"], "names `::1:2222` for worker 0"),
     "localhost among hosts": (
         tf_config({"worker": [A, "localhost:1"]})["TF_CONFIG"],
-        f"names `localhost:1` for worker 1 beside `{A}` for worker 0, and every host takes `localhost` for itself",
+        f"names `localhost:1` for worker 1 beside `{A}` for worker 0, and `localhost` is another machine on every host",
     ),
     "a loopback address among hosts": (
         tf_config({"chief": ["127.0.1.1:1"], "worker": [A]})["TF_CONFIG"],

@@ -267,7 +267,7 @@ class Checkpoint(ClockedCallback):
                 return self._note_only_at_epoch_ends()
             strategy.begin_anew(self.model)
             self._save(self._position.epoch, self._position.batch, logs, data)
-            elastic.leave_if_told(self._peers, self._finish_write)
+            elastic.end_if_signaled(self._peers, self._finish_write)
 
     def save_at_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Saves if it is time to; called once all callbacks have seen the epoch's logs."""
@@ -279,7 +279,7 @@ class Checkpoint(ClockedCallback):
         if due or last or self._position.is_due(self.every_steps):
             self._save(epoch + 1, 0, logs, self._data_state())
             if not last:
-                elastic.leave_if_told(self._peers, self._finish_write)
+                elastic.end_if_signaled(self._peers, self._finish_write)
 
     def end(self) -> None:
         """The training ends, once its last checkpoint is written."""

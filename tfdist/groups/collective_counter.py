@@ -1,4 +1,4 @@
-"""Counts the collective operations of this process that have begun, those that have ended, and what they carried."""
+"""Counts the collective operations of this process: how many have begun and ended, their time, and their bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.groups.exchanged import Exchanged
+from tfdist.groups import ExchangeTotals
 
 
 class CollectiveCounter:
     """Counts collectives inside graphs and outside.
 
-    The counts are one vector, so that a collective takes two small operations more: those that have begun, those that
-    have ended, their seconds, the bytes that were sent, and those that were received.
+    The counts are one vector, so that a collective needs only two small additional operations: the numbers of
+    collectives that have begun and ended, their seconds, and the bytes sent and received.
     """
 
     def __init__(self) -> None:
@@ -26,23 +26,23 @@ class CollectiveCounter:
         begun, ended, *_ = self._counts.numpy()
         return int(begun), int(ended)
 
-    def exchanged(self) -> Exchanged:
-        """What was exchanged so far; to be asked while no collective is under way."""
+    def exchanged(self) -> ExchangeTotals:
+        """The exchanges so far; to be called while no collective is running."""
         _, ended, seconds, sent, received = self._counts.numpy().tolist()
-        return Exchanged(int(ended), seconds, int(sent), int(received))
+        return ExchangeTotals(int(ended), seconds, int(sent), int(received))
 
     def around(self, make: Callable[[], tf.Tensor], inputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Counts the collective that `make` adds to the graph, or runs eagerly; returns its result.
 
-        It counts as begun once `inputs` are computed, so that time spent computing them is not taken for waiting.
+        It counts as begun once `inputs` are computed, so that computing them does not count as waiting.
         """
         with tf.control_dependencies(inputs):
             began = self._now()
             begun = self._add([1, 0, 0, sum(map(_size_bytes, inputs)), 0])
         with tf.control_dependencies([begun, began]):
             result = make()
-        # Counted when the graph runs. Nothing else keeps a collective whose result this process does not use, as where
-        # another process prints it: TensorFlow would drop it here, and the other process would wait for it for ever.
+        # This counts when the graph runs. It also keeps a collective whose result this process does not use, if only
+        # another process prints it: TensorFlow would prune it here, and the other process would wait forever.
         received = tf.raw_ops.Size(input=result, out_type=tf.int64) * result.dtype.size
         with tf.control_dependencies([result]):
             self._add([0, 1, self._now() - began, 0, received])
@@ -53,11 +53,11 @@ class CollectiveCounter:
             return tf.timestamp()
 
     def _add(self, counts: Sequence[Any]) -> Any:
-        # On the variable's device, not that of the collective. The raw operation, because replicas agree on what a
+        # On the variable's device, not that of the collective. The raw operation, because replicas synchronize what a
         # step assigns by the method.
         with tf.device(self._counts.device):
             if any(map(tf.is_tensor, counts)):
-                value = tf.stack([tf.cast(one, tf.float64) for one in counts])
+                value = tf.stack([tf.cast(count, tf.float64) for count in counts])
             else:
                 value = tf.constant(counts, tf.float64)
             return tf.raw_ops.AssignAddVariableOp(resource=self._counts.handle, value=value)

@@ -1,7 +1,7 @@
-"""Connects the processes of a job for Horovod over Gloo, where TF_CONFIG or Slurm describes them.
+"""Connects the processes of a job for Horovod over Gloo, if TF_CONFIG or Slurm describes them.
 
-This does what `horovodrun` does for the processes that it starts: environment variables tell each process its rank, and
-the chief runs the server through which the processes find each other.
+This does what `horovodrun` does for the processes that it starts: environment variables contain the rank of each
+process, and the chief runs the server through which the processes find each other.
 """
 
 from __future__ import annotations
@@ -45,15 +45,11 @@ def set_unless_set(settings: Mapping[str, str]) -> None:
         UsageError: this machine does not have the network interface that is set.
     """
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
-    _check_interface(os.environ.get("HOROVOD_GLOO_IFACE"))
-
-
-def _check_interface(name: str | None) -> None:
-    # Without this check Gloo would end the process.
-    if name and name not in psutil.net_if_addrs():
-        there = ", ".join(f"`{found}`" for found in sorted(psutil.net_if_addrs()))
+    interface, existing = os.environ.get("HOROVOD_GLOO_IFACE"), psutil.net_if_addrs()
+    if interface and interface not in existing:  # Gloo would end the process
+        names = ", ".join(f"`{name}`" for name in sorted(existing))
         raise UsageError(
-            f"`HOROVOD_GLOO_IFACE` is `{name}`, and this machine has the network interfaces {there}",
+            f"`HOROVOD_GLOO_IFACE` is `{interface}`, and this machine has the network interfaces {names}",
             "name one of these, or unset it",
         )
 
@@ -62,9 +58,9 @@ def variables(world: World) -> dict[str, str]:
     """The environment variables with which `horovodrun` describes the job to a process, for Gloo."""
     hosts = [task.host for task in world.tasks] or ["localhost"]
     host = hosts[world.rank]
-    # One process per machine that has this local rank.
+    # The machines that have a process with this local rank.
     across = [name for name, count in Counter(hosts).items() if count > world.local_rank]
-    found = {
+    values = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_HOSTNAME": host,
@@ -79,17 +75,17 @@ def variables(world: World) -> dict[str, str]:
     if world.world_size > 1:
         chief = world.tasks[0]
         address = socket.gethostbyname(chief.host)
-        found |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(chief.port)}
-    return found
+        values |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(chief.port)}
+    return values
 
 
 def _interface(host: str) -> str:
-    """The network interface through which other machines reach this one as `host`."""
+    """The network interface through which other machines reach this machine as `host`; empty if there is none."""
     if means_itself(host):
         return "lo"
-    addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
-    for name, found in psutil.net_if_addrs().items():
-        if any(address.address in addresses for address in found):
+    host_addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address in host_addresses for address in addresses):
             return name
     return ""
 

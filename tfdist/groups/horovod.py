@@ -15,9 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.errors import ClusterError, UsageError
-from tfdist.groups import ProcessGroup, mpi
+from tfdist.groups import ExchangeTotals, ProcessGroup, mpi
 from tfdist.groups.collective_counter import CollectiveCounter
-from tfdist.groups.exchanged import Exchanged
 
 INSTALL = "run `make horovod`, or scripts/install_horovod.sh with the folder of the virtual environment"
 
@@ -60,7 +59,7 @@ class HorovodGroup(ProcessGroup):
             ) from error
         self.rank, self.size = self._hvd.rank(), self._hvd.size()
         self.engine = "MPI" if self._hvd.mpi_enabled() else "Gloo"
-        # Elsewhere its operations have no kernel for GPUs, and tensors are copied to the host and back.
+        # Without NCCL its operations have no kernel for GPUs, and tensors are copied to the host and back.
         self._device = contextlib.nullcontext if self._hvd.nccl_built() else functools.partial(tf.device, "CPU:0")
         self._counter = CollectiveCounter()
 
@@ -70,7 +69,7 @@ class HorovodGroup(ProcessGroup):
     def counts(self) -> tuple[int, int]:
         return self._counter.counts()
 
-    def exchanged(self) -> Exchanged:
+    def exchanged(self) -> ExchangeTotals:
         return self._counter.exchanged()
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -87,8 +86,8 @@ class HorovodGroup(ProcessGroup):
         return self._run(self._hvd.broadcast, tensor, name, root_rank=root)
 
     def _run(self, operation: Callable[..., Any], tensor: tf.Tensor, name: str, **options: Any) -> tf.Tensor:
-        # Horovod keeps what it has learnt of a name. With the name of another operation before it, in another graph, a
-        # reduce-scatter ended the process without a word (Horovod 0.28.1, over Gloo).
+        # Horovod caches what it knows of a name. A reduce-scatter with the name of another operation in another graph
+        # ended the process without a message (Horovod 0.28.1, over Gloo).
         unique = f"tfdist.{name}.{operation.__name__}"
         with self._device():
             return self._counter.around(

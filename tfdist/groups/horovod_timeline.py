@@ -1,9 +1,9 @@
-"""Merges the timelines of Horovod's ranks into one file, which Chrome and Perfetto show side by side.
+"""Merges the timelines of Horovod's ranks into one file, for Chrome or Perfetto.
 
     t.rank-0.json, t.rank-1.json, ...    written by each rank: one process per tensor
     t.json                               merged by rank 0: one process per rank, one thread per tensor
 
-Each rank's file gets this name when it is complete, at the end of the program.
+Each rank's file gets its name when it is complete, at the end of the program.
 
 Sources: horovod/common/timeline.cc of Horovod 0.28.1; Trace Event Format, the Chromium project.
 
@@ -31,57 +31,58 @@ Event = dict[str, Any]
 
 
 def of_rank(path: Path, rank: int) -> Path:
-    """The path of a rank's timeline, once it is complete."""
+    """The path of a rank's complete timeline."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
 def begin(path: Path, rank: int) -> Path:
-    """The file into which Horovod is to write the timeline of this rank.
+    """Creates the file into which Horovod is to write the timeline of this rank, and returns its path.
 
     Raises:
-        UsageError: it cannot be written there.
+        UsageError: the file cannot be written.
     """
-    own = of_rank(path, rank)
+    complete = of_rank(path, rank)
     try:
-        own.parent.mkdir(parents=True, exist_ok=True)
-        own.unlink(missing_ok=True)  # left by an earlier run
-        _unfinished(own).touch()
+        complete.parent.mkdir(parents=True, exist_ok=True)
+        complete.unlink(missing_ok=True)  # left by an earlier run
+        _unfinished(complete).touch()
     except OSError as error:
         raise UsageError(
             f"The timeline cannot be written to `{path}`: {error.strerror}", "choose another file for the timeline"
         ) from error
-    return _unfinished(own)
+    return _unfinished(complete)
 
 
 def end(path: Path, rank: int, world_size: int) -> None:
-    """Each rank calls this when Horovod has closed its file; rank 0 merges the files that are on its file system."""
-    own = of_rank(path, rank)
-    if _unfinished(own).stat().st_size:
-        _unfinished(own).replace(own)
+    """Completes a rank's file once Horovod has closed it; rank 0 also merges the files that are on its file system."""
+    complete = of_rank(path, rank)
+    unfinished = _unfinished(complete)
+    if unfinished.stat().st_size:
+        unfinished.replace(complete)
     else:
-        _unfinished(own).unlink()
+        unfinished.unlink()
     if rank != 0:
         return
-    of_all = [of_rank(path, other) for other in range(world_size)]
+    paths = [of_rank(path, other) for other in range(world_size)]
     until = time.monotonic() + SECONDS_FOR_OTHERS
-    while any(_unfinished(file).exists() for file in of_all) and time.monotonic() < until:
+    while any(_unfinished(other).exists() for other in paths) and time.monotonic() < until:
         time.sleep(0.05)
-    traces = {other: json.loads(file.read_text()) for other, file in enumerate(of_all) if file.exists()}
+    traces = {other: json.loads(file.read_text()) for other, file in enumerate(paths) if file.exists()}
     files.write_text(path, json.dumps(list(joined(traces)), separators=(",", ":")))
 
 
 def joined(traces: Mapping[int, list[Event]]) -> Iterator[Event]:
-    """The events of all ranks, in microseconds since the first rank's start; assumes that hosts' clocks agree."""
+    """The events of all ranks, in microseconds since the first rank's start; assumes synchronized clocks."""
     starts = {rank: trace[0]["args"]["start_time_since_epoch_in_micros"] for rank, trace in traces.items()}
     for rank, trace in traces.items():
         yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
         for event in trace:
-            place = {"pid": rank, "tid": event.get("pid", 0)}
+            row = {"pid": rank, "tid": event.get("pid", 0)}
             if event["ph"] != "M":
-                yield event | place | {"ts": event["ts"] + starts[rank] - min(starts.values())}
+                yield event | row | {"ts": event["ts"] + starts[rank] - min(starts.values())}
             elif event["name"] == "process_name" and "name" in event["args"]:
-                yield event | place | {"name": "thread_name"}
+                yield event | row | {"name": "thread_name"}
 
 
 def _unfinished(file: Path) -> Path:

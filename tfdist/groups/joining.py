@@ -1,4 +1,4 @@
-"""How a process joins its job, by the engine that carries what the processes exchange."""
+"""How a process joins its job, by each of the engines that exchange tensors."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from tfdist.errors import ClusterError, UsageError
 from tfdist.groups import ProcessGroup, gloo, horovod, horovod_timeline
 from tfdist.groups.mpi import MpiGroup
 from tfdist.groups.socket_group import SocketGroup
-from tfdist.groups.sockets import star
-from tfdist.groups.tensorflow import Joined, SocketsOverTensorFlow
+from tfdist.groups.tensorflow import JoinedJob, SocketsOverTensorFlow
 from tfdist.jobs import process_exit, rendezvous
 from tfdist.jobs.world import World
 
 SECONDS_TO_CONNECT = 10.0
 # The interval at which Horovod looks for new tensors. Its default, 1 ms, is a noticeable part of a small step. At each
-# look rank 0 hears from every other process.
+# look, every other process sends a message to rank 0.
 SHORTEST_CYCLE_MS, LONGEST_CYCLE_MS = 0.1, 1.0
 CYCLE_MS_PER_PROCESS = 0.05
 NAMES = ("auto", "sockets", "mpi", "horovod")
 
 
 def join(engine: str, world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> ProcessGroup:
-    """Joins the job of the strategy `name`, which a process can do once for each engine.
+    """Joins the job of a strategy, which a process can do once for each engine.
 
     Args:
         engine: one of `NAMES`; "auto" is MPI in processes without addresses, which `mpirun` has started, else sockets.
-        world: the job, and which of its processes this one is.
-        name: of the strategy.
+        world: the job, and the rank of this process.
+        name: the name of the strategy.
         timeout_seconds: how long a process may be silent.
         start_timeout_seconds: how long the start waits for all processes.
 
@@ -52,13 +51,14 @@ def join(engine: str, world: World, name: str, timeout_seconds: float, start_tim
 def join_mpi() -> MpiGroup:
     """Joins MPI's world, which a process can do once."""
     group = MpiGroup()
-    # The other processes would wait in MPI for ever for a process that has failed.
+    # The other processes would wait in MPI forever for a process that has failed.
     process_exit.at_failure(group.abort)
     return group
 
 
+@functools.cache
 def join_sockets(world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> SocketGroup:
-    """Joins the job of the strategy `name` by sockets that live as long as this process, which can do so once.
+    """Joins the job of a strategy by sockets, which stay open until this process ends; it can do so once.
 
     Raises:
         UsageError: the addresses of the processes are not known, or some are parameter servers.
@@ -66,18 +66,13 @@ def join_sockets(world: World, name: str, timeout_seconds: float, start_timeout_
     """
     if world.tasks_of("ps"):
         raise UsageError(
-            f"`TF_CONFIG` has parameter servers, and `{name}` has no use for them",
+            f"`TF_CONFIG` has parameter servers, and `{name}` does not use any",
             "use the strategy `parameter_server`, or a cluster of workers alone",
         )
     world.require_addresses(name)
-    return _connected_by_sockets(world, name, timeout_seconds, start_timeout_seconds)
-
-
-@functools.cache
-def _connected_by_sockets(world: World, name: str, timeout_seconds: float, start_timeout_seconds: float) -> SocketGroup:
-    """Sockets that live as long as this process, which can join a job once."""
-    rendezvous.meet(world, {"strategy": name}, start_timeout_seconds)
-    with star.joined(world, start_timeout_seconds) as exchange:
+    with rendezvous.joined(world, {"strategy": name}, start_timeout_seconds) as exchange:
+        if exchange is None:
+            raise rendezvous.begun_without(world)
         return SocketGroup(world, exchange, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)
 
 
@@ -92,7 +87,7 @@ def join_horovod(
         settings |= gloo.meet(world, {"strategy": "horovod"}, start_timeout_seconds)
     gloo.set_unless_set(settings)
     if timeline is not None:
-        # The second is known to a Horovod that scripts/install_horovod.sh has built; others write rank 0's alone.
+        # The second variable makes a Horovod of scripts/install_horovod.sh write a file per rank; others ignore it.
         os.environ["HOROVOD_TIMELINE"] = str(horovod_timeline.begin(timeline, world.rank))
         os.environ["HOROVOD_TIMELINE_EVERY_RANK"] = "1"
     group = horovod.HorovodGroup()
@@ -111,9 +106,9 @@ def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]
     cycle_ms = min(max(SHORTEST_CYCLE_MS, CYCLE_MS_PER_PROCESS * world_size), LONGEST_CYCLE_MS)
     return {
         "HOROVOD_CYCLE_TIME": f"{cycle_ms:g}",
-        # Gradients come packed; Horovod's own packing would copy them once more.
+        # Gradients are packed already; Horovod's own packing would copy them once more.
         "HOROVOD_FUSION_THRESHOLD": "0",
-        # It takes a busy process for a dead one; `tfdist.jobs.heartbeat` tells them apart.
+        # Horovod takes a busy process for a dead one; `tfdist.jobs.heartbeat` distinguishes them.
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
     }
@@ -121,15 +116,15 @@ def _horovod_settings(world_size: int, timeout_seconds: float) -> dict[str, str]
 
 @functools.cache
 def sockets_over_tensorflow(
-    world: World, joined: Joined, timeout_seconds: float, required: bool
+    world: World, joined: JoinedJob, timeout_seconds: float, required: bool
 ) -> SocketsOverTensorFlow | None:
-    """Sockets between the processes of `multiworker` that live as long as this process.
+    """Connects the processes of `multiworker` by sockets, which stay open until they end.
 
     Returns:
-        `None` if the processes cannot connect and need not.
+        `None` if the processes cannot connect, and the sockets are not `required`.
 
     Raises:
-        ClusterError: the processes cannot connect, and are `required` to; raised in all of them.
+        ClusterError: the processes cannot connect, and the sockets are `required`; raised in all of them.
     """
     try:
         return SocketsOverTensorFlow(world, joined, min(timeout_seconds, SECONDS_TO_CONNECT), timeout_seconds)

@@ -16,7 +16,7 @@ from tfdist.groups.sockets import messages
 
 INSTALL = "install `tfdist[mpi]`, and MPI as your system does it: on Debian and Ubuntu `apt-get install openmpi-bin`"
 MOST_ELEMENTS = 1 << 28
-HEADER, VALUES = range(2)  # MPI's tags of the parts of a message, whose own tag is in its header
+HEADER, VALUES = range(2)  # MPI's tags for the parts of a message, whose own tag is in its header
 
 
 def yield_when_idle() -> None:
@@ -59,7 +59,7 @@ class MpiGroup(ArrayGroup):
         self._mpi = load()
         self._world = self._mpi.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
-        self._messages = self._world.Dup()  # keeps them apart from those of the user's code
+        self._messages = self._world.Dup()  # a communicator for messages, separate from those of the user's code
 
     @property
     def library(self) -> str:
@@ -118,7 +118,7 @@ class MpiGroup(ArrayGroup):
         return True
 
     def _read(self, message: Any, status: Any) -> None:
-        """Reads a message of which the header has come; the rest is on its way."""
+        """Receives a message whose header has arrived, and puts it into the mailbox."""
         header = np.empty(messages.HEADER_NUMBERS, np.int64)
         message.Recv(header)
         tag, values = messages.space_for(header)
@@ -167,7 +167,7 @@ class MpiGroup(ArrayGroup):
 
 
 def _pieces(buffer: np.ndarray) -> Iterator[np.ndarray]:
-    """A contiguous array in pieces short enough for MPI, which counts elements with 32 bits."""
+    """Splits a contiguous array into pieces short enough for MPI, which counts elements with 32 bits."""
     flat = buffer.reshape(-1)
     for begin in range(0, max(flat.size, 1), MOST_ELEMENTS):
         yield flat[begin : begin + MOST_ELEMENTS]

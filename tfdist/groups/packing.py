@@ -1,4 +1,4 @@
-"""How tensors are packed into few buffers to be sent, and summed over the processes of a group."""
+"""Packs tensors into few buffers, which are sent and summed over the processes of a group."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Packing:
 
     Attributes:
         buffer_bytes: dense tensors smaller than this are sent together, in buffers of at most this size; `None` packs
-            all into one buffer. Copying a large tensor into a buffer and out again costs more than it saves. Buffers
-            are filled from the last tensor to the first, the order in which back-propagation computes gradients, so
-            that a buffer is sent while the next gradients are computed.
-        wire_dtype: the type in which float32 gradients are sent; `None` leaves them as they are.
+            all tensors into one buffer. Copying a large tensor into a buffer and out again costs more than it saves.
+            Buffers are filled from the last tensor to the first, the order in which back-propagation computes
+            gradients, so that a buffer is sent while the next gradients are computed.
+        wire_dtype: the dtype in which float32 gradients are sent; `None` does not cast them.
     """
 
     buffer_bytes: int | None = 1 << 16
@@ -38,7 +38,7 @@ def without_none(all_reduce: AllReduce) -> AllReduce:
 
 
 def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
-    """An all-reduce that packs dense tensors of one type into buffers, as `packing` says."""
+    """An all-reduce that packs dense tensors of one dtype into buffers."""
 
     def reduce(tensors: list[Any]) -> list[Any]:
         groups = buffers(tensors, packing.buffer_bytes)
@@ -55,27 +55,27 @@ def packed(all_reduce: AllReduce, packing: Packing) -> AllReduce:
 
 
 def summed(group: Any, tensors: Sequence[tf.Tensor], name: str) -> list[Any]:
-    """The sums of `tensors` over the processes of `group`, sent in one buffer; `name` identifies the exchange."""
+    """The sums of `tensors` over the processes of `group`, sent in one buffer per dtype; `name` is the exchange's."""
     return packed(lambda sent: group.all_reduce(sent, name), Packing(None))(list(tensors))
 
 
 def buffers(tensors: Sequence[Any], buffer_bytes: int | None) -> list[list[int]]:
     """The indices of the tensors in each buffer, see `Packing`."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
         size = _packed_bytes(tensor, buffer_bytes)
         if size is None:
-            found.append([index])
+            result.append([index])
             continue
         members, filled = filling.get(tensor.dtype, ([], 0))
         if not members or (buffer_bytes is not None and filled + size > buffer_bytes):
             members, filled = [], 0
-            found.append(members)
+            result.append(members)
         members.append(index)
         filling[tensor.dtype] = members, filled + size
-    return found
+    return result
 
 
 def _packed_bytes(tensor: Any, buffer_bytes: int | None) -> int | None:
@@ -87,12 +87,12 @@ def _packed_bytes(tensor: Any, buffer_bytes: int | None) -> int | None:
 
 
 def joined(tensors: list[Any]) -> Any:
-    """The tensors of a buffer as one."""
+    """The tensors of a buffer as one flat tensor; a single tensor keeps its shape."""
     return tensors[0] if len(tensors) == 1 else tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
 
 
 def split(buffer: Any, like: list[Any]) -> list[Any]:
-    """The tensors of a buffer, in the shapes of those that were joined."""
+    """The tensors of a buffer, in the shapes of the tensors `like`, which were joined."""
     if len(like) == 1:
         return [buffer]
     pieces = tf.split(buffer, [tensor.shape.num_elements() for tensor in like])
@@ -100,13 +100,13 @@ def split(buffer: Any, like: list[Any]) -> list[Any]:
 
 
 def to_wire(tensor: Any, dtype: tf.DType | None) -> Any:
-    """A gradient as it is sent, see `Packing`."""
-    dense = not isinstance(tensor, tf.IndexedSlices)
-    return tf.cast(tensor, dtype) if dtype is not None and dense and tensor.dtype == tf.float32 else tensor
+    """A gradient in the dtype in which it is sent, see `Packing`."""
+    is_dense = not isinstance(tensor, tf.IndexedSlices)
+    return tf.cast(tensor, dtype) if dtype is not None and is_dense and tensor.dtype == tf.float32 else tensor
 
 
 def from_wire(tensor: Any, dtype: tf.DType) -> Any:
-    """What was received, in the `dtype` of the gradient."""
+    """A received gradient in its own `dtype`."""
     return tensor if isinstance(tensor, tf.IndexedSlices) else tf.cast(tensor, dtype)
 
 

@@ -1,7 +1,7 @@
-"""Variables of which each process of a job has a part.
+"""Variables that are divided among the processes of a job.
 
-The part of a process is a range of positions along one axis of the whole. The ranges of all processes, in the order of
-the ranks, make up the axis.
+The part of a process is a range of positions along one axis of the whole variable. The ranges of all processes, in the
+order of the ranks, cover the axis.
 
 Synopsis:
 
@@ -28,13 +28,13 @@ from tfdist.internals.attached import Attached
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a variable that this process has.
+    """This process's part of a variable.
 
     Attributes:
-        whole_shape: the shape of the whole variable; one without axes counts as one with an axis of length 1.
-        lengths: of the part of each process along the axis, by rank.
-        rank: of this process.
-        axis: along which the whole is cut.
+        whole_shape: the shape of the whole variable; a scalar counts as a vector of length 1.
+        lengths: the length of each process's part along the axis, by rank.
+        rank: the rank of this process.
+        axis: the axis along which the variable is divided.
     """
 
     whole_shape: tuple[int, ...]
@@ -49,27 +49,27 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part of this process."""
+        """The shape of this process's part."""
         return self.whole_shape if self.is_whole else self._shape_of(self.rank)
 
     @property
     def size(self) -> int:
-        """The number of elements of this process."""
+        """The number of elements of this process's part."""
         return math.prod(self.shape)
 
     @property
     def owner(self) -> int:
-        """The process that has most elements."""
+        """The rank of the process that has the most elements."""
         return max(range(len(self.lengths)), key=self.lengths.__getitem__)
 
     def of(self, whole: np.ndarray) -> np.ndarray:
-        """The part of this process, in `shape`, of an array of the whole, perhaps in the memory of that."""
+        """This process's part of the array `whole`, in `shape`; may share its memory."""
         begin = sum(self.lengths[: self.rank])
-        own = slice(begin, begin + self.lengths[self.rank])
-        return np.atleast_1d(whole)[(slice(None),) * self.axis + (own,)].reshape(self.shape)
+        positions = slice(begin, begin + self.lengths[self.rank])
+        return np.atleast_1d(whole)[(slice(None),) * self.axis + (positions,)].reshape(self.shape)
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The whole, of the elements of all processes, flat in C order, by rank."""
+        """The whole array, from the parts of all processes by rank, each flat in C order."""
         shaped = [part.reshape(self._shape_of(rank)) for rank, part in enumerate(parts)]
         return np.concatenate(shaped, self.axis).reshape(self.whole_shape)
 
@@ -83,34 +83,34 @@ _part: Attached[Part] = Attached("part")
 
 
 def mark(variable: Any, part: Part | None) -> None:
-    """Notes that a Keras variable holds `part` of a variable; with `None`, that it holds all of its own."""
+    """Notes that a Keras variable contains only `part` of a variable; with `None`, that it contains all elements."""
     _part.set(variable, part)
 
 
 def part_of(variable: Any) -> Part | None:
-    """The part that a Keras variable holds, if it does not hold a whole variable."""
+    """The part that a Keras variable contains; `None` if it contains a whole variable."""
     return _part.get(variable)
 
 
 def whole_shape(variable: Any) -> tuple[int, ...]:
-    """The shape of `variable`; of one that is shared out, the shape of the whole."""
+    """The shape of `variable`; if it is divided among the processes, the shape of the whole."""
     part = part_of(variable)
     return tuple(variable.shape) if part is None else part.whole_shape
 
 
 def gathered(variable: Any, exchange: Callable[[bytes], list[bytes]]) -> np.ndarray:
-    """The whole of a `variable` of which each process has a part; all processes call it."""
+    """The whole of a `variable` that is divided among the processes; all processes call it."""
     part = part_of(variable)
     assert part is not None
-    (held,) = tensorflow_variables.copies(variable)
-    mine = tensorflow_variables.memory(tensorflow_variables.read(held)) if part.size else np.zeros(0, np.uint8)
-    return part.joined([np.frombuffer(one, held.dtype.as_numpy_dtype) for one in exchange(mine.tobytes())])
+    (local,) = tensorflow_variables.copies(variable)
+    own = tensorflow_variables.memory(tensorflow_variables.read(local)) if part.size else np.zeros(0, np.uint8)
+    return part.joined([np.frombuffer(values, local.dtype.as_numpy_dtype) for values in exchange(own.tobytes())])
 
 
 def fill(variable: Any, whole: np.ndarray) -> None:
-    """Assigns this process' part of `whole` to a `variable` of which each process has a part."""
+    """Assigns this process's part of `whole` to a `variable` that is divided among the processes."""
     part = part_of(variable)
     assert part is not None
     if part.size:
-        (held,) = tensorflow_variables.copies(variable)
-        tensorflow_variables.fill(held, np.ascontiguousarray(part.of(whole)))
+        (local,) = tensorflow_variables.copies(variable)
+        tensorflow_variables.fill(local, np.ascontiguousarray(part.of(whole)))

@@ -1,7 +1,7 @@
-"""Sockets: TensorFlow's collective operations on CPUs, from the memory of one process to the memory of the next.
+"""Collective operations on CPUs over sockets, from the memory of one process to the memory of the next.
 
-TensorFlow itself sends tensors as gRPC messages, which copies them several times.
-`tfdist.groups.sockets` does the rest.
+TensorFlow itself sends tensors as gRPC messages, which copies them several times. The implementation is in
+`tfdist.groups.sockets`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import ClusterError
+from tfdist.groups import broadcast_by_sum
 from tfdist.groups.arrays import ArrayGroup
-from tfdist.groups.sockets.connections import Exchange
 from tfdist.groups.sockets.sockets import Sockets
+from tfdist.jobs.connections import Exchange
 from tfdist.jobs.world import World
 
 
@@ -22,19 +23,19 @@ class SocketGroup(ArrayGroup):
     """The processes of a job, connected by sockets.
 
     Args:
-        world: the job with the addresses of all processes, and which of them this one is.
+        world: the job with the addresses of all processes, and the rank of this process.
         exchange: returns the message of each process, by rank; used once, to connect the sockets.
         connect_timeout_seconds: how long connecting may take.
         timeout_seconds: how long a process may be silent afterwards.
 
     Attributes:
-        sockets: what carries the arrays.
+        sockets: the connections that carry the arrays.
 
     Raises:
         ClusterError: the processes cannot be connected; raised in all of them.
     """
 
-    added = (*ArrayGroup.added, tf.bfloat16)
+    summed_dtypes = (*ArrayGroup.summed_dtypes, tf.bfloat16)
     engine = "sockets"
 
     def __init__(self, world: World, exchange: Exchange, connect_timeout_seconds: float, timeout_seconds: float):
@@ -59,12 +60,10 @@ class SocketGroup(ArrayGroup):
         self.exchange(b"")
 
     def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
-        # As a sum with zeros: what is gathered would go once around the ring before the next message begins.
-        mine = values if self.rank == 0 else np.zeros_like(values)
-        words = np.append(mine, np.zeros(-len(values) % 4, np.uint8)).view(np.int32)
+        # A sum, because an all-gather would go once around the ring before the next message begins.
         with self.counted(len(values)) as received:
             received(len(values))
-            return self.sockets.sum(words).view(np.uint8)[: len(values)]
+            return broadcast_by_sum(values, self.rank == 0, self.sockets.sum)
 
     def exchange(self, message: bytes) -> list[bytes]:
         with self.counted(len(message)) as received:
@@ -83,8 +82,8 @@ class SocketGroup(ArrayGroup):
         return self._call(self.sockets.join, tensor, [None, *tensor.shape[1:]])
 
     def _broadcast(self, tensor: tf.Tensor, name: str, root: int) -> tf.Tensor:
-        of_root = tensor[tf.newaxis][: int(self.rank == root)]  # the others send no rows
-        return tf.ensure_shape(self._all_gather(of_root, name)[0], tensor.shape)
+        rows = tensor[tf.newaxis][: int(self.rank == root)]  # the others send no rows
+        return tf.ensure_shape(self._all_gather(rows, name)[0], tensor.shape)
 
     def _post(self, values: np.ndarray, to: int, tag: int) -> None:
         self.sockets.pairs.post(values, to, tag)

@@ -1,7 +1,7 @@
 """TensorFlow's own collective operations, rings over gRPC and NCCL: how `multiworker` joins its job, and its groups.
 
-A process joins a job by `join`, before TensorFlow's server starts. TensorFlow waits for silent processes without limit:
-`Watch` ends the wait. On CPUs, `SocketsOverTensorFlow` exchanges tensors faster than TensorFlow's ring.
+A process joins a job by `join`, before TensorFlow's server starts. TensorFlow waits for silent processes without limit;
+a `Watch` ends the wait. On CPUs, `SocketsOverTensorFlow` exchanges tensors faster than TensorFlow's ring.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import ClusterError, DisagreementError, UsageError
-from tfdist.groups import ProcessGroup, gathered_in_pieces
+from tfdist.groups import ExchangeTotals, ProcessGroup, broadcast_by_sum, gathered_in_pieces
 from tfdist.groups.collective_counter import CollectiveCounter
-from tfdist.groups.exchanged import Exchanged
 from tfdist.groups.socket_group import SocketGroup
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_patches
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import rendezvous, watchdog
-from tfdist.jobs.heartbeat import Heartbeat, gone
+from tfdist.jobs.connections import gone
+from tfdist.jobs.heartbeat import Heartbeat
 from tfdist.jobs.world import World
 
 
@@ -33,7 +33,7 @@ def local_results(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
     """The results of `strategy.run`, as one structure per replica of this process."""
     count = len(strategy.extended.worker_devices)
     flat = [strategy.experimental_local_results(result) for result in tf.nest.flatten(results)]
-    flat = [values if len(values) == count else values * count for values in flat]  # one tensor is that of all replicas
+    flat = [values if len(values) == count else values * count for values in flat]  # all replicas share a single tensor
     return [tf.nest.pack_sequence_as(results, [values[index] for values in flat]) for index in range(count)]
 
 
@@ -42,9 +42,9 @@ def current_index() -> int:
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
-# What must be the same in all processes of a job.
+# Packages that must have the same version in all processes of a job.
 PACKAGES = ("tfdist", "tensorflow", "keras", "numpy")
-# How long TensorFlow is asked which processes are silent, after an error.
+# How long TensorFlow may take after an error to find out which processes are silent.
 SECONDS_TO_ASK = 5.0
 
 Communication = tf.distribute.experimental.CommunicationImplementation
@@ -62,7 +62,7 @@ def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], d
 
     Raises:
         UsageError: TensorFlow has already started.
-        ClusterError: a process is missing, or differs.
+        ClusterError: a process is missing, or has other versions or settings.
     """
     if runtime_started():
         raise UsageError(
@@ -73,13 +73,13 @@ def meet(world: World, strategy: str, job_settings: Iterable[tuple[str, str]], d
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedJob:
     """A job that this process has joined.
 
     Attributes:
-        strategy: TensorFlow's.
+        strategy: TensorFlow's strategy.
         watch: ends collective operations that wait too long; `None` in a job of one process.
-        counter: counts them; `None` in a job of one process.
+        counter: counts the collective operations; `None` in a job of one process.
     """
 
     strategy: tf.distribute.MultiWorkerMirroredStrategy
@@ -94,7 +94,7 @@ def join(
     timeout_seconds: float,
     start_timeout_seconds: float,
     job_settings: tuple[tuple[str, str], ...],
-) -> Joined:
+) -> JoinedJob:
     """Joins the job of `multiworker`, which a process can do once.
 
     Raises:
@@ -103,12 +103,9 @@ def join(
     """
     options = tf.distribute.experimental.CommunicationOptions(implementation=communication)
     if world.world_size == 1:
-        return Joined(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options))
+        return JoinedJob(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options))
     if not meet(world, "multiworker", job_settings, start_timeout_seconds):
-        raise ClusterError(
-            f"The job of {world.named(0)} has begun without {world.named(world.rank)}",
-            "end all its processes, and start all of them again",
-        )
+        raise rendezvous.begun_without(world)
     tensorflow_internals.configure_coordination(world.cluster(), timeout_seconds)
     task = world.task
     assert task is not None
@@ -120,21 +117,21 @@ def join(
     counter = CollectiveCounter()
     tensorflow_patches.around_collectives(counter.around)
     watch = watchdog.Watch(timeout_seconds, counter.counts, tensorflow_internals.abort_collectives)
-    return Joined(strategy, watch, counter)
+    return JoinedJob(strategy, watch, counter)
 
 
 class TensorFlowGroup(ProcessGroup):
-    """The processes of `multiworker`, which exchange messages by TensorFlow's collectives; tensors go by its strategy.
+    """The processes of `multiworker`; messages use TensorFlow's collectives, and tensors use its strategy.
 
     Args:
-        world: the job, and which of its processes this one is.
-        joined: what `join` has returned.
+        world: the job, and the rank of this process.
+        joined: the job, as `join` returns it.
     """
 
     engine = "TensorFlow"
     carries_tensors = False
 
-    def __init__(self, world: World, joined: Joined):
+    def __init__(self, world: World, joined: JoinedJob):
         self.rank, self.size = world.rank, world.world_size
         self._world, self._joined = world, joined
 
@@ -143,16 +140,13 @@ class TensorFlowGroup(ProcessGroup):
         return all_gather(strategy)(number[tf.newaxis])[:: len(strategy.extended.worker_devices)]
 
     def broadcast_bytes(self, values: np.ndarray) -> np.ndarray:
-        # Collectives add up no bytes, so four of them are sent as an int32, whose sum with zeros is exact.
-        mine = values if self.rank == 0 else np.zeros_like(values)
-        words = np.append(mine, np.zeros(-len(values) % 4, np.uint8)).view(np.int32)
-        total = _sum_of_first(self._joined.strategy)(tf.constant(words))
-        return total.numpy().view(np.uint8)[: len(values)]
+        sum_words = _sum_of_first(self._joined.strategy)
+        return broadcast_by_sum(values, self.rank == 0, lambda words: sum_words(tf.constant(words)).numpy())
 
     def exchange(self, message: bytes) -> list[bytes]:
         return exchange(self._joined.strategy, message)
 
-    def exchanged(self) -> Exchanged:
+    def exchanged(self) -> ExchangeTotals:
         counter = self._joined.counter
         return super().exchanged() if counter is None else counter.exchanged()
 
@@ -172,13 +166,13 @@ class TensorFlowGroup(ProcessGroup):
 
 
 class SocketsOverTensorFlow(SocketGroup):
-    """Sockets between the processes of `multiworker`, whose first values of variables TensorFlow exchanges.
+    """Sockets between the processes of `multiworker`; TensorFlow itself broadcasts the initial values of variables.
 
     Raises:
         ClusterError: the processes cannot be connected; raised in all of them.
     """
 
-    def __init__(self, world: World, joined: Joined, connect_timeout_seconds: float, timeout_seconds: float):
+    def __init__(self, world: World, joined: JoinedJob, connect_timeout_seconds: float, timeout_seconds: float):
         exchange_messages = functools.partial(exchange, joined.strategy)
         super().__init__(world, exchange_messages, connect_timeout_seconds, timeout_seconds)
         self._world, self._joined = world, joined
@@ -229,10 +223,10 @@ def _explained(
 
 def exchange(strategy: tf.distribute.Strategy, message: bytes) -> list[bytes]:
     """The messages of all processes of the job, by rank."""
-    replicas = len(strategy.extended.worker_devices)  # of this process, each of which sends the message
+    replicas = len(strategy.extended.worker_devices)  # of this process; each of them sends the message
 
     def gather(piece: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-        # Collectives carry no bytes, so four of them are sent as an int32; with no element at all they crash.
+        # Collectives do not support bytes, so four of them are sent as an int32; an empty tensor would crash.
         words = np.frombuffer(piece.tobytes() + bytes(4 - len(piece) % 4), np.int32)
         ends = np.cumsum(np.repeat([size // 4 + 1 for size in sizes], replicas))
         parts = np.split(all_gather(strategy)(tf.constant(words)).numpy(), ends[:-1])[::replicas]
@@ -260,15 +254,15 @@ def all_gather(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
 
 @functools.cache
 def _sum_of_first(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
-    """The sum of int32 numbers over the first replicas of the processes."""
+    """A function that sums int32 numbers over the first replicas of all processes."""
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
     def sum_of_first(values: tf.Tensor) -> Any:
         def on_replica() -> Any:
             is_first = current_index() % len(strategy.extended.worker_devices) == 0
             # A tensor from outside the function has no device to reduce on.
-            mine = tf.identity(values) if is_first else tf.zeros_like(values)
-            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
+            own = tf.identity(values) if is_first else tf.zeros_like(values)
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
 
         return local_results(strategy, strategy.run(on_replica))[0]
 

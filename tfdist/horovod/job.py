@@ -27,7 +27,8 @@ from tfdist.groups import horovod as engine
 from tfdist.horovod import operations
 from tfdist.internals import keras_loops, keras_patches
 from tfdist.jobs import process_exit
-from tfdist.jobs.heartbeat import Heartbeat, Limits, gone
+from tfdist.jobs.connections import gone
+from tfdist.jobs.heartbeat import Heartbeat, Limits
 from tfdist.jobs.heartbeat.messages import Activity
 from tfdist.jobs.world import World
 
@@ -189,11 +190,12 @@ class Job:
                 "build the same model in all processes, and call the same functions with the same shapes",
             )
         lost = self._heartbeat.silent()
-        said = self._heartbeat.last_said(lost)
+        said = self._heartbeat.last_texts(lost)
         if not said:
             return gone(self._world, lost, self._limits.seconds) if lost else None
         return ClusterError(
-            f"A process has ended while another one needs it: {self._heartbeat.said(said)}, and {mine}", self._hint
+            f"A process has ended while another one needs it: {self._heartbeat.activities(said)}, and {mine}",
+            self._hint,
         )
 
     def _activity(self) -> Activity:

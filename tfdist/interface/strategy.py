@@ -40,8 +40,7 @@ from tfdist.data.input import device_feed, together
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
-from tfdist.groups import Alone, ProcessGroup, parts
-from tfdist.groups.exchanged import Exchanged
+from tfdist.groups import Alone, ExchangeTotals, ProcessGroup, parts
 from tfdist.interface import devices as device_choice
 from tfdist.interface import shared_variables
 from tfdist.interface import speeds as speeds_of_replicas
@@ -289,7 +288,7 @@ class Strategy:
         """The messages of all processes of the job, by rank; all processes must call it."""
         return self.group.exchange(message)
 
-    def exchanged(self) -> Exchanged | None:
+    def exchanged(self) -> ExchangeTotals | None:
         """What this process has exchanged with others so far; `None` where nobody counts it."""
         return self.group.exchanged() if self.world.world_size > 1 else None
 

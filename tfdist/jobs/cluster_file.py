@@ -1,7 +1,7 @@
 """TF_CONFIG for clusters of any size: in the variable itself, or in a file if the variable would be too long.
 
-The operating system limits a variable to 128 KiB, which the addresses of 2,300 processes exceed if each has 57 bytes.
-The launcher then writes the addresses to one file per host, in place of TF_CONFIG.
+The operating system limits an environment variable to 128 KiB. The addresses of 2,300 processes exceed this if each
+address has 57 bytes. The launcher then writes the addresses to one file per host instead of setting TF_CONFIG.
 
 Synopsis:
 
@@ -18,34 +18,35 @@ from tfdist.errors import UsageError
 from tfdist.jobs.job_environment import CLUSTER, TASK
 
 TF_CONFIG = "TF_CONFIG"
-# Of `name=value` with the byte that ends it: Linux' MAX_ARG_STRLEN, see execve(2).
+# The limit for `name=value` and the null byte behind it: Linux' MAX_ARG_STRLEN, see execve(2).
 LONGEST_VARIABLE_BYTES = 128 * 1024
 
 
 def variables(cluster: str, role: str, index: int, write: Callable[[], str]) -> dict[str, str]:
-    """The variables that tell a process who it is.
+    """The environment variables that describe the cluster to a process.
 
     Args:
         cluster: the addresses by role, as JSON.
-        role: of the process.
-        index: its number in that role.
+        role: the role of the process.
+        index: the number of the process among those with its role.
         write: writes `cluster` to a file, and returns its path; called if TF_CONFIG would be too long.
     """
-    config = _config(cluster, f'{{"type": "{role}", "index": {index}}}')
+    task = f'{{"type": "{role}", "index": {index}}}'
+    config = _config(cluster, task)
     if len(f"{TF_CONFIG}={config}".encode()) < LONGEST_VARIABLE_BYTES:
         return {TF_CONFIG: config}
-    return {CLUSTER: write(), TASK: f'{{"type": "{role}", "index": {index}}}'}
+    return {CLUSTER: write(), TASK: task}
 
 
 def find(environment: Mapping[str, str]) -> str:
-    """The value of TF_CONFIG, or what it would be; empty if `environment` has neither.
+    """The value of TF_CONFIG, or the one that the file of a large cluster stands for; empty if there is neither.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    given = environment.get(TF_CONFIG, "").strip()
-    if given or CLUSTER not in environment:
-        return given
+    config = environment.get(TF_CONFIG, "").strip()
+    if config or CLUSTER not in environment:
+        return config
     path = environment[CLUSTER]
     try:
         cluster = Path(path).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the processes of a job must agree on while each of them runs the same loop.
+"""Agreement between the processes of a job while each of them runs the same loop.
 
 All processes must call each function here together; it returns the same in each of them.
 """
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-GIVE_ALIKE = (
-    "seed what shuffles or generates the data, so that all processes have the same; or, if each process has its own "
-    "part of the data, pass `tfdist.data.per_process(data)`"
+SAME_DATA = (
+    "seed what shuffles or generates the data, so that all processes have the same data; or, if each process has its "
+    "own part of the data, pass `tfdist.data.per_process(data)`"
 )
-DO_ALIKE = (
-    "call `fit`, `evaluate` and `predict` in every process, in callbacks too; only the results may be used in one alone"
+SAME_CALLS = (
+    "call `fit`, `evaluate` and `predict` in every process, also in callbacks; a single process may use the results"
 )
 
 
 class Peers(Protocol):
-    """The processes of a job, as one of them reaches the others; every strategy is one."""
+    """The processes of a job, as one of them reaches the others; every strategy implements this."""
 
     world: World
 
@@ -39,19 +39,19 @@ class Peers(Protocol):
 
     @property
     def servers(self) -> Mapping[str, str]:
-        """The addresses, by name, of processes that compute for this one and do not run the loop themselves."""
+        """The addresses, by name, of processes that compute for this process and do not run the loop themselves."""
         ...
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all processes, by rank; each process calls this with its own."""
+        """The messages of all processes, by rank; each process calls this with its own message."""
         ...
 
     def broadcast(self, values: np.ndarray) -> np.ndarray:
-        """The chief's `values`, `[n]` uint8, in all processes; each calls it with as many of its own."""
+        """The chief's `values`, `[n]` uint8, in all processes; each process passes an array of the same length."""
         ...
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Gives Keras `variables` the chief's values in every process."""
+        """Assigns the chief's values to Keras `variables` in every process."""
         ...
 
 
@@ -71,39 +71,41 @@ class Alone:
         return values
 
     def broadcast_variables(self, variables: Sequence[Any]) -> None:
-        """Nothing: there is no other process."""
+        """Does nothing: there is no other process."""
 
 
 def all_gather_object(peers: Peers, value: Any, doing: str = "exchanges values") -> list[Any]:
     """The values of all processes, by rank.
 
     Args:
-        peers: the processes, which all call it.
-        value: this process' own; it can be stored as JSON.
-        doing: what a process does when it calls it, as a verb, for messages.
+        peers: the processes, which all call this function.
+        value: the value of this process, which must be convertible to JSON.
+        doing: what a process does when it calls this function, as a verb, for messages.
 
     Raises:
         DisagreementError: other processes are doing something else.
     """
     if peers.world.world_size == 1:
         return [value]
-    values, messages = _exchanged(peers, value, doing)
+    values, messages = _exchange_values(peers, value, doing)
     return [values[message] for message in messages]
 
 
-def _exchanged(peers: Peers, value: Any, doing: str) -> tuple[dict[bytes, Any], list[bytes]]:
-    """The value in each different message, and the messages by rank; most often all processes say the same."""
+def _exchange_values(peers: Peers, value: Any, doing: str) -> tuple[dict[bytes, Any], list[bytes]]:
+    """The value in each different message, and the messages by rank; usually all messages are equal."""
     messages = peers.exchange(json.dumps([doing, value]).encode())
-    same = messages.count(messages[0]) == len(messages)  # at once, where all messages are one object
-    found = {message: _parsed(message) for message in (messages[:1] if same else dict.fromkeys(messages))}
-    if len({what for what, _ in found.values()}) > 1:
-        each = _by_process(peers, [found[message][0] for message in messages])
-        raise DisagreementError(f"The processes of the job do different things at the same moment: {each}", DO_ALIKE)
-    return {message: value for message, (_, value) in found.items()}, messages
+    are_equal = messages.count(messages[0]) == len(messages)  # fast if all messages are the same object
+    parsed = {message: _parsed(message) for message in (messages[:1] if are_equal else dict.fromkeys(messages))}
+    if len({action for action, _ in parsed.values()}) > 1:
+        actions = _by_process(peers, [parsed[message][0] for message in messages])
+        raise DisagreementError(
+            f"The processes of the job do different things at the same moment: {actions}", SAME_CALLS
+        )
+    return {message: value for message, (_, value) in parsed.items()}, messages
 
 
 def _by_process(peers: Peers, values: Iterable[Any]) -> str:
-    """Which processes have which of `values`, which are by rank."""
+    """Describes which processes have which of `values`, which are in the order of the ranks."""
     return by_value(dict(enumerate(values)), peers.world.named_briefly, "{ranks}: {value}")
 
 
@@ -116,22 +118,22 @@ def _parsed(message: bytes) -> tuple[str, Any]:
 
 
 def broadcast_from_chief(peers: Peers, value: Any) -> Any:
-    """The `value` of the chief, in all processes; it can be stored as JSON."""
+    """The `value` of the chief, in all processes; it must be convertible to JSON."""
     return all_gather_object(peers, value if peers.world.is_chief else None)[0]
 
 
-def next_call(peers: Peers, steps: int, stop: bool, given: str) -> tuple[int, bool]:
+def next_call(peers: Peers, steps: int, stop: bool, data_fingerprint: str) -> tuple[int, bool]:
     """The smallest requested number of steps for the next call, and whether any process wants to stop.
 
     Raises:
-        DisagreementError: `given`, the fingerprint of the batches so far, differs between the processes.
+        DisagreementError: `data_fingerprint`, the fingerprint of the batches so far, differs between the processes.
     """
     if peers.world.world_size == 1:
         return steps, stop
-    found, messages = _exchanged(peers, [steps, stop, given], "is about to run steps")
-    if len({fingerprint for _, _, fingerprint in found.values()}) > 1:
-        _require_equal_fingerprints(peers, "batches", [found[message][2] for message in messages])
-    return min(wish for wish, _, _ in found.values()), any(stops for _, stops, _ in found.values())
+    values, messages = _exchange_values(peers, [steps, stop, data_fingerprint], "is about to run steps")
+    if len({fingerprint for _, _, fingerprint in values.values()}) > 1:
+        _require_equal_fingerprints(peers, "batches", [values[message][2] for message in messages])
+    return min(steps for steps, _, _ in values.values()), any(stop for _, stop, _ in values.values())
 
 
 def any_of(peers: Peers, wish: bool) -> bool:
@@ -140,56 +142,61 @@ def any_of(peers: Peers, wish: bool) -> bool:
 
 
 def require_equal(peers: Peers, facts: Mapping[str, Any]) -> None:
-    """Compares `facts` by name over the processes.
+    """Requires that `facts`, by name, are the same in all processes.
 
     Raises:
         DisagreementError: they differ; raised in every process, with the values of all processes.
     """
     if peers.world.world_size == 1:
         return
-    mine = {name: str(value) for name, value in facts.items()}
-    found, messages = _exchanged(peers, mine, "compares what it begins with")
-    if len(found) > 1:
-        facts_by_rank = {rank: found[message] for rank, message in enumerate(messages)}
+    own_facts = {name: str(value) for name, value in facts.items()}
+    values, messages = _exchange_values(peers, own_facts, "compares what it begins with")
+    if len(values) > 1:
+        facts_by_rank = {rank: values[message] for rank, message in enumerate(messages)}
         error = DisagreementError.among(facts_by_rank, peers.world.named_briefly)
         if error is not None:
             raise error
 
 
 def require_equal_variables(peers: Peers, described: Sequence[str], of: str = "the model") -> None:
-    """Compares the dtypes and shapes of the variables of the processes, which are those `of` something.
+    """Requires that the variables of all processes have the same dtypes and shapes.
+
+    Args:
+        peers: the processes.
+        described: the dtype and shape of each variable.
+        of: what the variables belong to, for messages.
 
     Raises:
-        DisagreementError: they differ; raised in every process, with the first one that differs.
+        DisagreementError: they differ; raised in every process, with the first variable that differs.
     """
     if len(set(all_gather_object(peers, fingerprint(list(described)), "shares its variables"))) == 1:
         return
-    found = all_gather_object(peers, list(described), "shares its variables")
-    at = next(index for index, these in enumerate(itertools.zip_longest(*found)) if len(set(these)) > 1)
-    values = [these[at] if at < len(these) else "missing" for these in found]
+    by_rank = all_gather_object(peers, list(described), "shares its variables")
+    position = next(index for index, values in enumerate(itertools.zip_longest(*by_rank)) if len(set(values)) > 1)
+    values = [variables[position] if position < len(variables) else "missing" for variables in by_rank]
     raise DisagreementError(
-        f"The processes of the job disagree on {of}: variable {at + 1} is {_by_process(peers, values)}",
+        f"The processes of the job disagree on {of}: variable {position + 1} is {_by_process(peers, values)}",
         "build the same model, with the same steps, on the same data, in all processes",
     )
 
 
-def require_equal_fingerprints(peers: Peers, what: str, fingerprint: str) -> None:
-    """Compares the fingerprint of this process' data with those of the other processes; `what` names the data.
+def require_equal_fingerprints(peers: Peers, data: str, fingerprint: str) -> None:
+    """Requires that the fingerprint of the data is the same in all processes; messages call the data `data`.
 
     Raises:
         DisagreementError: they differ; raised in every process, with all fingerprints.
     """
-    _require_equal_fingerprints(peers, what, all_gather_object(peers, fingerprint, "compares its data"))
+    _require_equal_fingerprints(peers, data, all_gather_object(peers, fingerprint, "compares its data"))
 
 
-def _require_equal_fingerprints(peers: Peers, what: str, fingerprints: list[str]) -> None:
+def _require_equal_fingerprints(peers: Peers, data: str, fingerprints: list[str]) -> None:
     if len(set(fingerprints)) > 1:
         values = _by_process(peers, fingerprints)
-        raise DisagreementError(f"The processes of the job were given different {what} ({values})", GIVE_ALIKE)
+        raise DisagreementError(f"The processes of the job were given different {data} ({values})", SAME_DATA)
 
 
 def fingerprint(description: Any) -> str:
-    """A hash of 12 digits, in place of a description that is too long to show."""
+    """A hash of 12 digits, for a description that is too long to show."""
     return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

@@ -1,12 +1,12 @@
-"""How the workers of an elastic job change: all processes leave at a checkpoint, and the launcher starts new ones.
+"""How the workers of an elastic job change: all processes end at a checkpoint, and the launcher starts new ones.
 
     launcher    when the hosts have changed: sends SIGURG to the chief, until the job has ended
     chief       notes the signal; all processes continue to train
-    all         save a checkpoint, compare whether any was asked to leave, and leave with exit code 75
+    all         save a checkpoint, check whether any process received the signal, and end with exit code 75
     launcher    starts the job on the current hosts; it resumes from that checkpoint
 
-The signal does not harm a process that does not listen yet because it is still starting. If a process is killed, the
-steps since the last checkpoint are lost: the launcher ends the others, and starts the job without it.
+The signal does no harm to a process that is still starting, and does not listen yet. If a process is killed, the steps
+since the last checkpoint are lost: the launcher ends the others, and starts the job without it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from tfdist.jobs import consensus
 
 SIGNAL = signal.SIGURG
 
-_listening = False
-_told = False
+_is_listening = False
+_was_signaled = False
 
 
 def listen() -> None:
-    """Makes this process note when the launcher asks it to leave."""
-    global _listening
-    _listening = True
+    """Makes this process note the launcher's signal."""
+    global _is_listening
+    _is_listening = True
     signal.signal(SIGNAL, _note)
 
 
-def leave_if_told(peers: consensus.Peers, finish: Callable[[], None]) -> None:
-    """Ends every process of the job if any was asked to leave; all processes call it after a checkpoint.
+def end_if_signaled(peers: consensus.Peers, finish: Callable[[], None]) -> None:
+    """Ends every process of the job if any of them was signaled; all processes call it after a checkpoint.
 
     `finish` waits for the checkpoint.
     """
-    if _listening and consensus.any_of(peers, _told):
+    if _is_listening and consensus.any_of(peers, _was_signaled):
         finish()
         raise SystemExit(EXIT_RESHAPED)
 
 
 def _note(number: int, frame: Any) -> None:
-    global _told
-    _told = True
+    global _was_signaled
+    _was_signaled = True

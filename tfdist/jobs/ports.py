@@ -1,4 +1,4 @@
-"""Ports of this machine for TensorFlow's servers, which listen on every interface."""
+"""Ports of this machine for servers that listen on every interface, as TensorFlow's do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import socket
 import stat
 
 # With this variable, TensorFlow's servers use a port although another process of the same user has bound it, if that
-# process does not listen. A port can so be reserved for a process until the process ends.
+# process does not listen. So a port can be reserved for a process until the process ends.
 SHARE = "TF_GRPC_REUSE_PORT"
 
 
 def hold(port: int = 0) -> socket.socket:
     """A socket that reserves a free port, or `port`, for as long as it is open."""
-    held = _on_every_interface()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind(("", port))
-    return held
+    reserved = _on_every_interface()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("", port))
+    return reserved
 
 
 def listen(port: int, backlog: int = 128) -> socket.socket:
@@ -41,7 +41,7 @@ def listen(port: int, backlog: int = 128) -> socket.socket:
 
 
 def listen_anywhere() -> socket.socket:
-    """A socket that listens on a free port of every interface, over IPv6 too if there is IPv6."""
+    """A socket that listens on a free port of every interface, over IPv6 too if the machine supports it."""
     listener = _on_every_interface()
     listener.bind(("", 0))
     listener.listen(128)
@@ -49,7 +49,7 @@ def listen_anywhere() -> socket.socket:
 
 
 def hang_up(host: str, port: int) -> int:
-    """Ends all connections of this process to a port; returns how many there were."""
+    """Ends all connections of this process to a port; returns their number."""
     addresses = {info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     ended = 0
     for name in os.listdir("/proc/self/fd"):
@@ -65,17 +65,17 @@ def hang_up(host: str, port: int) -> int:
 
 
 def shared() -> bool:
-    """Whether another process reserves the ports of this one."""
+    """Whether another process reserves the ports of this process."""
     return os.environ.get(SHARE, "0").lower() in ("1", "true")
 
 
 def _on_every_interface() -> socket.socket:
-    """A socket for both IPv6 and IPv4 if there is IPv6."""
+    """A socket for IPv4, and for IPv6 too if the machine supports it."""
     if not _has_ipv6():
         return socket.socket(socket.AF_INET)
-    both = socket.socket(socket.AF_INET6)
-    both.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    return both
+    dual_stack = socket.socket(socket.AF_INET6)
+    dual_stack.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return dual_stack
 
 
 @functools.cache

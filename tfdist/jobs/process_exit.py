@@ -1,6 +1,6 @@
-"""What must happen when this process ends with an error, so that other processes of its job do not wait forever.
+"""Ends this process after an error so that the other processes of its job do not wait for it forever.
 
-A command that ends with an error calls `fail`; for an uncaught exception, `fail` is called automatically.
+A command that ends with an error calls `fail`; an uncaught exception calls it automatically.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tfdist.errors import TfdistError
 from tfdist.jobs import job_environment
 
 _hooks: list[Callable[[int], None]] = []
-# Closes the run, with its status and the reason, if this process ends itself.
+# Functions that close the run, with its status and the reason, if this process ends itself.
 _closers: list[Callable[[str, str], None]] = []
-# What must end before this process ends itself: the write of a checkpoint, for example.
+# Functions that wait for work that must be complete before this process ends itself, such as writing a checkpoint.
 _waits: list[Callable[[float | None], None]] = []
 SECONDS_TO_CLOSE = 3.0
-# Of the time between SIGTERM and SIGKILL; the rest is for what is to be done after the wait.
+# Fraction of the time between SIGTERM and SIGKILL; the remaining time is for the work after the wait.
 FRACTION_TO_WAIT = 0.75
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def at_failure(hook: Callable[[int], None]) -> None:
     """Registers `hook(exit_code)` to be called when this process ends with an error."""
     if not _hooks:
-        before = sys.excepthook
+        previous = sys.excepthook
 
         def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            before(kind, error, trace)
+            previous(kind, error, trace)
             fail(getattr(error, "exit_code", 1))
 
         sys.excepthook = on_exception
@@ -43,9 +43,9 @@ def at_failure(hook: Callable[[int], None]) -> None:
 
 
 def wait_before_ending(wait: Callable[[float | None], None]) -> None:
-    """Has `wait(seconds)` called before this process ends by `end_process`, SIGTERM or SIGHUP.
+    """Registers `wait(seconds)` to be called before this process ends by `end_process`, SIGTERM or SIGHUP.
 
-    `seconds` is how long it may wait; `None` is without limit.
+    `seconds` is how long it may wait; `None` sets no limit.
     """
     _waits.append(wait)
 
@@ -66,11 +66,11 @@ def closed_by(close: Callable[[str, str], None]) -> Iterator[None]:
     """
     _closers.append(close)
     # Leave out signals that are ignored, such as SIGHUP under nohup.
-    numbers = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    numbers = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     threading.Thread(target=_read_signals, args=(reader, numbers), daemon=True).start()
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in numbers:
         signal.signal(number, lambda *_: None)
     try:
@@ -78,7 +78,7 @@ def closed_by(close: Callable[[str, str], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous)
         os.close(writer)
         _closers.remove(close)
 
@@ -91,22 +91,22 @@ def _read_signals(reader: int, numbers: Sequence[int]) -> None:
     os.close(reader)
 
 
-def end_process(error: TfdistError, before: Callable[[int], None]) -> None:
+def end_process(error: TfdistError, finish: Callable[[int], None]) -> None:
     """Prints `error` and ends this process at once, from any thread, even if native code does not return.
 
-    The run is closed if that takes at most a few seconds, and the write of a checkpoint is waited for. No exit handlers
-    run. At the end, `before` is called with the exit code.
+    Closes the run, if this takes at most a few seconds, and waits until a checkpoint is written. No exit handlers run.
+    At the end, `finish` is called with the exit code.
     """
     terminal.say(f"error: {error}")
     _close("failed", error.sentence, None)
-    before(error.exit_code)
+    finish(error.exit_code)
     os._exit(error.exit_code)
 
 
 def _seconds_until_killed() -> float | None:
     """How long this process may wait after SIGTERM; `None` if the launcher has not started it."""
-    told = os.environ.get(job_environment.END_SECONDS)
-    return None if told is None else float(told) * FRACTION_TO_WAIT
+    seconds = os.environ.get(job_environment.END_SECONDS)
+    return None if seconds is None else float(seconds) * FRACTION_TO_WAIT
 
 
 def _close(status: str, reason: str, seconds: float | None) -> None:

@@ -12,25 +12,25 @@ from tfdist.jobs.task import Task
 RANK = "SLURM_PROCID"
 LOCAL_RANK = "SLURM_LOCALID"
 JOB = "SLURM_JOB_ID"
-# A step may be smaller than its job, so what is said of the step goes first.
+# A step may be smaller than its job, so the variables of the step take precedence.
 SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-# No variable of Slurm tells roles. With this one, the last so many tasks of a step are parameter servers and the
-# first is the chief.
+# Slurm has no variable for roles. This variable is the number of parameter servers: they are the last tasks of the
+# step, and the first task is the chief.
 PARAMETER_SERVERS = "TFDIST_PS"
-# Slurm gives no ports either. Each job number has 16 of these 10,000, which lie below those that Linux hands out.
+# Slurm assigns no ports either. Each job number has 16 of these 10,000, which are below Linux' ephemeral ports.
 FIRST_PORT, PORTS, PORTS_PER_JOB = 20_000, 10_000, 16
 
-# More hosts than any list names in earnest: `n[0-9999999999]` must not fill the memory.
+# A limit that no real list of hosts exceeds: `n[0-9999999999]` must not fill the memory.
 MOST_HOSTS = 100_000
 
 
 def parse(environment: Mapping[str, str]) -> tuple[int, tuple[Task, ...], str]:
-    """The rank of this process, all tasks, and the variables that say so; no tasks where there is one process.
+    """The rank of this process, all tasks, and the names of the variables; no tasks if there is one process.
 
     Raises:
-        UsageError: the variables contradict each other, or are not what Slurm writes.
+        UsageError: the variables contradict each other, or do not have Slurm's format.
     """
     size_name = _set(environment, SIZE)
     size, rank = number(environment, size_name), number(environment, RANK)
@@ -39,7 +39,7 @@ def parse(environment: Mapping[str, str]) -> tuple[int, tuple[Task, ...], str]:
     nodes_name = _set(environment, NODES)
     nodes = expand_hosts(environment[nodes_name], nodes_name)
     counts_name = next((name for name in TASKS_PER_NODE if environment.get(name)), None)
-    # Slurm itself spreads tasks evenly where it is told nothing else.
+    # By default, Slurm distributes tasks evenly.
     counts = [size // len(nodes)] * len(nodes) if counts_name is None else _expand_counts(counts_name, environment)
     if len(counts) != len(nodes) or sum(counts) != size or rank >= size:
         raise _refusal(
@@ -87,13 +87,13 @@ def _set(environment: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def expand_hosts(text: str, name: str = "the list of hosts") -> list[str]:
-    """The hosts of a list as Slurm writes it; `name` is what messages call it.
+    """The hosts of a list in Slurm's notation; messages call the list `name`.
 
     >>> expand_hosts("gpu[01-03,7],login1")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login1']
 
     Raises:
-        UsageError: a bracket or a range that cannot be.
+        UsageError: a bracket or a range is invalid.
     """
     try:
         hosts = [host for item in _split(text) for host in _expand_item(item)]
@@ -105,7 +105,7 @@ def expand_hosts(text: str, name: str = "the list of hosts") -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts of `text` between the commas that stand outside of brackets."""
+    """Splits `text` at the commas outside of brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "[") - (letter == "]")
@@ -121,22 +121,22 @@ def _split(text: str) -> list[str]:
 
 
 def _expand_item(item: str) -> list[str]:
-    head, bracket, rest = item.partition("[")
+    head, bracket, tail = item.partition("[")
     if not bracket:
         return [item]
     depth, end = 1, 0
     while depth:
-        depth += (rest[end] == "[") - (rest[end] == "]")
+        depth += (tail[end] == "[") - (tail[end] == "]")
         end += 1
-    middles = [middle for part in _split(rest[: end - 1]) for middle in _expand_range(part)]
-    tails = _expand_item(rest[end:])
+    middles = [middle for part in _split(tail[: end - 1]) for middle in _expand_range(part)]
+    tails = _expand_item(tail[end:])
     if len(middles) * len(tails) > MOST_HOSTS:
         raise ValueError(f"which names more than {MOST_HOSTS} hosts")
     return [head + middle + tail for middle in middles for tail in tails]
 
 
 def _expand_range(part: str) -> list[str]:
-    """What one part between brackets stands for; numbers keep the width that the first is written with."""
+    """The numbers of one part between brackets, with at least as many digits as the first number."""
     if "[" in part:
         return _expand_item(part)
     first, dash, last = part.partition("-")
@@ -150,17 +150,17 @@ def _expand_range(part: str) -> list[str]:
 
 
 def _expand_counts(name: str, environment: Mapping[str, str]) -> list[int]:
-    """How many tasks each node has, from a text such as `2(x3),1`."""
+    """The number of tasks on each node, from a text such as `2(x3),1`."""
     counts: list[int] = []
     for item in environment[name].split(","):
-        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item)
+        if match is None:
             raise _refusal(f"`{name}` is `{shortened(environment[name])}`, and not of the form `2(x3),1`")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
-def _refusal(what: str) -> UsageError:
+def _refusal(sentence: str) -> UsageError:
     return UsageError(
-        what, "start the processes with `srun`, all in one step, or unset Slurm's variables to train alone"
+        sentence, "start the processes with `srun`, all in one step, or unset Slurm's variables to train alone"
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# In the order of their ranks.
+# In the order of the ranks.
 ROLES = ("chief", "worker", "ps")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One process of a job: its role, its number in that role and where it listens, `host:port`."""
+    """One process of a job: its role, its index among the processes with that role, and its address `host:port`."""
 
     role: str
     index: int
@@ -32,5 +32,5 @@ class Task:
 
 
 def means_itself(host: str) -> bool:
-    """Whether every host takes this name or address for itself, such as `localhost`."""
+    """Whether this name or address stands for the local host on every host, such as `localhost`."""
     return host.lower() in ("localhost", "::1", "0.0.0.0", "::") or bool(re.fullmatch(r"127(\.[0-9]+){3}", host))

@@ -1,4 +1,4 @@
-"""The processes of a job as the variable TF_CONFIG describes them, which TensorFlow's own strategies read."""
+"""Parses the variable TF_CONFIG, which describes the processes of a job to TensorFlow's own strategies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _TaskField(BaseModel):
 
 
 class _TfConfig(BaseModel):
-    # What says nothing of who is who, such as `rpc_layer` and `environment`, is let through.
+    # Fields that do not describe processes, such as `rpc_layer` and `environment`, are allowed.
     model_config = ConfigDict(extra="ignore")
     cluster: dict[StrictStr, list[StrictStr]]
     task: _TaskField
@@ -32,7 +32,7 @@ def parse(text: str) -> tuple[int, tuple[Task, ...]]:
     """The rank of this process and all tasks, from the value of TF_CONFIG.
 
     Raises:
-        UsageError: it cannot be; the message says which field.
+        UsageError: the value is invalid; the message names the field.
     """
     try:
         config = _TfConfig.model_validate(json.loads(text))
@@ -51,13 +51,13 @@ def parse(text: str) -> tuple[int, tuple[Task, ...]]:
         listed = len(config.cluster.get(role, []))
         raise _refusal(
             f"says in `task` that this process is `{role} {index}`, and `cluster` has {listed} of the role `{role}`",
-            "the first of a role has `index` 0",
+            "the first process of a role has `index` 0",
         )
     return ranks[0], tasks
 
 
 def _described(error: Any) -> str:
-    """One of pydantic's errors as the end of a sentence about TF_CONFIG."""
+    """An error of pydantic as the end of a sentence about TF_CONFIG."""
     field = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing":
         return f"lacks `{field}`"
@@ -67,8 +67,8 @@ def _described(error: Any) -> str:
         "list_type": "a list of addresses",
         "dict_type": "an object of lists of addresses by role",
     }.get(error["type"], "an object")
-    found = shortened(json.dumps(error["input"], ensure_ascii=False))
-    return f"has `{found}` as `{field}`, which is not {kind}" if field else f"is `{found}`, which is not {kind}"
+    value = shortened(json.dumps(error["input"], ensure_ascii=False))
+    return f"has `{value}` as `{field}`, which is not {kind}" if field else f"is `{value}`, which is not {kind}"
 
 
 def _check_roles(config: _TfConfig) -> None:
@@ -86,39 +86,39 @@ def _check_roles(config: _TfConfig) -> None:
     if not any(config.cluster.values()):
         raise _refusal("has no address in `cluster`", "name every process of the job, or unset it to train alone")
     if not config.cluster.get("chief") and not config.cluster.get("worker"):
-        raise _refusal("has parameter servers alone in `cluster`", "name the chief and the workers too")
+        raise _refusal("has only parameter servers in `cluster`", "name the chief and the workers too")
 
 
 def _check_addresses(tasks: Sequence[Task]) -> None:
     owners: dict[tuple[str, int], Task] = {}
     for task in tasks:
-        found = re.fullmatch(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.%]+\]):([0-9]{1,9})", task.address)
-        who = f"`{task.address}` for {task.role} {task.index}"
-        if found is None:
+        match = re.fullmatch(r"([^\s:/\[\]]+|\[[0-9A-Fa-f:.%]+\]):([0-9]{1,9})", task.address)
+        described = f"`{task.address}` for {task.role} {task.index}"
+        if match is None:
             raise _refusal(
-                f"names {who}, which is not `host:port`",
+                f"names {described}, which is not `host:port`",
                 "write a host name or an address, an IPv6 address in brackets, then a colon and the port",
             )
-        if not 0 < int(found[2]) < 65536:
-            raise _refusal(f"names {who}, and ports go from 1 to 65535", "give the task a port that its host has free")
+        if not 0 < int(match[2]) < 65536:
+            raise _refusal(f"names {described}, and ports go from 1 to 65535", "give the task a free port of its host")
         owner = owners.setdefault((task.host.lower(), task.port), task)
         if owner is not task:
             raise _refusal(
                 f"names `{task.address}` for {owner.role} {owner.index} and for {task.role} {task.index}",
-                "give every process an address of its own; processes on one host differ by their ports",
+                "give every process its own address; processes on one host differ by their ports",
             )
     local = [task for task in tasks if means_itself(task.host)]
     others = [task for task in tasks if not means_itself(task.host)]
     if local and others:
         raise _refusal(
             f"names `{local[0].address}` for {local[0].role} {local[0].index} beside `{others[0].address}` for "
-            f"{others[0].role} {others[0].index}, and every host takes `{local[0].host}` for itself",
-            "name each host as the others reach it",
+            f"{others[0].role} {others[0].index}, and `{local[0].host}` is another machine on every host",
+            "name each host by an address at which the others reach it",
         )
 
 
 def _refusal(
-    what: str,
+    predicate: str,
     hint: str = 'write it as `{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}`',
 ) -> UsageError:
-    return UsageError(f"`{TF_CONFIG}` {what}", hint)
+    return UsageError(f"`{TF_CONFIG}` {predicate}", hint)

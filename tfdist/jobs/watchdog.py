@@ -18,12 +18,12 @@ import atexit
 import threading
 from collections.abc import Callable
 
-LOOKS = 20  # the smallest number of looks before something has waited too long
+LOOKS = 20  # how many looks without progress a timeout consists of, at least
 LONGEST_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Patience:
-    """Counts looks without progress instead of time: a process that was itself paused has not waited meanwhile.
+    """Counts looks without progress instead of time, so that time in which this process was stopped does not count.
 
     Args:
         seconds: how long there may be no progress.
@@ -38,7 +38,7 @@ class Patience:
         self._looks = 0
 
     def ends(self, moved: bool) -> bool:
-        """Whether there was no progress for too long, counting this look."""
+        """Counts a look; returns whether there has been no progress for too long."""
         self._looks = 0 if moved else self._looks + 1
         return self._looks * self.between_looks_seconds >= self._seconds
 
@@ -61,7 +61,7 @@ class Watch:
         self._seconds = seconds
         self._abort = abort
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, name="tfdist-waiting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tfdist-waiting", daemon=True)
         self._thread.start()
         # A thread must not read TensorFlow's variables while TensorFlow shuts down.
         atexit.register(self.close)
@@ -71,12 +71,12 @@ class Watch:
         self._closed.set()
         self._thread.join()
 
-    def _look_on(self) -> None:
-        patience, before = Patience(self._seconds), (0, 0)
+    def _run(self) -> None:
+        patience, counts_before = Patience(self._seconds), (0, 0)
         while not self._closed.wait(patience.between_looks_seconds):
-            now = self.counts()
-            waits = now == before and now[1] < now[0]
-            before = now
+            counts = self.counts()
+            waits = counts == counts_before and counts[1] < counts[0]
+            counts_before = counts
             if patience.ends(moved=not waits):
                 if not self.excused():
                     self._abort(f"a collective operation has waited {self._seconds:g} s for the other processes")

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist import data
 from tfdist.callbacks import memory
 from tfdist.data.spec import DataSpec
-from tfdist.groups.exchanged import Exchanged
+from tfdist.groups import ExchangeTotals
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.jobs import consensus, job_environment
@@ -189,7 +189,7 @@ class Recorder(keras.callbacks.Callback):
         found = session.record
         self._seconds_before = (found.epochs[-1].elapsed_seconds or 0.0) if found is not None and found.epochs else 0.0
         self._sent_before: int | None = None
-        self._exchanged_before: Exchanged | None = None
+        self._exchanged_before: ExchangeTotals | None = None
 
     def batches_until_hook(self, batch: int) -> int | None:
         return None

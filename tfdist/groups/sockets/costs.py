@@ -1,21 +1,21 @@
-"""What an operation costs by each algorithm, and so which one is used: a message takes `ALPHA + BETA * bytes` seconds.
+"""The cost of an operation by each algorithm, which decides between them: a message takes `ALPHA + BETA * bytes` s.
 
 With N processes the ring takes 2 (N - 1) hops, each with a part of the array:
 
     2 (N - 1) (ALPHA + BETA bytes / N)
 
-and the tree goes up and down all its levels, at each of which a process handles the array once per child:
+and the tree goes up and down all its levels. At each level, a process handles the array once per child:
 
     2 depth (ALPHA + BETA bytes children)
 
-Where hosts have several processes, the ring is one of the hosts. Those of a host meet after they have added up in their
-memory, and again after the ring, with a message up and one down for each:
+If hosts have several processes, the ring connects the hosts. The processes of a host synchronize after they have added
+in their shared memory, and again after the ring, each time with one message up and one down per process:
 
     2 (host's processes - 1) ALPHA + GAMMA bytes
 
-The constants need not be exact: where both cost about the same, it does not matter which one is used. All processes
-must choose the same one, so the choice depends on the numbers of processes and of bytes alone. `python -m
-benchmarks.exchanges` measures what comes of it.
+The constants need not be exact: if both algorithms cost about the same, the choice does not matter. All processes must
+choose the same algorithm, so the choice depends only on the numbers of processes and of bytes. `python -m
+benchmarks.exchanges` measures the result.
 
 Synopsis:
 
@@ -33,30 +33,30 @@ import functools
 
 from tfdist.groups.sockets.tree import FAN_OUT, depth
 
-ALPHA = 60e-6  # to send, to wake up the process that waits for it, and to receive
-BETA = 5e-10  # per byte: to send, receive and add what is in the cache; 10 Gbit/s take 8e-10
-GAMMA = 2.5e-10  # per byte: to write to the memory of a host, to add and to read
-# Tensors are packed into buffers whose parts in the ring are at least as large as this, so that a hop takes about half
-# of its time for the bytes at least.
+ALPHA = 60e-6  # to send, to wake up the waiting process, and to receive
+BETA = 5e-10  # per byte: to send, receive and add data in the cache; a network of 10 Gbit/s takes 8e-10
+GAMMA = 2.5e-10  # per byte: to write to the shared memory of a host, to add and to read
+# Tensors are packed into buffers whose parts in the ring have at least this size, so that at least about half of the
+# time of a hop is for the bytes.
 PART_BYTES = 1 << 17
 BUFFER_BYTES = 1 << 20
 
 
 @functools.cache
 def longest_by_tree(size: int, hosts: int) -> int:
-    """The number of bytes up to which the tree is faster; what the ring carries has begun in the tree without bytes.
+    """The number of bytes up to which the tree is faster, though the ring also begins with a header in the tree.
 
-    Each of `size` processes adds up by itself if there are as many `hosts`; with fewer, those of a host share memory.
+    With as many `hosts` as processes, each process adds for itself; with fewer, those of a host share memory.
     """
     messages, seconds_per_byte = 2 * (hosts - 1), BETA * 2 * (hosts - 1) / hosts
     if hosts < size:
         meetings = 1 if hosts == 1 else 2
         messages += meetings * 2 * (-(-size // hosts) - 1)
         seconds_per_byte += GAMMA
-    of_tree = BETA * 2 * depth(size) * min(FAN_OUT, size - 1)
-    return int(messages * ALPHA / (of_tree - seconds_per_byte))
+    tree_seconds_per_byte = BETA * 2 * depth(size) * min(FAN_OUT, size - 1)
+    return int(messages * ALPHA / (tree_seconds_per_byte - seconds_per_byte))
 
 
 def buffer_bytes(size: int) -> int:
-    """The size of the buffers in which gradients are added up."""
+    """The size of the buffers in which gradients are summed."""
     return max(BUFFER_BYTES, size * PART_BYTES)

@@ -1,24 +1,24 @@
-"""Processes of one host add up in memory that they share; one process of each host exchanges sums with other hosts.
+"""Processes of one host add arrays in shared memory; one process of each host exchanges sums with other hosts.
 
-An array is added up in rounds, so that the memory need not hold it at once. The memory has two halves, which take
-turns, each with a slot for every process of the host and one for the sums:
+An array is added in rounds, so that the memory need not hold it at once. The memory has two halves, which take turns,
+each with a slot for every process of the host and one for the sums:
 
-    put       each process writes what it brings into its slot, but for the share that it adds up itself
-    meet      no process goes on before all of the host are here
-    add       each process adds up its share of the round, from its own array and the slots of the others
+    put       each process writes its values into its slot, except for the share that it adds itself
+    meet      no process continues before all of the host are here
+    add       each process adds its share of the round, from its own array and the slots of the others
     put, meet of the next round
-    exchange  the first process of the host adds up the sums of the hosts around a ring, and all of the host meet again
+    exchange  the first process of the host sums over the hosts around a ring, and all of the host meet again
     take      each process reads the sums
 
-With one meeting between two of its steps, a process that writes into a half is at most one round ahead of one that
-still reads, which is in the other half. All wait on sockets: a process that has gone hangs up, and one that is silent
-is found as in the ring. Every element is added in the order of the ranks of a host, and around one ring by all hosts,
-so that the bits are the same everywhere, and do not depend on the rounds.
+With one meeting between two of its steps, a process that writes into a half is at most one round ahead of a process
+that still reads, which is in the other half. All wait on sockets: a process that has gone hangs up, and a silent one is
+noticed as in the ring. Every element is added in the order of the ranks of a host, and around one ring by all hosts, so
+that the result is bitwise identical in all processes, and does not depend on the rounds.
 
 The shared memory consists of pages without a file, which the kernel frees with the last process. One process creates
-it, and tells the others where they find it. What they find has the name of a token that only the members of the job
-know: two containers may have the same host name, and number their processes alike, but the memory of another container
-is not found, and what is found in its place has another name.
+it, and sends the others the path and a token, which is part of the name of the memory and known only to the job. Two
+containers may have the same host name and the same process numbers: a process of another container then finds nothing
+at the path, or something with another name.
 
 Synopsis:
 
@@ -57,14 +57,14 @@ from tfdist.groups.sockets.operations import (
 )
 from tfdist.groups.sockets.ring import Ring
 from tfdist.groups.sockets.session import Link, Session
-from tfdist.groups.sockets.tree import Tree, children, depth, parents
+from tfdist.groups.sockets.tree import Tree, children, depth, level, parents
 
 TOKEN_BYTES = 16
-PLACE = struct.Struct(f"!II{TOKEN_BYTES}s")  # the process, its descriptor of the memory, the token
+PLACE = struct.Struct(f"!II{TOKEN_BYTES}s")  # the process ID, the file descriptor of the memory, the token
 
 
 class Offer:
-    """Says where the memory of a process is found, for as long as it is not closed.
+    """Lets other processes attach the memory of this process until it is closed.
 
     Attributes:
         message: for `attach` in other processes.
@@ -75,12 +75,12 @@ class Offer:
         self._descriptor = descriptor
 
     def close(self) -> None:
-        """The memory remains to those that have attached it."""
+        """Ends the offer; processes that have attached the memory keep it."""
         os.close(self._descriptor)
 
 
 def create(size_bytes: int) -> tuple[mmap.mmap, Offer]:
-    """Memory of zeros, which takes up a page once it is written to.
+    """Creates shared memory filled with zeros; a page takes up space once it is written to.
 
     Raises:
         OSError: this system has none.
@@ -98,20 +98,20 @@ def create(size_bytes: int) -> tuple[mmap.mmap, Offer]:
 
 
 def attach(message: bytes, size_bytes: int) -> mmap.mmap:
-    """The memory that a process of this host has created, by the `message` of its offer.
+    """The memory that another process of this host has created, by the `message` of its offer.
 
     Raises:
-        OSError: it is not found; the other process is on another host, or in another container.
+        OSError: there is no such memory; the other process is on another host, or in another container.
     """
     process, descriptor, token = PLACE.unpack(message)
     path = f"/proc/{process}/fd/{descriptor}"
-    if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":  # by its name alone: to open it could block
+    if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":  # check the name first: opening another file may block
         raise OSError("this host has no such memory")
-    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    attached = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mmap.mmap(own, size_bytes)
+        return mmap.mmap(attached, size_bytes)
     finally:
-        os.close(own)
+        os.close(attached)
 
 
 def _name(token: bytes) -> str:
@@ -120,70 +120,69 @@ def _name(token: bytes) -> str:
 
 ROUND_BYTES = 1 << 21  # small enough for a round to stay in the processor's cache
 SMALLEST_ROUND_BYTES = 1 << 17
-LARGEST_MEMORY_BYTES = 1 << 26  # of a host with so many processes that they take turns more often
+LARGEST_MEMORY_BYTES = 1 << 26  # of a host with so many processes that its rounds must be smaller
 LARGEST_ELEMENT_BYTES = 16
 MOST_OF_ONE_HOST = 256
 
 
 def by_host(hosts: Sequence[str]) -> list[range]:
-    """The ranks of each host; if those of one do not follow each other, each process is on a host of its own."""
+    """The ranks of each host; if those of one host are not consecutive, each process counts as a host of its own."""
     cuts = [0, *itertools.accumulate(len(list(group)) for _, group in itertools.groupby(hosts))]
-    found = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
-    if len(set(hosts)) < len(found) or max(map(len, found)) > MOST_OF_ONE_HOST:
+    parts = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
+    if len(set(hosts)) < len(parts) or max(map(len, parts)) > MOST_OF_ONE_HOST:
         return [range(rank, rank + 1) for rank in range(len(hosts))]
-    return found
+    return parts
 
 
 def connect(session: Session, tree: Tree, connections: Connections, seconds: float) -> Hosts | None:
-    """What the processes of this job share on their hosts; all of them call it.
+    """Connects the processes of each host, and the hosts with each other; all processes call it.
 
-    `None`, in all of them, if no host has two processes, or if those of one host find no common memory.
+    Returns `None`, in all of them, if no host has two processes, or if those of one host find no shared memory.
     """
     world = session.world
     parts = by_host([task.host for task in world.tasks])
     if len(parts) == world.world_size:
         return None
     place = Place(parts, world.rank)
-
-    memory, found = _common_memory(tree, place), None
+    memory, hosts = _shared_memory(tree, place), None
     if memory is None:
         return None
     with contextlib.suppress(OSError):
-        found = _linked(session, tree, connections, place, memory, seconds)
-    if _all_say(tree, found is not None):
-        return found
-    for link in () if found is None else found.links:
+        hosts = _linked(session, tree, connections, place, memory, seconds)
+    if _is_true_for_all(tree, hosts is not None):
+        return hosts
+    for link in () if hosts is None else hosts.links:
         link.connection.close()
     return None
 
 
-def _all_say(tree: Tree, is_so: bool) -> bool:
-    return all(_exchanged(tree, b"yes" if is_so else b""))
+def _is_true_for_all(tree: Tree, value: bool) -> bool:
+    return all(_exchange(tree, b"yes" if value else b""))
 
 
-def _exchanged(tree: Tree, message: bytes) -> list[bytes]:
+def _exchange(tree: Tree, message: bytes) -> list[bytes]:
     """The messages of all processes before their first operation."""
-    found = tree.exchange(Operation(0, EXCHANGE, 0), message, sys.maxsize)
-    assert found is not None
-    return found
+    messages = tree.exchange(Operation(0, EXCHANGE, 0), message, sys.maxsize)
+    assert messages is not None
+    return messages
 
 
-def _common_memory(tree: Tree, place: Place) -> np.ndarray | None:
-    """The memory of this host, `place.memory_shape` uint8; `None` if a process of the job does not find its own."""
+def _shared_memory(tree: Tree, place: Place) -> np.ndarray | None:
+    """The memory of this host, `place.memory_shape` uint8; `None` if a process of the job does not find its memory."""
     size, memory = math.prod(place.memory_shape), None
     with contextlib.ExitStack() as stack:
-        offer = b""
-        if place.leads:
+        message = b""
+        if place.is_leader:
             with contextlib.suppress(OSError):
-                memory, offered = create(size)
-                stack.callback(offered.close)
-                offer = offered.message
-        offers = _exchanged(tree, offer)
-        if not place.leads and offers[place.own.start]:
+                memory, offer = create(size)
+                stack.callback(offer.close)
+                message = offer.message
+        messages = _exchange(tree, message)
+        if not place.is_leader and messages[place.own.start]:
             with contextlib.suppress(OSError):
-                memory = attach(offers[place.own.start], size)
-        everywhere = _all_say(tree, memory is not None)
-    if memory is None or not everywhere:
+                memory = attach(messages[place.own.start], size)
+        is_attached = _is_true_for_all(tree, memory is not None)
+    if memory is None or not is_attached:
         return None
     return np.frombuffer(memory, np.uint8).reshape(place.memory_shape)
 
@@ -193,10 +192,10 @@ def _linked(
 ) -> Hosts:
     """Makes the connections on a host, and those between the leaders."""
     first, size = place.own.start, len(place.own)
-    above = [Origin(HOST, first + each) for each in parents(place.index, size)]
-    below = [Origin(HOST, first + each) for each in children(place.index, size)]
+    above = [Origin(HOST, first + parent) for parent in parents(place.index, size)]
+    below = [Origin(HOST, first + child) for child in children(place.index, size)]
     following = previous = None
-    if place.leads and len(place.parts) > 1:
+    if place.is_leader and len(place.parts) > 1:
         following = Origin(HOSTS, place.parts[(place.number + 1) % len(place.parts)].start)
         previous = Origin(HOSTS, place.parts[place.number - 1].start)
     opened, accepted = open_and_accept(
@@ -222,20 +221,20 @@ def _linked(
 
 
 class Place:
-    """Where a process is among the hosts.
+    """The position of a process among the hosts.
 
     Args:
         parts: the ranks of each host.
-        rank: of the process.
+        rank: the rank of the process.
 
     Attributes:
-        number: of the host.
-        own: the ranks of the host.
-        index: of the process on its host.
-        leads: whether it is the first of its host.
+        number: the number of its host.
+        own: the ranks of its host.
+        index: the number of the process on its host.
+        is_leader: whether it is the first process of its host.
         levels: the depth of the tree of the largest host.
-        share: the ranks whose parts this process adds up.
-        round_bytes: what is added up at once, but for one element more of each part.
+        share: the ranks whose parts this process adds.
+        round_bytes: the size of a round, without the one element that it may have more of each part.
     """
 
     def __init__(self, parts: Sequence[range], rank: int):
@@ -243,36 +242,36 @@ class Place:
         self.number = next(number for number, part in enumerate(parts) if rank in part)
         self.own = parts[self.number]
         self.index = rank - self.own.start
-        self.leads = self.index == 0
+        self.is_leader = self.index == 0
         self.levels = depth(max(map(len, parts)))
         begin, end = even_cuts(parts[-1].stop, len(self.own))[self.index : self.index + 2]
         self.share = range(begin, end)
-        of_each = LARGEST_MEMORY_BYTES // (2 * (max(map(len, parts)) + 1))  # the same rounds on all hosts
-        self.round_bytes = max(SMALLEST_ROUND_BYTES, min(ROUND_BYTES, of_each))
+        slot_bytes = LARGEST_MEMORY_BYTES // (2 * (max(map(len, parts)) + 1))  # the same on all hosts
+        self.round_bytes = max(SMALLEST_ROUND_BYTES, min(ROUND_BYTES, slot_bytes))
 
     @property
     def memory_shape(self) -> tuple[int, int, int]:
-        """Of the memory of the host in bytes: two halves, a slot for each process and one for the sums."""
+        """The shape of the host's memory in bytes: two halves, a slot for each process and one for the sums."""
         largest = self.round_bytes + LARGEST_ELEMENT_BYTES * self.parts[-1].stop
         return 2, len(self.own) + 1, -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Hosts:
-    """What a process shares with those of its host, and its connections with them and with those of other hosts.
+    """The shared memory of a process's host, and its links to the processes of its host and to other hosts.
 
     Args:
-        session: of the process.
-        tree: of the job.
-        place: of the process.
-        memory: of the host, `place.memory_shape` uint8.
-        above: the connection with its parent in a tree of the host's processes; none in its leader.
-        below: the connections with its children.
-        ring: of the leaders, in a leader of several hosts.
+        session: the session of the process.
+        tree: the tree of the job.
+        place: the position of the process.
+        memory: the memory of the host, `place.memory_shape` uint8.
+        above: the link to its parent in a tree of the host's processes; none in the leader.
+        below: the links to its children.
+        ring: the ring of the leaders, in the leader of one of several hosts.
 
     Attributes:
-        neighbours: the links with its parent and its children.
-        links: these, and those of the ring.
-        count: of the hosts.
+        neighbours: the links to its parent and its children.
+        links: these, and the links of the ring.
+        count: the number of hosts.
     """
 
     def __init__(
@@ -292,99 +291,99 @@ class Hosts:
         self.count = len(place.parts)
         self._slots = memory
         self._turn = 0
-        # Those next to a silent process give up first, so that the error that goes through the tree names it.
-        level = len(_levels(place))
-        self._later_below, self._later_above = place.levels - level - 1, place.levels + level
+        # The neighbours of a silent process give up first, so that the error that goes through the tree names it.
+        own_level = level(place.index, len(place.own))
+        self._later_below, self._later_above = place.levels - own_level - 1, place.levels + own_level
         if self.count > 1:
             self._later_above += 2 * place.levels
 
     def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """The sum of an array over the processes; bit by bit the same in all of them."""
+        """The sum of an array over the processes, bitwise identical in all of them."""
         flat = np.asarray(values, order="C").reshape(-1)
         total = np.empty_like(flat)
         cuts = even_cuts(flat.size, self._session.world.world_size)
-        for one, sums in self._added(operation, flat, cuts, scattered=False):
-            for source, place in zip(*one, strict=True):
+        for round_, sums in self._added(operation, flat, cuts, scattered=False):
+            for source, place in zip(*round_, strict=True):
                 total[source] = sums[place]
         return total.reshape(values.shape)
 
     def sum_part(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
+        """Part `rank` of the sum of an array `[size * n, ...]`: `[n, ...]`, bitwise identical to that part of `sum`.
 
-        If the number of rows is not a multiple of `size`, the last ones belong to no part.
+        If the number of rows is not a multiple of `size`, the last rows belong to no part.
         """
         flat = np.asarray(values, order="C").reshape(-1)
         size, rank = self._session.world.world_size, self._place.rank
         shape = (len(values) // size, *values.shape[1:])
         total, cuts = np.empty(math.prod(shape), flat.dtype), even_cuts(math.prod(shape) * size, size)
-        for one, sums in self._added(operation, flat, cuts, scattered=True):
-            source = one.sources[rank]
-            total[source.start - cuts[rank] : source.stop - cuts[rank]] = sums[one.places[rank]]
+        for round_, sums in self._added(operation, flat, cuts, scattered=True):
+            source = round_.sources[rank]
+            total[source.start - cuts[rank] : source.stop - cuts[rank]] = sums[round_.places[rank]]
         return total.reshape(shape)
 
     def gather(self, lengths: Sequence[int], message: Body) -> np.ndarray:
-        """The messages of all processes, whose lengths are known, one after the other: `[sum(lengths)]` uint8."""
+        """The messages of all processes, whose lengths are known, concatenated: `[sum(lengths)]` uint8."""
         cuts = [0, *itertools.accumulate(lengths)]
-        whole, mine = np.empty(cuts[-1], np.uint8), np.frombuffer(message, np.uint8)
+        whole, own = np.empty(cuts[-1], np.uint8), np.frombuffer(message, np.uint8)
         rank = self._place.rank
-        for one in rounds(cuts, self._place.round_bytes):
+        for round_ in rounds(cuts, self._place.round_bytes):
             self._turn += 1
-            joined, source = self._sums(np.dtype(np.uint8)), one.sources[rank]
-            joined[one.places[rank]] = mine[source.start - cuts[rank] : source.stop - cuts[rank]]
+            joined, source = self._sums(np.dtype(np.uint8)), round_.sources[rank]
+            joined[round_.places[rank]] = own[source.start - cuts[rank] : source.stop - cuts[rank]]
             self._meet()
-            self._between_hosts(joined, one, add=False, share=True)
-            for source, place in zip(*one, strict=True):
+            self._between_hosts(joined, round_, add=False, share=True)
+            for source, place in zip(*round_, strict=True):
                 whole[source] = joined[place]
         return whole
 
     def _added(
         self, operation: Operation, flat: np.ndarray, cuts: Sequence[int], scattered: bool
     ) -> Iterator[tuple[Round, np.ndarray]]:
-        """Each round, with the sums of all parts; of this process' part alone if they are to be `scattered`."""
-        of_all = rounds(cuts, self._place.round_bytes // flat.itemsize)
-        several = self.count > 1
-        self._put(flat, of_all[0], self._turn + 1)
+        """Each round, with the sums of all parts; only of this process's part if they are to be `scattered`."""
+        all_rounds = rounds(cuts, self._place.round_bytes // flat.itemsize)
+        self._put(flat, all_rounds[0], self._turn + 1)
         self._tree.agree(operation)
-        for number, one in enumerate(of_all, 1):
+        for number, round_ in enumerate(all_rounds, 1):
             self._turn += 1
             sums = self._sums(flat.dtype)
-            self._add(flat, one, sums)
-            if number < len(of_all):
-                self._put(flat, of_all[number], self._turn + 1)
-            if several or not scattered or number < len(of_all):  # else this process takes only what it has added
+            self._add(flat, round_, sums)
+            if number < len(all_rounds):
+                self._put(flat, all_rounds[number], self._turn + 1)
+            # At the end of a scattered sum on one host, a process takes only what it has added itself.
+            if self.count > 1 or not scattered or number < len(all_rounds):
                 self._meet()
-            self._between_hosts(sums, one, add=True, share=not scattered)
-            yield one, sums
+            self._between_hosts(sums, round_, add=True, share=not scattered)
+            yield round_, sums
 
-    def _put(self, flat: np.ndarray, one: Round, turn: int) -> None:
-        """Writes what the others of the host add up."""
+    def _put(self, flat: np.ndarray, round_: Round, turn: int) -> None:
+        """Writes the values that the others of the host add."""
         slot = self._slots[turn % 2, self._place.index].view(flat.dtype)
-        for rank, (source, place) in enumerate(zip(*one, strict=True)):
+        for rank, (source, place) in enumerate(zip(*round_, strict=True)):
             if rank not in self._place.share:
                 slot[place] = flat[source]
 
-    def _add(self, flat: np.ndarray, one: Round, sums: np.ndarray) -> None:
-        """Adds up the share of this process, in the order of the ranks."""
+    def _add(self, flat: np.ndarray, round_: Round, sums: np.ndarray) -> None:
+        """Adds the share of this process, in the order of the ranks."""
         slots = self._slots[self._turn % 2].view(flat.dtype)
         for rank in self._place.share:
-            source, place = one.sources[rank], one.places[rank]
-            brought = [slots[index][place] for index in range(len(self._place.own))]
-            brought[self._place.index] = flat[source]
+            source, place = round_.sources[rank], round_.places[rank]
+            values = [slots[index][place] for index in range(len(self._place.own))]
+            values[self._place.index] = flat[source]
             total = sums[place]
-            if len(brought) == 1:
-                total[...] = brought[0]
-            for index, other in enumerate(brought[1:]):
-                add_into(total, total if index else brought[0], other)
+            if len(values) == 1:
+                total[...] = values[0]
+            for index, other in enumerate(values[1:]):
+                add_into(total, total if index else values[0], other)
 
     def _sums(self, dtype: np.dtype) -> np.ndarray:
         return self._slots[self._turn % 2, -1].view(dtype)
 
-    def _between_hosts(self, sums: np.ndarray, one: Round, add: bool, share: bool) -> None:
-        """Exchanges the sums, or what the processes of each host have joined, with the other hosts."""
+    def _between_hosts(self, sums: np.ndarray, round_: Round, add: bool, share: bool) -> None:
+        """Exchanges the sums, or the joined messages of the processes of each host, with the other hosts."""
         if self.count == 1:
             return
         if self._ring is not None:
-            parts = slices([*(one.places[host.start].start for host in self._place.parts), one.places[-1].stop])
+            parts = slices([*(round_.places[host.start].start for host in self._place.parts), round_.places[-1].stop])
             if add:
                 self._ring.add_parts(sums, sums, parts)
             if share:
@@ -399,13 +398,3 @@ class Hosts:
         self._tree.signal(operation, [], self._below, self._later_below)
         self._tree.signal(operation, self._above, self._above, self._later_above)
         return self._tree.signal(operation, self._below, [], 0)
-
-
-def _levels(place: Place) -> list[int]:
-    """The processes above one in the tree of its host."""
-    found: list[int] = []
-    index = place.index
-    while above := parents(index, len(place.own)):
-        found += above
-        index = above[0]
-    return found

@@ -1,7 +1,7 @@
-"""Messages from one process to another: what they are made of, and those that wait to be received.
+"""Messages from one process to another: their format, and the messages that wait to be received.
 
-A message is a header of fixed size, with the tag, the dtype and the shape, and then the memory of the array. So a
-receiver has to know none of them beforehand.
+A message is a header of fixed size with the tag, the dtype and the shape, followed by the memory of the array. So a
+receiver needs to know none of these in advance.
 
 Synopsis:
 
@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (NumPy then knows bfloat16 by its name)
+import ml_dtypes  # noqa: F401 (makes the name bfloat16 known to NumPy)
 import numpy as np
 
 from tfdist.errors import UsageError
 
 MOST_AXES = 64  # of NumPy's arrays
-NAME_NUMBERS = 4  # the name of a dtype
+NAME_NUMBERS = 4  # int64 numbers that contain the name of a dtype
 HEADER_NUMBERS = 2 + NAME_NUMBERS + MOST_AXES
 
 
 def sendable(array: Any) -> np.ndarray:
-    """`array`, which may be a tensor, as one that lies in memory in one piece.
+    """`array`, which may be a tensor, as a C-contiguous array in native byte order.
 
     Raises:
-        UsageError: it holds strings or objects.
+        UsageError: it contains strings or objects.
     """
     values = np.asarray(array, order="C")
     if values.dtype.kind in "OSUM" or values.dtype.names:
@@ -47,19 +47,19 @@ def header(values: np.ndarray, tag: int) -> np.ndarray:
 
 
 def space_for(numbers: np.ndarray) -> tuple[int, np.ndarray]:
-    """The tag that a header names, and an array for the values of its message."""
+    """The tag of a header, and an empty array for the values of its message."""
     name = numbers[1 : 1 + NAME_NUMBERS].tobytes().rstrip(b"\0").decode()
     axes, *shape = numbers[1 + NAME_NUMBERS :].tolist()
     return int(numbers[0]), np.empty(shape[:axes], np.dtype(name))
 
 
 def memory(values: np.ndarray) -> memoryview:
-    """The memory of an array that lies in one piece, as bytes."""
+    """The memory of a contiguous array, as bytes."""
     return memoryview(values.reshape(-1).view(np.uint8).data)
 
 
 class Mailbox:
-    """The messages that have come, by sender and tag, each in the order in which they were sent."""
+    """The messages that have arrived, by sender and tag, each in the order in which they were sent."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, int], deque[np.ndarray]] = {}
@@ -71,7 +71,7 @@ class Mailbox:
         return (rank, tag) in self._waiting
 
     def take(self, rank: int, tag: int) -> np.ndarray:
-        """The first message from `rank` with `tag`, of which there is one."""
+        """Removes and returns the first message from `rank` with `tag`; there must be one."""
         waiting = self._waiting[rank, tag]
         values = waiting.popleft()
         if not waiting:
@@ -79,15 +79,15 @@ class Mailbox:
         return values
 
     def senders(self, tag: int) -> list[int]:
-        """The ranks from which a message with `tag` has come."""
-        return sorted(rank for rank, of_message in self._waiting if of_message == tag)
+        """The ranks from which a message with `tag` has arrived."""
+        return sorted(rank for rank, waiting_tag in self._waiting if waiting_tag == tag)
 
 
 class Arriving:
     """The message of a process that is being read, in pieces of any size.
 
     Attributes:
-        space: the memory that what comes next is to fill.
+        space: the memory that the next data must fill.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class Arriving:
 
     def _begin(self) -> None:
         self._header = np.empty(HEADER_NUMBERS, np.int64)
-        self._message: tuple[int, np.ndarray] | None = None  # unknown before the header is there
+        self._message: tuple[int, np.ndarray] | None = None  # unknown until the header is complete
         self.space = memory(self._header)
 
     def filled(self, count: int) -> tuple[int, np.ndarray] | None:
-        """The tag and the values of the message if it is complete, after `count` bytes more of `space` are filled."""
+        """Notes that the next `count` bytes of `space` are filled; returns tag and values of a complete message."""
         self.space = self.space[count:]
         if not self.space and self._message is None:
             self._message = space_for(self._header)

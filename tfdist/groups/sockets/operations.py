@@ -1,4 +1,4 @@
-"""What a process does in its turn: the header that goes before each collective operation, and before an error.
+"""Collective operations: their header, which also precedes an error, and how arrays are divided and added.
 
 Synopsis:
 
@@ -8,13 +8,13 @@ Synopsis:
     >>> print(Operation.read(header)[0])
     a tensor of 40 bytes
 
-Two arrays are added in their own type, with the results that NumPy's own additions have. An array is cut into a part
+Two arrays are added in their own dtype, with the results of NumPy's own additions. An array is divided into one part
 per process, and the parts into rounds:
 
     >>> even_cuts(7, 3)
     [0, 2, 4, 7]
-    >>> for one in rounds([0, 4, 4, 12], most=6):
-    ...     print(one.sources, one.places)
+    >>> for round_ in rounds([0, 4, 4, 12], most=6):
+    ...     print(round_.sources, round_.places)
     [slice(0, 2, None), slice(4, 4, None), slice(4, 8, None)] [slice(0, 2, None), slice(2, 2, None), slice(2, 6, None)]
     [slice(2, 4, None), slice(4, 4, None), slice(8, 12, None)] [slice(0, 2, None), slice(2, 2, None), slice(2, 6, None)]
 """
@@ -22,25 +22,25 @@ per process, and the parts into rounds:
 from __future__ import annotations
 
 import itertools
-import json
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tfdist.errors import ClusterError, DisagreementError
+from tfdist.errors import ClusterError
+from tfdist.jobs.connections import SentError
 
 
 class Round(NamedTuple):
-    """A piece of each process' part: its place in the whole array, and in the memory that holds one round."""
+    """A piece of each process's part: its place in the whole array, and in the memory of one round."""
 
     sources: list[slice]
     places: list[slice]
 
 
 def even_cuts(count: int, size: int) -> list[int]:
-    """The bounds of `size` parts, of about one length, of `count` elements."""
+    """The bounds of `size` parts of `count` elements, which have about the same length."""
     return [count * index // size for index in range(size + 1)]
 
 
@@ -52,22 +52,22 @@ def slices(cuts: Sequence[int]) -> list[slice]:
 def rounds(cuts: Sequence[int], most: int) -> list[Round]:
     """One or more rounds of up to `most` elements, each with the same fraction of every part between two `cuts`.
 
-    The fractions are rounded, so that a round may have up to one element more of each part.
+    The fractions are rounded, so a round may have up to one element more of each part.
     """
     lengths = [end - begin for begin, end in itertools.pairwise(cuts)]
     count = max(1, -(-cuts[-1] // most))
-    found = []
+    result = []
     for index in range(count):
         pieces = [(length * index // count, length * (index + 1) // count) for length in lengths]
         sources = [slice(start + begin, start + end) for start, (begin, end) in zip(cuts, pieces, strict=False)]
         places = slices([0, *itertools.accumulate(end - begin for begin, end in pieces)])
-        found.append(Round(sources, places))
-    return found
+        result.append(Round(sources, places))
+    return result
 
 
 def add_into(total: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Writes `first + second` into `total`; all have one shape and one type."""
-    if total.dtype.name == "bfloat16":  # added as such it takes up to twice as long
+    """Writes `first + second` into `total`; all have the same shape and dtype."""
+    if total.dtype.name == "bfloat16":  # adding bfloat16 itself takes up to twice as long
         np.add(first, second, out=total, dtype=np.float32, casting="unsafe")
     else:
         np.add(first, second, out=total)
@@ -75,7 +75,7 @@ def add_into(total: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
 
 Body = bytes | bytearray | memoryview
 
-# The number of the operation, its kind, its size in bytes, and how many bytes follow at once.
+# The number of the operation, its kind, its size in bytes, and the size in bytes of the body that follows.
 HEADER = struct.Struct("<QQQQ")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, EXCHANGE, ERROR, MEETING = range(6)
 NAMES = {
@@ -87,12 +87,12 @@ NAMES = {
 
 
 class Operation(NamedTuple):
-    """A collective operation, which is equal in all processes.
+    """A collective operation, which must be equal in all processes.
 
     Attributes:
-        number: how many this process has begun.
+        number: how many operations this process has begun.
         kind: such as `ALL_REDUCE`.
-        size_bytes: of what all processes bring alike: of a tensor that is added, or of one row of those gathered.
+        size_bytes: the size that is the same in all processes: that of a tensor to be added, or of one gathered row.
     """
 
     number: int
@@ -104,22 +104,21 @@ class Operation(NamedTuple):
 
     @classmethod
     def read(cls, header: bytes | bytearray) -> tuple[Operation, int]:
-        """The operation of a header, and how many bytes follow it."""
+        """The operation of a header, and the size of its body in bytes."""
         number, kind, size_bytes, body_bytes = HEADER.unpack(header[: HEADER.size])
         return cls(number, kind, size_bytes), body_bytes
 
     def __str__(self) -> str:
-        what = NAMES.get(self.kind, "something else")
-        return what if self.kind == EXCHANGE else f"{what} of {self.size_bytes} bytes"
+        name = NAMES.get(self.kind, "something else")
+        return name if self.kind == EXCHANGE else f"{name} of {self.size_bytes} bytes"
 
 
 def error_frame(error: ClusterError) -> bytes:
-    """A header of the kind `ERROR`, and `error`, for processes that wait for the header of an operation."""
-    body = json.dumps([isinstance(error, DisagreementError), error.sentence, error.hint]).encode()
+    """An error as a frame of the kind `ERROR`, for processes that wait for the header of an operation."""
+    body = SentError.of(error).model_dump_json().encode()
     return Operation(0, ERROR, 0).header(len(body)) + body
 
 
 def error_of(body: bytes | bytearray) -> ClusterError:
     """The error that another process has sent."""
-    disagrees, sentence, hint = json.loads(body)
-    return (DisagreementError if disagrees else ClusterError)(sentence, hint)
+    return SentError.model_validate_json(body).error()

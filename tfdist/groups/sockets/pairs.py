@@ -1,8 +1,8 @@
-"""Messages from one process to another, each sender on a connection of its own, made when it is first used.
+"""Messages from one process to another, each sender on its own connection, which is opened when it is first used.
 
-A process that receives opens a connection with the sender too: no message comes over it, but it ends when the sender
-does. Who waits here, for whatever, also accepts connections and reads what comes by them, so that two processes which
-send to each other at once do not deadlock.
+A process that receives opens a connection to the sender too: no message comes over it, but it ends when the sender
+ends. While a process waits here, for any reason, it also accepts connections and reads from them, so that two processes
+which send to each other at the same time do not deadlock.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import numpy as np
 
 from tfdist.groups.sockets import messages
 from tfdist.groups.sockets.connections import PAIR, Addresses, Listener, Origin
-from tfdist.groups.sockets.session import PIECE_BYTES, READABLE, WRITABLE, Session, hung_up, reason, wait
+from tfdist.groups.sockets.session import PIECE_BYTES, READABLE, WRITABLE, Session, reason, wait
+from tfdist.jobs.connections import hung_up
 
 
 class Pairs:
     """The connections of a process with those to which it sends, and from which it receives.
 
     Args:
-        session: of the process.
+        session: the session of the process.
         listener: accepts the connections of others.
-        addresses: of all others.
-        mailbox: takes the messages that come.
+        addresses: where all others listen.
+        mailbox: takes the messages that arrive.
     """
 
     def __init__(self, session: Session, listener: Listener, addresses: Addresses, mailbox: messages.Mailbox):
@@ -42,7 +43,7 @@ class Pairs:
         return iter((*self._opened.values(), *self._accepted.values()))
 
     def post(self, values: np.ndarray, to: int, tag: int) -> None:
-        """Sends a message, and puts those that come meanwhile into the mailbox."""
+        """Sends a message; messages that arrive in the meantime go to the mailbox."""
         self.take_in()  # finds out whether the receiver has gone
         self._open(to)
         patience = self._session.patience()
@@ -51,25 +52,25 @@ class Pairs:
             while data:
                 sent = self._send(to, data)
                 data = data[sent:]
-                moved = bool(sent) or self._look_for(to, WRITABLE, patience.between_looks_seconds)
+                moved = bool(sent) or self._wait_for(to, WRITABLE, patience.between_looks_seconds)
                 patience = self._session.waited(patience, moved, [to])
 
     def await_message(self, rank: int, tag: int) -> None:
-        """Puts the messages that come into the mailbox, until it has one from `rank` with `tag`."""
+        """Puts arriving messages into the mailbox until it has one from `rank` with `tag`."""
         patience = self._session.patience()
         while not self._mailbox.has(rank, tag):
             self._open(rank)
             self._require_sender(rank, tag)
-            moved = self._look_for(rank, READABLE, patience.between_looks_seconds)
+            moved = self._wait_for(rank, READABLE, patience.between_looks_seconds)
             patience = self._session.waited(patience, moved, [rank])
 
     def take_in(self) -> None:
-        """Puts the messages that have come into the mailbox."""
+        """Puts the messages that have arrived into the mailbox."""
         while self._read_ready(0.0):
             pass
 
     def _open(self, rank: int) -> None:
-        """Opens the connection with `rank`, if there is none."""
+        """Opens the connection to `rank`, if there is none."""
         patience = self._session.patience()
         while rank not in self._opened and rank not in self._gone:
             try:
@@ -81,7 +82,7 @@ class Pairs:
             self._read_ready(0.0)
 
     def _send(self, to: int, data: memoryview) -> int:
-        self._require_there(to)
+        self._require_not_gone(to)
         try:
             return self._opened[to].send(data[:PIECE_BYTES])
         except BlockingIOError:
@@ -89,8 +90,8 @@ class Pairs:
         except OSError as error:
             self._session.fail(self._session.lost([to], reason(error)))
 
-    def _look_for(self, rank: int, event: int, seconds: float) -> bool:
-        """Waits up to `seconds` until `rank` has sent something, or can be sent to; reads from all meanwhile."""
+    def _wait_for(self, rank: int, event: int, seconds: float) -> bool:
+        """Waits up to `seconds` until `rank` has sent something, or can be sent to; reads from all in the meantime."""
         until, sending_to = time.monotonic() + seconds, rank if event == WRITABLE else None
         while not self._read_ready(max(until - time.monotonic(), 0.0), sending_to).get(rank, 0) & event:
             if time.monotonic() >= until:
@@ -100,32 +101,33 @@ class Pairs:
     def _read_ready(self, seconds: float, sending_to: int | None = None) -> dict[int, int]:
         """Waits for messages, or until `sending_to` can be sent to; reads, accepts, and returns the events by rank."""
         self._session.require_connected()
-        opened = {rank: one for rank, one in self._opened.items() if rank not in self._gone}
-        wanted = {one.fileno(): READABLE for one in (*self._listener, *self._accepted.values(), *opened.values())}
+        opened = {rank: connection for rank, connection in self._opened.items() if rank not in self._gone}
+        reading = (*self._listener, *self._accepted.values(), *opened.values())
+        wanted = {connection.fileno(): READABLE for connection in reading}
         if sending_to in opened:
             wanted[opened[sending_to].fileno()] |= WRITABLE
         ready = wait(wanted, seconds)
-        found: dict[int, int] = {}
-        for rank, one in opened.items():
-            found[rank] = ready.get(one.fileno(), 0) & WRITABLE
-            if ready.get(one.fileno(), 0) & READABLE:  # nothing ever comes by it
-                self._end(rank, hung_up())
-                found[rank] |= READABLE
-        for rank, one in list(self._accepted.items()):
-            if ready.get(one.fileno(), 0) & READABLE:
-                found[rank] = found.get(rank, 0) | READABLE
-                self._read(rank, one)
-        found |= dict.fromkeys(self._accept([one for one in self._listener if one.fileno() in ready]), READABLE)
-        return {rank: events for rank, events in found.items() if events}
+        events: dict[int, int] = {}
+        for rank, connection in opened.items():
+            events[rank] = ready.get(connection.fileno(), 0) & WRITABLE
+            if ready.get(connection.fileno(), 0) & READABLE:  # it has ended: nothing else ever comes over it
+                self._gone.setdefault(rank, reason(hung_up()))
+                events[rank] |= READABLE
+        for rank, connection in list(self._accepted.items()):
+            if ready.get(connection.fileno(), 0) & READABLE:
+                events[rank] = events.get(rank, 0) | READABLE
+                self._read(rank, connection)
+        events |= dict.fromkeys(self._accept([s for s in self._listener if s.fileno() in ready]), READABLE)
+        return {rank: event for rank, event in events.items() if event}
 
     def _accept(self, ready: list[socket.socket]) -> list[int]:
-        """Accepts connections; returns with whom."""
+        """Accepts connections; returns the ranks of the other sides."""
         ranks = range(self._session.world.world_size)
         accepted = self._listener.accept(
             ready, lambda origin: origin.kind == PAIR and origin.rank in ranks and origin.rank not in self._arriving
         )
-        for (_, rank), one in accepted.items():
-            self._accepted[rank], self._arriving[rank] = one, messages.Arriving()
+        for (_, rank), connection in accepted.items():
+            self._accepted[rank], self._arriving[rank] = connection, messages.Arriving()
         return [rank for _, rank in accepted]
 
     def _read(self, rank: int, connection: socket.socket) -> None:
@@ -138,17 +140,13 @@ class Pairs:
             return
         except OSError as error:
             self._accepted.pop(rank).close()
-            self._end(rank, error)
+            self._gone.setdefault(rank, reason(error))
             return
         message = arriving.filled(count)
         if message is not None:
             self._mailbox.put(rank, *message)
 
-    def _end(self, rank: int, error: OSError) -> None:
-        """Notes that a connection with `rank` has ended."""
-        self._gone.setdefault(rank, reason(error))
-
-    def _require_there(self, rank: int) -> None:
+    def _require_not_gone(self, rank: int) -> None:
         if rank in self._gone:
             self._session.fail(self._session.lost([rank], self._gone[rank]))
 
@@ -157,4 +155,4 @@ class Pairs:
         if rank in self._gone:
             self.take_in()
             if rank not in self._accepted and not self._mailbox.has(rank, tag):
-                self._require_there(rank)
+                self._require_not_gone(rank)

@@ -1,8 +1,8 @@
 """The ring: each process sends to the next one, and arrays are added while they arrive.
 
-An array of n bytes is cut into one part per process: after N - 1 rounds each of N processes has the sum of its own part
-(reduce-scatter), and after N - 1 more rounds the sums of all parts (all-reduce). Each process sends n * (N - 1) / N
-bytes for the first, and twice that for the second, which is the least that is possible.
+An array of n bytes is divided into one part per process. After N - 1 rounds, each of N processes has the sum of its own
+part (reduce-scatter), and after N - 1 more rounds the sums of all parts (all-reduce). Each process sends
+n * (N - 1) / N bytes for the first, and twice that for the second, which is the minimum.
 
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
 Distributed Computing 69, 2009.
@@ -23,44 +23,44 @@ from tfdist.groups.sockets.tree import Tree
 
 
 class Ring:
-    """The place of a process in a ring.
+    """The position of a process in a ring.
 
     Args:
-        session: of the process.
-        tree: of the job; the reason why others hang up comes by it.
-        following: sends to the next process.
-        previous: receives from the previous process.
-        place: the number of the process in the ring, and that of all its processes.
-        later: how many looks longer than others it waits for its neighbours.
+        session: the session of the process.
+        tree: the tree of the job, by which a process learns why others have hung up.
+        following: the link to the next process, for sending.
+        previous: the link to the previous process, for receiving.
+        position: the number of the process in the ring, and the number of processes in the ring.
+        later: how many looks longer than others the process waits for its neighbours.
 
     Attributes:
-        links: both.
+        links: both links.
     """
 
     def __init__(
-        self, session: Session, tree: Tree, following: Link, previous: Link, place: tuple[int, int], later: int = 0
+        self, session: Session, tree: Tree, following: Link, previous: Link, position: tuple[int, int], later: int = 0
     ):
         self._session, self._tree, self._later = session, tree, later
         self.links = self._following, self._previous = following, previous
-        self._rank, self._size = place
+        self._rank, self._size = position
 
     def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """The sum of an array over the processes; bit by bit the same in all of them."""
+        """The sum of an array over the processes, bitwise identical in all of them."""
         total, parts = self._sum_parts(operation, values, even_cuts(values.size, self._size))
         self.share_parts(total, parts)
         return total.reshape(values.shape)
 
     def sum_part(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
+        """Part `rank` of the sum of an array `[size * n, ...]`: `[n, ...]`, bitwise identical to that part of `sum`.
 
-        If the number of rows is not a multiple of `size`, the last ones belong to no part.
+        If the number of rows is not a multiple of `size`, the last rows belong to no part.
         """
         shape = (len(values) // self._size, *values.shape[1:])
         total, parts = self._sum_parts(operation, values, even_cuts(math.prod(shape) * self._size, self._size))
         return total[parts[self._rank]].reshape(shape)
 
     def gather(self, lengths: Sequence[int], message: Body) -> np.ndarray:
-        """The messages of all processes, whose lengths are known, one after the other: `[sum(lengths)]` uint8."""
+        """The messages of all processes, whose lengths are known, concatenated: `[sum(lengths)]` uint8."""
         parts = slices([0, *itertools.accumulate(lengths)])
         whole = np.empty(parts[-1].stop, np.uint8)
         whole[parts[self._rank]] = np.frombuffer(message, np.uint8)
@@ -68,9 +68,9 @@ class Ring:
         return whole
 
     def _sum_parts(self, operation: Operation, values: np.ndarray, cuts: list[int]) -> tuple[np.ndarray, list[slice]]:
-        """A flat array in which part `rank` is the sum over the processes; and all its parts.
+        """A flat array in which part `rank` is the sum over the processes; and the slices of all parts.
 
-        Part `index` is between `cuts[index]` and `cuts[index + 1]`. The values of the other parts mean nothing.
+        Part `index` is between `cuts[index]` and `cuts[index + 1]`. The values of the other parts are undefined.
         """
         self._tree.agree(operation)
         total, parts = np.empty(cuts[-1], values.dtype), slices(cuts)
@@ -78,9 +78,9 @@ class Ring:
         return total, parts
 
     def add_parts(self, flat: np.ndarray, total: np.ndarray, parts: Sequence[slice]) -> None:
-        """The reduce-scatter: makes part `rank` of `total` the sum of that part of `flat` over the processes.
+        """The reduce-scatter: sets part `rank` of `total` to the sum of that part of `flat` over the processes.
 
-        The values of the other parts of `total`, which may be `flat` itself, mean nothing afterwards.
+        `total` may be `flat` itself. The values of its other parts are undefined afterwards.
         """
         received = np.empty(max(part.stop - part.start for part in parts), flat.dtype)
         for turn in range(self._size - 1):
@@ -94,7 +94,7 @@ class Ring:
             self.swap((total if turn else flat)[sent], target, add)
 
     def share_parts(self, total: np.ndarray, parts: Sequence[slice]) -> None:
-        """The all-gather: fills each part of `total` with what the process has there whose part it is."""
+        """The all-gather: fills each part of `total` with the values of the process with that rank."""
         for turn in range(self._size - 1):
             sent, other = parts[(self._rank - turn) % self._size], parts[(self._rank - turn - 1) % self._size]
             self.swap(total[sent], total[other])
@@ -108,12 +108,12 @@ class Ring:
         patience = self._session.patience(self._later)
         sent = got = done = 0
         while sent < len(outgoing) or got < len(incoming):
-            now_sent = self._tree.moved(self._following, self._following.send, outgoing[sent:])
-            now_got = self._tree.moved(self._previous, self._previous.receive_into, incoming[got:])
+            now_sent = self._tree.transferred(self._following, self._following.send, outgoing[sent:])
+            now_got = self._tree.transferred(self._previous, self._previous.receive_into, incoming[got:])
             sent, got = sent + now_sent, got + now_got
             if received is not None and got // into.itemsize > done:
                 received(done, got // into.itemsize)
                 done = got // into.itemsize
             sending, receiving = [self._following] * (sent < len(outgoing)), [self._previous] * (got < len(incoming))
-            moved = bool(now_sent or now_got) or self._tree.look(sending, receiving, patience.between_looks_seconds)
+            moved = bool(now_sent or now_got) or self._tree.wait_for(sending, receiving, patience.between_looks_seconds)
             patience = self._session.waited(patience, moved, [link.rank for link in (*sending, *receiving)])

@@ -1,8 +1,8 @@
-"""What all connections of a process share: how long others are waited for, and how all learn why the job ends.
+"""State that all connections of a process share: how long to wait for others, and how all learn why the job ends.
 
-The process that first knows why the job cannot go on tells its neighbours in the tree before it closes its connections,
-and each of those that waits there tells its own. So they raise the error that names the process concerned, and not only
-that a neighbour has hung up.
+The process that first knows why the job cannot continue sends the error to its neighbours in the tree before it closes
+its connections, and each neighbour that waits there passes it on. So all processes raise the error that names the
+process concerned, and not only that a neighbour has hung up.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import NoReturn
 from tfdist.errors import ClusterError
 from tfdist.groups.sockets.operations import error_frame
 from tfdist.jobs import watchdog
+from tfdist.jobs.connections import described, gone, hung_up
 from tfdist.jobs.world import World
 
-PIECE_BYTES = 1 << 20  # small enough that what was received is still in the processor's cache when it is added
+PIECE_BYTES = 1 << 20  # small enough that received data is still in the processor's cache when it is added
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
@@ -28,11 +29,11 @@ class Link:
     """A connection with a neighbour in the ring or in the tree; it does not block.
 
     Attributes:
-        rank: of the neighbour.
+        rank: the rank of the neighbour.
         connection: the socket.
-        ahead: what has been received, and belongs to a later frame.
-        sent_bytes: how many bytes the neighbour has been sent.
-        within: whether the neighbour has been sent a part of a frame, and takes what comes next for the rest of it.
+        ahead: data that was received, and belongs to a later frame.
+        sent_bytes: the number of bytes that were sent to the neighbour.
+        in_frame: whether a frame was sent in part, so that the neighbour takes the next data for the rest of it.
     """
 
     def __init__(self, rank: int, connection: socket.socket):
@@ -40,10 +41,10 @@ class Link:
         self.connection = connection
         self.ahead = b""
         self.sent_bytes = 0
-        self.within = False
+        self.in_frame = False
 
     def send(self, data: memoryview) -> int:
-        """Sends a part of `data`; returns how many bytes, which may be none."""
+        """Sends a part of `data`; returns the number of bytes, which may be 0."""
         try:
             count = self.connection.send(data[:PIECE_BYTES])
         except BlockingIOError:
@@ -52,7 +53,7 @@ class Link:
         return count
 
     def receive(self, most: int) -> bytes:
-        """Up to `most` bytes, which may be none.
+        """Receives up to `most` bytes, possibly none.
 
         Raises:
             OSError: the neighbour has gone.
@@ -66,7 +67,7 @@ class Link:
         return data
 
     def receive_into(self, data: memoryview) -> int:
-        """Fills a part of `data`; returns how many bytes, which may be none.
+        """Fills a part of `data`; returns the number of bytes, which may be 0.
 
         Raises:
             OSError: the neighbour has gone.
@@ -89,9 +90,9 @@ class Session:
 
     Attributes:
         failure: why the processes are no longer connected; `None` while they are.
-        excused: called when others have been silent for too long; returns whether to wait for as long again.
-        tree: the connections on which errors are sent too.
-        others: groups of all other sockets.
+        excused: called when others have been silent for too long; returns whether to wait for the same time again.
+        tree: the links on which errors are sent too.
+        others: collections of all other sockets.
     """
 
     def __init__(self, world: World, timeout_seconds: float):
@@ -103,16 +104,16 @@ class Session:
         self.others: list[Iterable[socket.socket]] = []
 
     def require_connected(self) -> None:
-        """Raises the error with which the job has ended, if it has."""
+        """Raises the error with which the job has ended, if it has ended."""
         if self.failure is not None:
             raise self.failure
 
     def patience(self, later: int = 0) -> watchdog.Patience:
-        """The patience with which others are waited for; it ends `later` looks after that of others who wait too."""
+        """The patience to wait for others with; it ends `later` looks after that of processes that wait too."""
         return watchdog.Patience(self.timeout_seconds * (1 + later / watchdog.LOOKS))
 
     def waited(self, patience: watchdog.Patience, moved: bool, ranks: Iterable[int]) -> watchdog.Patience:
-        """The patience that is left after another look at `ranks`."""
+        """Returns the patience after another look at `ranks`; ends the job if there is none left."""
         if not patience.ends(moved):
             return patience
         if not self.excused():
@@ -120,16 +121,15 @@ class Session:
         return self.patience()
 
     def lost(self, ranks: Iterable[int], reason: str = "") -> ClusterError:
-        """The error for processes that have gone, or are silent."""
-        names = " or ".join(map(self.world.named, sorted(set(ranks))))
-        return ClusterError.lost(f"Gone, or silent for {self.timeout_seconds:g} s: {names}{reason}")
+        """The error if one of `ranks` has gone, or is silent."""
+        return gone(self.world, set(ranks), self.timeout_seconds, reason, conjunction="or")
 
     def fail(self, error: ClusterError) -> NoReturn:
-        """Tells the neighbours why the job ends, hangs up, and raises the error."""
+        """Sends the error to the neighbours, closes all connections, and raises the error."""
         self.failure = self.failure or error  # later errors are consequences of the first
         frame = error_frame(self.failure)
         for link in self.tree:
-            if not link.within:
+            if not link.in_frame:
                 with contextlib.suppress(OSError):
                     link.connection.send(frame)
         self.close()
@@ -143,7 +143,7 @@ class Session:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes all connections."""
         for connection in self._all():
             connection.close()
 
@@ -162,11 +162,6 @@ def wait(wanted: Mapping[int, int], seconds: float) -> dict[int, int]:
     return {fd: READABLE | WRITABLE if events & ENDED else events for fd, events in poll.poll(1e3 * seconds)}
 
 
-def hung_up() -> ConnectionResetError:
-    """The error for a connection that the other side has closed."""
-    return ConnectionResetError(0, "it has hung up")
-
-
 def reason(error: OSError) -> str:
     """Why a connection has failed, as the end of a sentence."""
-    return f" ({error.strerror or error})"
+    return f" ({described(error)})"

@@ -1,4 +1,4 @@
-"""Sockets between the processes of a job: sums, messages of all to all, and messages from one to another.
+"""Sockets between the processes of a job: sums, messages from all to all, and messages from one to another.
 
 Synopsis:
 
@@ -18,30 +18,31 @@ import numpy as np
 
 from tfdist.errors import ClusterError
 from tfdist.groups.sockets import costs, hosts
-from tfdist.groups.sockets.connections import Exchange, connect
+from tfdist.groups.sockets.connections import connect
 from tfdist.groups.sockets.messages import Mailbox, memory
 from tfdist.groups.sockets.operations import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Body, Operation, slices
 from tfdist.groups.sockets.pairs import Pairs
 from tfdist.groups.sockets.ring import Ring
 from tfdist.groups.sockets.session import Session
 from tfdist.groups.sockets.tree import Tree
+from tfdist.jobs.connections import Exchange
 from tfdist.jobs.world import World
 
 
 class Sockets:
-    """The processes of a job, connected by sockets. One thread at a time uses them.
+    """The processes of a job, connected by sockets. Only one thread at a time uses them.
 
     Values are sent as they are in memory: all machines must have the same byte order.
 
     Args:
-        world: the job with the addresses of all processes, and which of them this one is.
+        world: the job with the addresses of all processes, and the rank of this process.
         exchange: returns the message of each process, by rank; used once, to connect the sockets.
         connect_timeout_seconds: how long connecting may take.
         timeout_seconds: how long a process may be silent afterwards.
-        mailbox: takes the messages of single processes that come.
+        mailbox: takes the messages of single processes that arrive.
 
     Attributes:
-        rank: this process' number.
+        rank: the rank of this process.
         size: the number of processes.
         pairs: messages from one process to another.
 
@@ -60,18 +61,18 @@ class Sockets:
         self.rank, self.size = world.rank, world.world_size
         self._session = session = Session(world, timeout_seconds)
         self._begun = 0
-        found = connect(world, exchange, connect_timeout_seconds)
-        self._tree = Tree(session, found.above, found.below)
-        self._ring = Ring(session, self._tree, found.following, found.previous, (self.rank, self.size))
+        connections = connect(world, exchange, connect_timeout_seconds)
+        self._tree = Tree(session, connections.above, connections.below)
+        self._ring = Ring(session, self._tree, connections.following, connections.previous, (self.rank, self.size))
         session.tree += self._tree.links
-        session.others += [[link.connection for link in self._ring.links], found.listener]
-        self._hosts = hosts.connect(session, self._tree, found, connect_timeout_seconds)
+        session.others += [[link.connection for link in self._ring.links], connections.listener]
+        self._hosts = hosts.connect(session, self._tree, connections, connect_timeout_seconds)
         if self._hosts is not None:
-            self._tree.hear(self._hosts.neighbours)
+            self._tree.listen_to(self._hosts.neighbours)
             session.tree += self._hosts.neighbours
             session.others += [[link.connection for link in self._hosts.links]]
-        self._large = self._ring if self._hosts is None else self._hosts
-        self.pairs = Pairs(session, found.listener, found.addresses, mailbox)
+        self._for_large = self._ring if self._hosts is None else self._hosts
+        self.pairs = Pairs(session, connections.listener, connections.addresses, mailbox)
         session.others += [self.pairs]
 
     @property
@@ -88,54 +89,54 @@ class Sockets:
         self._session.give_up(error)
 
     def traffic(self) -> tuple[int, int]:
-        """The number of connections with the ring, the tree and the host, and of the bytes that are sent by them."""
+        """The number of links of the ring, the tree and the host, and the number of bytes sent over them."""
         links = [*self._ring.links, *self._tree.links, *(() if self._hosts is None else self._hosts.links)]
         return len(links), sum(link.sent_bytes for link in links)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes all connections."""
         self._session.close()
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """The sum of an array over the processes; bit by bit the same in all of them."""
+        """The sum of an array over the processes, bitwise identical in all of them."""
         operation = self._next(ALL_REDUCE, values.nbytes)
-        by = self._tree if values.nbytes <= self._longest_by_tree() else self._large
-        return by.sum(operation, values)
+        algorithm = self._tree if values.nbytes <= self._longest_by_tree() else self._for_large
+        return algorithm.sum(operation, values)
 
     def sum_part(self, values: np.ndarray) -> np.ndarray:
-        """Part `rank` of the sum of an array `[size * n, ...]` over the processes: `[n, ...]`, with the bits of `sum`.
+        """Part `rank` of the sum of an array `[size * n, ...]`: `[n, ...]`, bitwise identical to that part of `sum`.
 
-        If the number of rows is not a multiple of `size`, the last ones belong to no part.
+        If the number of rows is not a multiple of `size`, the last rows belong to no part.
         """
         operation = self._next(REDUCE_SCATTER, values.nbytes)
         if values.nbytes <= self._longest_by_tree():
             rows = len(values) // self.size
             return self._tree.sum(operation, values)[self.rank * rows : (self.rank + 1) * rows]
-        return self._large.sum_part(operation, values)
+        return self._for_large.sum_part(operation, values)
 
     def join(self, values: np.ndarray) -> np.ndarray:
         """The arrays `[n_rank, ...]` of all processes, concatenated by rank."""
         values = np.asarray(values, order="C")
         operation = self._next(ALL_GATHER, values.itemsize * math.prod(values.shape[1:]))
-        found = self._tree.exchange(operation, memory(values), self._longest_by_tree())
-        joined = self._gathered(operation, memory(values))[0] if found is None else bytearray().join(found)
+        parts = self._tree.exchange(operation, memory(values), self._longest_by_tree())
+        joined = self._gathered(operation, memory(values))[0] if parts is None else bytearray().join(parts)
         return np.frombuffer(joined, values.dtype).reshape(-1, *values.shape[1:])
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The message of each process, by rank."""
         operation = self._next(EXCHANGE, 0)
-        found = self._tree.exchange(operation, message, self._longest_by_tree())
-        if found is not None:
-            return found
+        messages = self._tree.exchange(operation, message, self._longest_by_tree())
+        if messages is not None:
+            return messages
         joined, parts = self._gathered(operation, message)
         return [joined[part].tobytes() for part in parts]
 
     def _gathered(self, operation: Operation, message: Body) -> tuple[np.ndarray, list[slice]]:
-        """The messages of all processes, which the tree has found too long together, as one; and the part of each."""
+        """The messages of all processes, which are too long for the tree, concatenated; and the slice of each."""
         lengths = self._tree.exchange(operation, len(message).to_bytes(8, "big"), sys.maxsize)
         assert lengths is not None
-        counts = [int.from_bytes(each, "big") for each in lengths]
-        return self._large.gather(counts, message), slices([0, *itertools.accumulate(counts)])
+        counts = [int.from_bytes(length, "big") for length in lengths]
+        return self._for_large.gather(counts, message), slices([0, *itertools.accumulate(counts)])
 
     def _longest_by_tree(self) -> int:
         """The number of bytes up to which the tree is used."""

@@ -1,7 +1,7 @@
-"""Which processes say what: different messages, each with the ranges of ranks that have it.
+"""Messages of many processes: each different message, with the ranges of ranks that have sent it.
 
-If all processes say the same, a table has the size of one message, however many they are. A table whose messages are
-too long together is `None`.
+If all processes send the same message, a table has the size of one message, for any number of processes. A table whose
+messages are too long together is `None`.
 
 Synopsis:
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 Table = dict[bytes, list[tuple[int, int]]]
 
-COUNTS = struct.Struct("<QQ")  # before each message: its length, and the number of its ranges
+COUNTS = struct.Struct("<QQ")  # precedes each message: its length, and the number of its ranges
 RANGE = struct.Struct("<QQ")
 TOO_LONG = b"\xff"  # shorter than any table
 
@@ -38,42 +38,42 @@ def merged(parts: Iterable[Table | None], longest: int) -> Table | None:
         if part is None:
             return None
         for message, ranges in part.items():
-            known = whole.setdefault(message, [])
+            merged_ranges = whole.setdefault(message, [])
             for begin, end in ranges:
-                if known and known[-1][1] == begin:
-                    known[-1] = known[-1][0], end
+                if merged_ranges and merged_ranges[-1][1] == begin:
+                    merged_ranges[-1] = merged_ranges[-1][0], end
                 else:
-                    known.append((begin, end))
+                    merged_ranges.append((begin, end))
     return whole if sum(map(len, whole)) <= longest else None
 
 
 def packed(table: Table | None) -> bytes:
-    """A table as bytes."""
+    """Encodes a table as bytes."""
     if table is None:
         return TOO_LONG
     pieces = []
     for message, ranges in table.items():
-        pieces += [COUNTS.pack(len(message), len(ranges)), *(RANGE.pack(*each) for each in ranges), message]
+        pieces += [COUNTS.pack(len(message), len(ranges)), *(RANGE.pack(*bounds) for bounds in ranges), message]
     return b"".join(pieces)
 
 
 def unpacked(data: bytes | bytearray | memoryview) -> Table | None:
-    """The table that `packed` has made bytes of."""
+    """Decodes the bytes of `packed`."""
     if len(data) == len(TOO_LONG):
         return None
     table: Table = {}
-    view, at = memoryview(data), 0
-    while at < len(view):
-        length, count = COUNTS.unpack_from(view, at)
-        begin = at + COUNTS.size + count * RANGE.size
-        ranges = list(RANGE.iter_unpack(view[at + COUNTS.size : begin]))
-        at = begin + length
-        table[bytes(view[begin:at])] = ranges
+    view, position = memoryview(data), 0
+    while position < len(view):
+        length, count = COUNTS.unpack_from(view, position)
+        begin = position + COUNTS.size + count * RANGE.size
+        ranges = list(RANGE.iter_unpack(view[position + COUNTS.size : begin]))
+        position = begin + length
+        table[bytes(view[begin:position])] = ranges
     return table
 
 
 def by_rank(table: Table, size: int) -> list[bytes]:
-    """The message of each process; equal ones are the same object."""
+    """The message of each process; equal messages are the same object."""
     if len(table) == 1:
         return [*table] * size
     messages = [b""] * size

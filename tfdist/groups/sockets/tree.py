@@ -1,10 +1,10 @@
-"""The tree: what is small goes up to process 0, merged on the way, and the result comes down again.
+"""The tree: small data goes up to process 0, is merged on the way, and the result comes down again.
 
-This takes two messages per edge, and time that grows with the depth of the tree, where the ring takes time that grows
-with the number of processes. Every collective operation begins here, large ones with nothing but their header: a
-process that does something else in its turn is noticed before any of them has computed with what it sends.
+This takes two messages per edge, and time that grows with the depth of the tree, whereas the time of the ring grows
+with the number of processes. Every collective operation begins in the tree, large operations only with their header: a
+process that is in another operation is noticed before any process has computed with its data.
 
-The processes below each process have consecutive ranks, so that ranks of one kind are few ranges.
+The processes below each process have consecutive ranks, so that ranks with equal messages form few ranges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tfdist.errors import DisagreementError
 from tfdist.groups.sockets import tables
 from tfdist.groups.sockets.messages import memory
 from tfdist.groups.sockets.operations import ERROR, HEADER, Body, Operation, add_into, error_of
-from tfdist.groups.sockets.session import READABLE, WRITABLE, Link, Session, hung_up, reason, wait
+from tfdist.groups.sockets.session import READABLE, WRITABLE, Link, Session, reason, wait
+from tfdist.jobs.connections import hung_up
 
 FAN_OUT = 4
 MOST_AT_ONCE = 1024  # bytes that are received with a header; most frames are shorter
@@ -36,13 +37,18 @@ def parents(rank: int, size: int) -> list[int]:
     return [part.start for part in _path(rank, size)[-2:-1]]
 
 
+def level(rank: int, size: int) -> int:
+    """The number of edges between process 0 and `rank`."""
+    return len(_path(rank, size)) - 1
+
+
 def depth(size: int) -> int:
-    """The number of edges from process 0 to the process that is farthest away."""
+    """The number of edges between process 0 and the process that is farthest away."""
     return 0 if size == 1 else 1 + depth(max(map(len, _parts(range(size)))))
 
 
 def _path(rank: int, size: int) -> list[range]:
-    """The processes on the way from process 0 to `rank`, each as the first of a range with all those below it."""
+    """The processes on the way from process 0 to `rank`, each as the first of a range with all processes below it."""
     path = [range(size)]
     while path[-1].start != rank:
         path.append(next(part for part in _parts(path[-1]) if rank in part))
@@ -50,7 +56,7 @@ def _path(rank: int, size: int) -> list[range]:
 
 
 def _parts(whole: range) -> list[range]:
-    """The ranks below the first of `whole`, in parts of about one length."""
+    """The ranks below the first of `whole`, in parts of about the same length."""
     below = whole[1:]
     count = min(FAN_OUT, len(below))
     cuts = [len(below) * index // count for index in range(count + 1)] if count else []
@@ -58,103 +64,103 @@ def _parts(whole: range) -> list[range]:
 
 
 class Tree:
-    """The place of a process in the tree.
+    """The position of a process in the tree.
 
     Args:
-        session: of the process.
-        above: the connection with the parent; none in process 0.
-        below: the connections with the children, by rank.
+        session: the session of the process.
+        above: the link to the parent; none in process 0.
+        below: the links to the children, by rank.
 
     Attributes:
-        links: all of them.
+        links: all links.
     """
 
     def __init__(self, session: Session, above: Sequence[Link], below: Sequence[Link]):
         self._session = session
         self._above, self._below = above, below
         self.links = [*above, *below]
-        self._heard = [*self.links]
-        self._ended: set[Link] = set()  # with neighbours that have hung up while this process waited elsewhere
+        self._error_links = [*self.links]
+        self._ended: set[Link] = set()  # to neighbours that have hung up while this process waited elsewhere
         self._rank, self._size = session.world.rank, session.world.world_size
-        # Those next to a silent process give up first, so that the error that goes through the tree names it.
-        levels, level = depth(self._size), len(_path(self._rank, self._size)) - 1
-        self._later_below, self._later_above = levels - level - 1, levels + level - 1
+        # The neighbours of a silent process give up first, so that the error that goes through the tree names it.
+        levels, own_level = depth(self._size), level(self._rank, self._size)
+        self._later_below, self._later_above = levels - own_level - 1, levels + own_level - 1
 
-    def hear(self, links: Sequence[Link]) -> None:
-        """Hears of errors by other links too, by which nothing comes but errors and the headers of `signal`."""
-        self._heard += links
+    def listen_to(self, links: Sequence[Link]) -> None:
+        """Receives errors over other links too, which carry only errors and the headers of `signal`."""
+        self._error_links += links
 
     def signal(self, operation: Operation, to: Sequence[Link], by: Sequence[Link], later: int) -> None:
-        """Sends a header without a body by some of the links of `hear`, and waits for one that comes by others."""
+        """Sends a header without a body over some of the links of `listen_to`, and waits for headers over others."""
         header = memoryview(operation.header())
         for link in to:
-            sent = self.moved(link, link.send, header)
-            assert sent == len(header)  # it finds room: the neighbour takes each before it sends the next one but one
+            sent = self.transferred(link, link.send, header)
+            assert sent == len(header)  # there is space: the neighbour receives each header before the next but one
         patience = self._session.patience(later)
         while missing := [link for link in by if len(link.ahead) < HEADER.size]:
             if self._ended.intersection(missing):
-                self._session.fail(self._session.lost(self.last_word(), reason(hung_up())))
-            moved = self.look([], [], patience.between_looks_seconds)
+                self._session.fail(self._session.lost(self.await_error(), reason(hung_up())))
+            moved = self.wait_for([], [], patience.between_looks_seconds)
             patience = self._session.waited(patience, moved, [link.rank for link in missing])
         for link in by:
             link.ahead = b""
 
-    def moved(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
-        """How many bytes of `data` are sent or received now by `move`, by a link that is none of the tree's."""
+    def transferred(self, link: Link, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """The number of bytes of `data` that `move` sends or receives now, over a link outside of the tree."""
         try:
             return move(data) if data else 0
         except OSError as error:
-            lost = self.last_word() or [link.rank]
+            lost = self.await_error() or [link.rank]
             self._session.fail(self._session.lost(lost, reason(error)))
 
-    def look(self, sending: Sequence[Link], receiving: Sequence[Link], seconds: float) -> bool:
-        """Waits until a link that is none of the tree's can be used, or until the next look; whether one can be."""
-        heeded = self.heeded()
-        wanted = heeded | {link.connection.fileno(): READABLE for link in receiving}
+    def wait_for(self, sending: Sequence[Link], receiving: Sequence[Link], seconds: float) -> bool:
+        """Waits until a link outside of the tree can be used, or until the next look; returns whether one can be."""
+        error_events = self.error_events()
+        wanted = error_events | {link.connection.fileno(): READABLE for link in receiving}
         for link in sending:
             wanted[link.connection.fileno()] = WRITABLE | wanted.get(link.connection.fileno(), 0)
         ready = wait(wanted, seconds)
-        self.heed(ready.keys() & heeded.keys())
+        self.receive_errors(ready.keys() & error_events.keys())
         return bool(ready)
 
-    def heeded(self) -> dict[int, int]:
-        """The events to wait for, by descriptor, in order to hear of an error while this process waits elsewhere."""
-        links = [link for link in self._heard if len(link.ahead) < HEADER.size and link not in self._ended]
+    def error_events(self) -> dict[int, int]:
+        """The events to wait for, by descriptor, in order to receive an error while this process waits elsewhere."""
+        links = [link for link in self._error_links if len(link.ahead) < HEADER.size and link not in self._ended]
         return {link.connection.fileno(): READABLE for link in links}
 
-    def heed(self, ready: Collection[int]) -> None:
-        """Raises the error that a neighbour has sent; `ready` are the descriptors of `heeded` by which something comes.
+    def receive_errors(self, ready: Collection[int]) -> None:
+        """Raises the error that a neighbour has sent; `ready` are the descriptors of `error_events` that are readable.
 
-        What else has come is the beginning of the next operation of a neighbour, and is kept. A neighbour that has hung
-        up may have ended its program after this operation, in which it has done its part.
+        Other data is the beginning of the next operation of a neighbour, and is kept. A neighbour that has hung up may
+        have ended its program after this operation, in which it has done its part.
         """
-        for link in [link for link in self._heard if link.connection.fileno() in ready]:
+        for link in [link for link in self._error_links if link.connection.fileno() in ready]:
             try:
                 link.ahead += link.receive(HEADER.size - len(link.ahead))
                 self._raise_error(link)
             except OSError:
                 self._ended.add(link)
 
-    def last_word(self) -> list[int]:
-        """Raises the error that a neighbour sends within a moment, if one does; else who has hung up without a word.
+    def await_error(self) -> list[int]:
+        """Raises the error that a neighbour sends within a moment; else returns who has hung up without an error.
 
-        A process that finds another one lost tells its neighbours in the tree, and hangs up. Its neighbours in the ring
-        see the latter alone, and would take it for the one that is lost.
+        A process that finds another one lost sends the error to its neighbours in the tree, and hangs up. Its
+        neighbours in the ring notice only that it has hung up, and would take it for the lost process.
         """
-        for link in self._heard:
+        for link in self._error_links:
             with contextlib.suppress(OSError):
                 self._raise_error(link)
         began, seconds = time.monotonic(), self._session.patience().between_looks_seconds
-        # Who knows one that is gone tells the others while they still wait for a word.
-        while heeded := self.heeded():
+        # A process that has seen a neighbour hang up waits less, so that its error reaches the others in time.
+        while error_events := self.error_events():
             left = began + seconds / (4 if self._ended else 1) - time.monotonic()
             if left <= 0:
                 break
-            self.heed(wait(heeded, left).keys())
+            self.receive_errors(wait(error_events, left).keys())
         return [link.rank for link in self._ended]
 
     def _raise_error(self, link: Link) -> None:
-        """Raises the error whose header has come by `link`, if it is one.
+        """Raises the error whose header has arrived over `link`, if it is one.
 
         Raises:
             OSError: the neighbour has hung up before the end of its error.
@@ -173,7 +179,7 @@ class Tree:
         self._through(operation, lambda bodies: b"")
 
     def sum(self, operation: Operation, values: np.ndarray) -> np.ndarray:
-        """The sum of an array over the processes; bit by bit the same in all of them, since one computes it."""
+        """The sum of an array over the processes, bitwise identical in all of them, since only one computes it."""
         total = np.array(values, order="C").reshape(-1)
 
         def add(bodies: Sequence[Body]) -> memoryview:
@@ -181,8 +187,8 @@ class Tree:
                 add_into(total, total, np.frombuffer(body, total.dtype))
             return memory(total)
 
-        found = self._through(operation, add)
-        return np.frombuffer(found, total.dtype).reshape(values.shape)
+        result = self._through(operation, add)
+        return np.frombuffer(result, total.dtype).reshape(values.shape)
 
     def exchange(self, operation: Operation, message: Body, longest: int) -> list[bytes] | None:
         """The messages of all processes, by rank; `None` if the different ones among them exceed `longest` bytes."""
@@ -195,9 +201,9 @@ class Tree:
         return None if table is None else tables.by_rank(table, self._size)
 
     def _through(self, operation: Operation, merge: Callable[[Sequence[Body]], Body]) -> Body:
-        """What process 0 has merged of the bodies of all; of two, each process does.
+        """The merged bodies of all processes, as process 0 has merged them; of two processes, each merges both.
 
-        `merge` makes the body of this process of those of others.
+        `merge` returns the body of this process, merged with the bodies that it is called with.
         """
         self._session.require_connected()
         if self._size == 2:  # both at the same time
@@ -209,7 +215,7 @@ class Tree:
         return body
 
     def _pass(self, operation: Operation, body: Body, to: Sequence[Link], by: Sequence[Link], later: int) -> list[Body]:
-        """Sends `body` to some neighbours, and returns the bodies that come from some, after the same header."""
+        """Sends `body` over the links `to`, and returns the bodies that arrive over `by`, after the same header."""
         whole = memoryview(b"".join((operation.header(len(body)), body)))
         unsent = {link.connection.fileno(): (link, whole) for link in to}
         frames = {link.connection.fileno(): Frame(link) for link in by}
@@ -224,8 +230,8 @@ class Tree:
                     data = self._sent(link, data, descriptor in missing)
                     if data:
                         unsent[descriptor] = link, data
-                waits = events & READABLE and descriptor in missing
-                if waits and self._received(operation, missing[descriptor], frames[descriptor]):
+                is_readable = events & READABLE and descriptor in missing
+                if is_readable and self._received(operation, missing[descriptor], frames[descriptor]):
                     del missing[descriptor]
             if unsent or missing:
                 links = [*missing.values(), *(link for link, _ in unsent.values())]
@@ -233,22 +239,22 @@ class Tree:
                 patience = self._session.waited(patience, bool(ready), [link.rank for link in links])
         return [frame.body for frame in frames.values()]
 
-    def _sent(self, link: Link, data: memoryview, is_heard: bool) -> memoryview:
-        """What is left of `data` after a part of it is sent; `is_heard`: whether a frame is to come by it."""
+    def _sent(self, link: Link, data: memoryview, expects_frame: bool) -> memoryview:
+        """Sends a part of `data` and returns the rest; `expects_frame`: whether a frame is to arrive over the link."""
         try:
             data = data[link.send(data) :]
         except OSError as error:
-            if is_heard:  # the frame is an error, or does not come either
+            if expects_frame:  # receiving the frame reports the error
                 return data[:0]
-            self.last_word()
+            self.await_error()
             self._session.fail(self._session.lost([link.rank], reason(error)))
-        link.within = len(data) > 0
+        link.in_frame = len(data) > 0
         return data
 
     def _received(self, operation: Operation, link: Link, frame: Frame) -> bool:
-        """Whether all of a frame is there, after a part of it is received."""
+        """Receives a part of a frame; returns whether it is complete."""
         try:
-            if not frame.whole:  # an error has come with the frame before
+            if not frame.whole:  # an error may have arrived with the previous frame
                 frame.receive()
         except OSError as error:
             self._session.fail(self._session.lost([link.rank], reason(error)))
@@ -256,17 +262,17 @@ class Tree:
             self._require_same(operation, link.rank, frame)
         return frame.whole
 
-    def _require_same(self, mine: Operation, rank: int, frame: Frame) -> None:
+    def _require_same(self, own: Operation, rank: int, frame: Frame) -> None:
         """Ends the job if `rank` has sent an error, or is in another operation than this process."""
         other = frame.operation
         if other.kind == ERROR:
             self._session.fail(error_of(frame.body))
-        if other != mine:
+        if other != own:
             here, there = self._session.world.named(self._rank), self._session.world.named(rank)
             self._session.fail(
                 DisagreementError(
                     "The processes of the job disagree on the model, or on the data: in exchange "
-                    f"{mine.number} {here} has {mine}, and in exchange {other.number} {there} has {other}",
+                    f"{own.number} {here} has {own}, and in exchange {other.number} {there} has {other}",
                     "build the same model, on the same data, and give the same callbacks, in all processes",
                 )
             )
@@ -281,12 +287,12 @@ def _wanted(unsent: Mapping[int, object], missing: Mapping[int, object]) -> dict
 
 
 class Frame:
-    """A header and its body, which arrive by a link in pieces of any size.
+    """A header and its body, which arrive over a link in pieces of any size.
 
     Attributes:
-        operation: of the header, once it is there.
-        body: what follows the header.
-        whole: whether all is there.
+        operation: the operation of the header, once it has arrived.
+        body: the data after the header.
+        whole: whether the frame is complete.
     """
 
     def __init__(self, link: Link):
@@ -295,8 +301,8 @@ class Frame:
         self.whole = False
         self._link = link
         self._begin, link.ahead = link.ahead, b""
-        self._space: memoryview | None = None  # of the body, that is to be filled
-        self._look()
+        self._space: memoryview | None = None  # the part of the body that is to be filled
+        self._parse_header()
 
     def receive(self) -> None:
         """Receives a part.
@@ -306,20 +312,20 @@ class Frame:
         """
         if self._space is None:
             self._begin += self._link.receive(MOST_AT_ONCE)
-            self._look()
+            self._parse_header()
         else:
             self._space = self._space[self._link.receive_into(self._space) :]
             self.whole = not self._space
 
-    def _look(self) -> None:
-        """Reads the header, if it is there, and the part of the body that has come with it."""
+    def _parse_header(self) -> None:
+        """Parses the header, if it is complete, and takes the part of the body that has arrived with it."""
         if len(self._begin) < HEADER.size:
             return
         self.operation, body_bytes = Operation.read(self._begin)
         end = HEADER.size + body_bytes
-        came = self._begin[HEADER.size : end]
+        arrived = self._begin[HEADER.size : end]
         self._link.ahead = self._begin[end:]  # an error that the other process has sent afterwards
         self.body = bytearray(body_bytes)
-        self.body[: len(came)] = came
-        self._space = memoryview(self.body)[len(came) :]
+        self.body[: len(arrived)] = arrived
+        self._space = memoryview(self.body)[len(arrived) :]
         self.whole = not self._space

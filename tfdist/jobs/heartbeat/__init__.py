@@ -1,14 +1,14 @@
 """Which processes of a job are alive, and what they do: TensorFlow, Horovod and MPI wait without knowing for whom.
 
-In every process, one thread talks with a few others, whatever the other threads do, and so learns of all (see
-`heartbeat_tree`):
+In every process, one thread exchanges messages with a few others, whatever the other threads do, and so learns the
+state of all processes (see `tfdist.jobs.heartbeat.tree`):
 
-    stopped or ended   says nothing, or cannot be reached    → lost: the job is given up
-    waiting            is in an exchange with the others     → normal, unless all wait and nothing moves
-    busy               computes, saves, or is in a callback  → waited for, with a message
+    stopped or ended   sends nothing, or cannot be reached     → lost: the job is given up
+    waiting            is in an exchange with the others       → normal, unless all wait and nothing moves
+    busy               computes, saves, or is in a callback    → the others wait for it, and a message says so
 
-A process that can connect with none of the others at the start, for example behind a firewall, says so. Whether it is
-alive is then known only if TensorFlow, Horovod or MPI detects it.
+A process that can connect with none of the others at the start, for example behind a firewall, warns about it. The
+others then notice its loss only if TensorFlow, Horovod or MPI detects it.
 
 Synopsis:
 
@@ -34,6 +34,7 @@ import psutil
 from tfdist import terminal
 from tfdist.errors import ClusterError
 from tfdist.jobs import ports
+from tfdist.jobs.connections import Exchange, gone
 from tfdist.jobs.heartbeat.links import Member
 from tfdist.jobs.heartbeat.messages import MOST_BUSY, SOME, Activity, Loss, State, Summary
 from tfdist.jobs.heartbeat.tree import Tree
@@ -43,19 +44,17 @@ SECONDS_TO_ANSWER = 2.0
 SECONDS_BETWEEN_ANSWERS = 0.02
 SECONDS_TO_END = 1.0
 # If all processes wait, nothing moves, and none computes, they wait for different operations. A large tensor on a slow
-# network may look like that for a while.
+# network may look the same for a while, so this takes so many timeouts.
 ALL_WAIT = 5
-# So long after the first news of a silent process, news of others may come.
+# After the first news of a silent process, news of others may follow for this long.
 LONGEST_SECONDS_TO_NAME = 2.0
 
 SAME_CALLS = "make all processes call the same methods, in the same order, on the same model and data"
 
-Exchange = Callable[[bytes], list[bytes]]
-
 
 @dataclass(frozen=True)
 class Limits:
-    """How long processes are waited for.
+    """How long processes wait for others.
 
     Attributes:
         seconds: how long a process may be silent.
@@ -67,20 +66,20 @@ class Limits:
 
 
 class Heartbeat:
-    """Tells the other processes what this one does, and finds out what they do.
+    """Reports to the other processes what this process does, and finds out what they do.
 
     Args:
         world: the rank of this process, and the addresses of the others.
-        exchange: returns the messages of all processes, by rank; every process calls it with its own.
+        exchange: returns the messages of all processes, by rank; every process calls it with its own message.
         counts: returns how many exchanges this process has begun, and how many have ended.
-        limits: how long other processes are waited for.
+        limits: how long to wait for other processes.
         give_up: called once, in a thread, with the error that ends the job.
-        activity: what this process does, where that is known; processes that wait for different operations are then
-            given up after `limits.seconds`.
+        activity: what this process does, if that is known. The job is then given up after `limits.seconds` if
+            processes wait for different operations.
         hint: what to do if processes wait for different operations.
 
     Attributes:
-        world: the job, and which of its processes this one is.
+        world: the job, and the rank of this process.
         error: the error that `give_up` was called with.
         unreachable: if this process cannot take part, the ranks that it could not reach at the start, with the reasons.
     """
@@ -101,25 +100,25 @@ class Heartbeat:
         self._give_up = give_up
         self._depth = 0
         self._hint = hint
-        self._state = _Own(counts, activity)
-        self._missed: dict[int, float] = {}
-        self._told: set[int] = set()
-        here = world.local_world_size == world.world_size
-        # Whoever does not know the name of a process of the job is sent away: the port can be open to everyone.
-        self._listener = socket.create_server(("localhost", 0)) if here else ports.listen_anywhere()
+        self._sampler = _StateSampler(counts, activity)
+        self._missed_seconds: dict[int, float] = {}
+        self._reported: set[int] = set()
+        is_local = world.local_world_size == world.world_size
+        # The port may be open to everyone: connections are closed unless they name a process of the job.
+        self._listener = socket.create_server(("localhost", 0)) if is_local else ports.listen_anywhere()
         host, port = self._listener.getsockname()[:2]
-        member = Member(secrets.token_hex(8), [host] if here else _hosts(world), port)
+        member = Member(secrets.token_hex(8), [host] if is_local else _hosts(world), port)
         self._tree = Tree(world.rank, exchange(member.message()), self._listener, limits.seconds)
         self._tree.join()
         self.unreachable = self._tree.unreachable
-        self._say_who_is_unreachable()
+        self._warn_of_unreachable()
         self._thread = threading.Thread(target=self._run, name="tfdist-heartbeat", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Tells the others that the program of this process has ended."""
-        self._state.close()
+        """Announces to the others that the program of this process has ended."""
+        self._sampler.close()
         with contextlib.suppress(OSError):  # it is closed already
             self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
         self._thread.join(SECONDS_TO_END)
@@ -134,7 +133,7 @@ class Heartbeat:
             self._depth -= 1
 
     def silent(self) -> list[int]:
-        """The ranks that currently cannot be reached; waits a moment for news of the first one."""
+        """The ranks that currently cannot be reached; waits a moment if there are none yet."""
         until = time.monotonic() + SECONDS_TO_ANSWER
         while not (lost := self._tree.whole.lost) and time.monotonic() < until:
             time.sleep(SECONDS_BETWEEN_ANSWERS)
@@ -146,7 +145,7 @@ class Heartbeat:
         own = [rank for rank, _ in whole.busy].count(self.world.rank)
         return whole.processes - whole.waiting > own
 
-    def _say_who_is_unreachable(self) -> None:
+    def _warn_of_unreachable(self) -> None:
         for rank, reason in self.unreachable.items():
             here = self.world.named(self.world.rank)
             warnings.warn(
@@ -160,18 +159,18 @@ class Heartbeat:
     def _run(self) -> None:
         has_ended = False
         try:
-            # A process whose program has ended while others wait for it counts as gone.
-            while self._state.sample() and threading.main_thread().is_alive():
-                self._tree.run_for(self._tree.look_seconds, self._state.now())
+            # A process whose program has ended while others wait for it is lost.
+            while self._sampler.sample() and threading.main_thread().is_alive():
+                self._tree.run_for(self._tree.look_seconds, self._sampler.now())
                 if self.error is None:
-                    self.error = self._verdict(self._tree.whole, self._state.now())
+                    self.error = self._verdict(self._tree.whole, self._sampler.now())
                     if self.error is not None:
-                        # This thread goes on, so that the others hear the news too.
+                        # This thread continues, so that the others receive the news too.
                         threading.Thread(target=self._give_up, args=(self.error,), daemon=True).start()
-            self._tree.know(self._state.now())
+            self._tree.update(self._sampler.now())
             has_ended = True
         finally:
-            self._tree.close(says_so=has_ended)
+            self._tree.close(has_ended)
 
     def _verdict(self, whole: Summary, own: State) -> ClusterError | None:
         """The error if the job must be given up; reports which processes the job waits for."""
@@ -185,10 +184,10 @@ class Heartbeat:
                 "the same exchange",
                 self._hint,
             )
-        if self._never_meet(whole, own):
+        if self._is_deadlocked(whole, own):
             return ClusterError(
                 f"For {own.seconds:.0f} s nothing has moved, since the processes of the job are at different places: "
-                f"{self.said(whole.texts)}",
+                f"{self.activities(whole.texts)}",
                 self._hint,
             )
         busy = dict(whole.busy)
@@ -196,7 +195,7 @@ class Heartbeat:
         if not own.waits:
             busy[self.world.rank] = own.seconds
         longest_wait = max(whole.longest_seconds, own.seconds if own.waits else 0.0)
-        self._tell_of(busy if longest_wait >= self._limits.seconds else {})
+        self._report(busy if longest_wait >= self._limits.seconds else {})
         bound = self._limits.busy_seconds
         late = [rank for rank, seconds in busy.items() if bound is not None and seconds > bound]
         if late and own.waits:
@@ -204,52 +203,53 @@ class Heartbeat:
             return ClusterError.lost(f"Busy for longer than {limit} while others waited: {self._named(late)}")
         return None
 
-    def _never_meet(self, whole: Summary, own: State) -> bool:
-        """Whether this process waits for something that another one will never do, as far as they say what they do."""
+    def _is_deadlocked(self, whole: Summary, own: State) -> bool:
+        """Whether this process waits for something that another one will never do, as far as activities are known."""
         if not own.waits or own.seconds < self._limits.seconds or SOME in whole.operations:
             return False
         if own.activity.stage % 2 and whole.last_stage > own.activity.stage:
-            return True  # one has ended the stage that this one is in
+            return True  # another process has ended the stage that this process is in
         all_wait = whole.waiting == self.world.world_size and whole.least_seconds >= self._limits.seconds
         most = max(whole.operations.values(), default=self.world.world_size)
         return all_wait and most < self.world.world_size
 
-    def said(self, texts: Mapping[str, Collection[int]]) -> str:
-        """What processes do, with their names, in one phrase."""
+    def activities(self, texts: Mapping[str, Collection[int]]) -> str:
+        """Describes what processes do, with their names; `texts` has the ranks that report each text."""
         verbs = {text: "is" if len(ranks) == 1 else "are" for text, ranks in texts.items()}
         return ", and ".join(f"{self.world.named_all(ranks)} {verbs[text]} {text}" for text, ranks in texts.items())
 
-    def last_said(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        """What some processes have said last of their work, those that have said nothing left out."""
-        found: dict[str, list[int]] = {}
+    def last_texts(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """What some processes last reported of their work, without those that have reported nothing."""
+        texts: dict[str, list[int]] = {}
         for rank in ranks:
             if text := self._tree.last_texts.get(rank):
-                found.setdefault(text, []).append(rank)
-        return found
+                texts.setdefault(text, []).append(rank)
+        return texts
 
     def _given_up(self, lost: Mapping[int, Loss], waited_for: bool) -> list[int]:
-        """Those of the lost ranks that have been missed for too long; time counts while the processes work together."""
+        """The lost ranks that have been missed for too long; time counts while the processes work together."""
         look, grace = self._tree.look_seconds, self._tree.grace_seconds
-        self._missed = {rank: self._missed.get(rank, 0.0) + look for rank in lost} if waited_for else {}
+        missed = {rank: self._missed_seconds.get(rank, 0.0) + look for rank in lost} if waited_for else {}
+        self._missed_seconds = missed
         to_name = min(self._limits.seconds / 4, LONGEST_SECONDS_TO_NAME)
         patience = {Loss.SILENT: to_name, Loss.CLOSED: grace, Loss.ENDED: self._limits.seconds}
-        left = {rank: patience[lost[rank]] - missed for rank, missed in self._missed.items()}
+        left = {rank: patience[lost[rank]] - seconds for rank, seconds in missed.items()}
         if min(left.values(), default=1.0) > 0:
             return []
-        # Those that were lost together are named together, but not those that have given up just now.
+        # Processes that were lost together are named together, without those that have given up just now.
         return [rank for rank, seconds in left.items() if seconds <= grace / 2]
 
-    def _tell_of(self, busy: Mapping[int, float]) -> None:
+    def _report(self, busy: Mapping[int, float]) -> None:
         """Reports once which processes the job waits for."""
         late = {rank: seconds for rank, seconds in busy.items() if seconds >= self._limits.seconds}
-        if late.keys() - self._told and self.world.is_chief:  # only one process, since all may have the same output
+        if late.keys() - self._reported and self.world.is_chief:  # only one process: all may share one terminal
             bound = self._limits.busy_seconds
             end = "`callback_timeout_seconds` would limit it" if bound is None else f"it is given up after {bound:g} s"
             terminal.say(
                 f"Waiting for {self._named(late)}: alive, and busy for {max(late.values()):.0f} s so far, for "
                 f"example in a callback, an evaluation or a save; {end}."
             )
-        self._told = set(late)
+        self._reported = set(late)
 
     def _named(self, late: Collection[int]) -> str:
         whole = self._tree.whole
@@ -257,50 +257,45 @@ class Heartbeat:
         return self.world.named_all(late) + ("" if are_all else " and others")
 
 
-def gone(world: World, ranks: Collection[int], seconds: float) -> ClusterError:
-    """The error for processes that have ended or do not answer."""
-    return ClusterError.lost(f"Gone, or silent for {seconds:g} s: {world.named_all(ranks)}")
-
-
-class _Own:
-    """What this process does, sampled at intervals."""
+class _StateSampler:
+    """Samples what this process does at intervals."""
 
     def __init__(self, counts: Callable[[], tuple[int, int]], activity: Callable[[], Activity]):
         self._counts = counts
         self._activity = activity
-        self._does = Activity()
-        self._seen: tuple[int, int] = (0, 0)
+        self._last_activity = Activity()
+        self._last_counts: tuple[int, int] = (0, 0)
         self._since = time.monotonic()
         self._closed = False
         self._lock = threading.Lock()
 
     def now(self) -> State:
         """The state at the last sample."""
-        begun, ended = self._seen
-        return State(ended < begun, time.monotonic() - self._since, self._does)
+        begun, ended = self._last_counts
+        return State(ended < begun, time.monotonic() - self._since, self._last_activity)
 
     def sample(self) -> bool:
         """Samples the state; returns whether to continue."""
         with self._lock:  # TensorFlow's variables must not be read while TensorFlow shuts down
             if self._closed:
                 return False
-            seen, self._does = self._counts(), self._activity()
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
+            counts, self._last_activity = self._counts(), self._activity()
+        if counts != self._last_counts:
+            self._last_counts, self._since = counts, time.monotonic()
         return True
 
     def close(self) -> None:
         """Stops sampling."""
         with self._lock:
             if not self._closed:
-                self._does = self._activity()
+                self._last_activity = self._activity()
             self._closed = True
 
 
 def _hosts(world: World) -> list[str]:
     """The names by which others may reach this machine: its host in the job, and the addresses of its interfaces."""
-    named = world.tasks[world.rank].host if world.tasks else socket.gethostname()
+    host = world.tasks[world.rank].host if world.tasks else socket.gethostname()
     families = (socket.AF_INET, socket.AF_INET6)
-    found = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
-    addresses = [entry.address for entry in found if not entry.address.startswith(("127.", "::1", "fe80:"))]
-    return list(dict.fromkeys([named, *addresses]))
+    entries = [entry for of_interface in psutil.net_if_addrs().values() for entry in of_interface]
+    addresses = [entry.address for entry in entries if entry.family in families]
+    return list(dict.fromkeys([host, *(a for a in addresses if not a.startswith(("127.", "::1", "fe80:")))]))

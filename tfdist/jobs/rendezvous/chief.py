@@ -1,48 +1,52 @@
-"""The chief's part of the rendezvous: it waits for the hellos of all ranks, and sends all of them the same answer."""
+"""The chief's part of the rendezvous: it waits for the hellos of all ranks, and sends all of them the same answers."""
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from tfdist.errors import DisagreementError
+from tfdist.errors import ClusterError, DisagreementError
+from tfdist.jobs.connections import LineConnection, Reception, SentError
 from tfdist.jobs.rendezvous.messages import (
     CLUSTER,
-    LONGEST_MESSAGE_BYTES,
-    SECONDS_TO_HEAR_ALL,
+    SECONDS_TO_RECEIVE_ANSWER,
     Answer,
     Hello,
-    Refusal,
     as_line,
+    packed,
+    unpacked,
 )
 from tfdist.jobs.world import World
 
-# A connection that has sent no hello by then is closed.
-SECONDS_TO_IDENTIFY = 5.0
 SECONDS_TO_CLOSE = 1.0
-# Beside one for each process of the job.
-MAX_UNIDENTIFIED = 64
+# The number of unidentified connections that are allowed besides one for each process of the job.
+MOST_STRANGERS = 64
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Peer:
-    """A connection that the chief has accepted; it is unidentified until its hello has come."""
+    """A rank that has sent its hello."""
 
-    socket: socket.socket
+    connection: LineConnection
     host: str
-    identify_by: float
-    text: bytes = b""
-    hello: Hello | None = None
+    lines: list[bytes] = field(default_factory=list)  # received after the hello
 
 
 class ChiefServer:
-    """The chief's part: receives the hellos of all ranks, and sends all of them the same answer."""
+    """Waits for all ranks of a job on the chief's port.
+
+    Args:
+        world: the job.
+        settings: the chief's settings, which those of all ranks must equal.
+        listener: the socket on the chief's port, which is closed as soon as all ranks have their answer.
+        deadline: when the chief stops waiting, as a time of `time.monotonic`.
+        deadline_seconds: how long the chief waits, for messages.
+    """
 
     def __init__(
         self,
@@ -53,151 +57,134 @@ class ChiefServer:
         deadline_seconds: float,
     ):
         self.world = world
-        self.by_rank: dict[int, Mapping[str, str]] = {0: settings}
-        self.listener = listener
-        # The earliest of all ranks, and what that rank had been given to wait.
+        self.settings: dict[int, Mapping[str, str]] = {0: settings}  # by rank
+        # The earliest deadline of all ranks, and the number of seconds that the same rank was told to wait.
         self.deadline, self.deadline_seconds = deadline, deadline_seconds
-        self.unidentified: dict[_Peer, None] = {}  # in the order in which they came
-        self.identified: dict[int, _Peer] = {}
-        self.twins: list[_Peer] = []  # of one that is identified; they stay among the unidentified
-        self.refusal: Refusal | None = None
+        self.exchange_seconds = deadline_seconds
+        self.peers: dict[int, _Peer] = {}  # by rank
+        self.duplicates: list[LineConnection] = []  # with processes that claim the rank of a peer
+        self.refusal: SentError | None = None
         self.selector = selectors.DefaultSelector()
+        self.listener = listener
+        most = MOST_STRANGERS + world.world_size
+        self.reception = Reception(self.selector, listener, self._identify, most, time.monotonic)
 
-    def serve(self) -> Refusal | None:
-        """Waits for all ranks, and returns the refusal that all were sent, if any."""
-        self.listener.setblocking(False)
-        with self.selector:
-            self.selector.register(self.listener, selectors.EVENT_READ)
-            try:
-                while self.refusal is None and len(self.by_rank) < self.world.world_size:
-                    self._wait()
-                self.refusal = self.refusal or self._difference(self.by_rank)
-                self._answer_all()
-            finally:
-                for peer in [*self.unidentified, *self.identified.values()]:
-                    peer.socket.close()
+    def serve(self) -> SentError | None:
+        """Waits for all ranks, and returns the refusal that was sent to all of them, if any."""
+        while self.refusal is None and len(self.settings) < self.world.world_size:
+            if time.monotonic() >= self.deadline:
+                self.refusal = self._missing()
+                break
+            self.reception.close_late()
+            self._handle_events(min(self.deadline, self.reception.next_deadline))
+        self.refusal = self.refusal or self._difference(self.settings)
+        self._stop_listening()
+        self._send(self._connections(), as_line(Answer(tfdist=1, refusal=self.refusal)), SECONDS_TO_RECEIVE_ANSWER)
         return self.refusal
 
-    def _wait(self) -> None:
-        """Handles the next connections and messages, or ends at the deadline."""
-        now = time.monotonic()
-        if now >= self.deadline:
-            self.refusal = self._missing()
-            return
-        while self.unidentified and now >= next(iter(self.unidentified)).identify_by:
-            self._drop(next(iter(self.unidentified)))
-        until = min([self.deadline, *(peer.identify_by for peer in list(self.unidentified)[:1])])
-        for key, _ in self.selector.select(max(0.0, until - now)):
-            if key.data is None:
-                self._accept()
-            elif self.refusal is None:
-                self._receive(key.data)
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The message of each process, by rank; called by all processes after the answer.
 
-    def _accept(self) -> None:
-        try:
-            connection, address = self.listener.accept()
-        except OSError:  # it has gone already
-            return
-        connection.setblocking(False)
-        if len(self.unidentified) >= MAX_UNIDENTIFIED + self.world.world_size:
-            self._drop(next(iter(self.unidentified)))
-        peer = _Peer(connection, address[0], time.monotonic() + SECONDS_TO_IDENTIFY)
-        self.unidentified[peer] = None
-        self.selector.register(connection, selectors.EVENT_READ, peer)
+        Raises:
+            ClusterError: a process has gone, or sends no message.
+        """
+        others = self.world.world_size - 1
 
-    def _receive(self, peer: _Peer) -> None:
-        if peer.socket.fileno() < 0:  # dropped since the selector returned
-            return
-        try:
-            part = peer.socket.recv(LONGEST_MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        if not part:  # a rank that ends before the job begins is missing again
-            self._drop(peer)
-        elif peer.hello is None:
-            peer.text += part
-            if b"\n" in peer.text:
-                self._identify(peer)
-            elif len(peer.text) > LONGEST_MESSAGE_BYTES:
-                self._drop(peer)
+        def is_waiting() -> bool:
+            return len(self.peers) == others and not all(peer.lines for peer in self.peers.values())
 
-    def _identify(self, peer: _Peer) -> None:
+        self._handle_while(is_waiting, self.exchange_seconds)
+        missing = [rank for rank in range(1, others + 1) if rank not in self.peers or not self.peers[rank].lines]
+        if missing:
+            raise ClusterError.lost(f"A process of the job has gone: {self.world.named_all(missing, 'or')}")
+        lines = [self.peers[rank].lines.pop(0) for rank in range(1, others + 1)]
+        messages = [message, *(unpacked(line)[0] for line in lines)]
+        self._send([peer.connection for peer in self.peers.values()], packed(messages), self.exchange_seconds)
+        return messages
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._stop_listening()
+        # The side that closes a connection first keeps its port for a minute, and TensorFlow is about to use this port.
+        self._handle_while(lambda: bool(self.peers), SECONDS_TO_CLOSE)
+        for connection in self._connections():
+            connection.close()
+        self.selector.close()
+
+    def _handle_events(self, until: float) -> None:
+        """Waits for events, at most until the time `until`, and handles them."""
+        for key, events in self.selector.select(max(0.0, until - time.monotonic())):
+            key.data(events)
+
+    def _identify(self, connection: LineConnection, line: bytes) -> bool:
         try:
-            hello = Hello.model_validate_json(peer.text.partition(b"\n")[0])
+            hello = Hello.model_validate_json(line)
         except ValidationError:
-            hello = None
-        if hello is None or hello.rank >= hello.world_size:
-            self._drop(peer)
-            return
-        other = self.identified.get(hello.rank)
-        if other is not None and not _has_hung_up(other.socket):
+            return False
+        if hello.rank >= hello.world_size or self.refusal is not None:
+            return False
+        peer = _Peer(connection, connection.host)
+        connection.received = peer.lines.append
+        other = self.peers.get(hello.rank)
+        if other is not None and not other.connection.has_hung_up:
             self.refusal = self._twice(other, peer, hello.rank)
-            self.twins.append(peer)
-            return
+            connection.ended = lambda: None
+            self.duplicates.append(connection)
+            return True
         if other is not None:
-            self._drop(other)
-        del self.unidentified[peer]
-        peer.hello = hello
-        self.identified[hello.rank] = peer
+            other.connection.close()
+        self.peers[hello.rank] = peer
+        connection.ended = lambda: self._forget(hello.rank)
         settings = {CLUSTER: hello.cluster, **hello.settings}
-        if hello.cluster != self.by_rank[0][CLUSTER]:
-            # Nothing else can be compared by rank, and its own world may not even have this process.
-            self.refusal = self._difference({0: self.by_rank[0], hello.rank: settings})
-            return
-        self.by_rank[hello.rank] = settings
+        if hello.cluster != self.settings[0][CLUSTER]:
+            # Nothing else can be compared by rank, and this process may not even be part of its own cluster.
+            self.refusal = self._difference({0: self.settings[0], hello.rank: settings})
+            return True
+        self.settings[hello.rank] = settings
         if time.monotonic() + hello.seconds < self.deadline:
             self.deadline, self.deadline_seconds = time.monotonic() + hello.seconds, hello.deadline_seconds
+        return True
 
-    def _drop(self, peer: _Peer) -> None:
-        self.selector.unregister(peer.socket)
-        peer.socket.close()
-        if peer.hello is None:
-            del self.unidentified[peer]
-        else:
-            del self.identified[peer.hello.rank]
-            self.by_rank.pop(peer.hello.rank, None)
+    def _forget(self, rank: int) -> None:
+        """A rank that ends before the job begins is missing again."""
+        del self.peers[rank]
+        self.settings.pop(rank, None)
 
-    def _answer_all(self) -> None:
-        answer = as_line(Answer(tfdist=1, refusal=self.refusal))
-        for peer in [*self.identified.values(), *self.twins]:
-            with contextlib.suppress(OSError):  # TensorFlow will miss those who have gone in this moment
-                peer.socket.settimeout(SECONDS_TO_HEAR_ALL)
-                peer.socket.sendall(answer)
-        # Who closes first keeps the port of a connection for a minute; this port is about to be TensorFlow's.
-        until = time.monotonic() + SECONDS_TO_CLOSE
-        self.selector.unregister(self.listener)
-        while self.identified and (left := until - time.monotonic()) > 0:
-            for key, _ in self.selector.select(left):
-                self._drop(key.data)
+    def _connections(self) -> list[LineConnection]:
+        return [*(peer.connection for peer in self.peers.values()), *self.duplicates]
 
-    def _missing(self) -> Refusal:
-        missing = [rank for rank in range(self.world.world_size) if rank not in self.by_rank]
-        return Refusal(
+    def _stop_listening(self) -> None:
+        self.reception.close()
+        self.listener.close()
+
+    def _send(self, connections: Sequence[LineConnection], line: bytes, seconds: float) -> None:
+        for connection in connections:
+            connection.send(line)
+        self._handle_while(lambda: any(connection.is_sending for connection in connections), seconds)
+
+    def _handle_while(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Handles events while `condition()` is true, at most for `seconds`."""
+        until = time.monotonic() + seconds
+        while condition() and time.monotonic() < until:
+            self._handle_events(until)
+
+    def _missing(self) -> SentError:
+        missing = [rank for rank in range(self.world.world_size) if rank not in self.settings]
+        return SentError(
             differing=False,
             sentence=f"{self.world.named_all(missing)} did not start within {self.deadline_seconds:g} s",
             hint=f"start every process of the job, and see that each can reach `{self.world.tasks[0].address}`",
         )
 
-    def _twice(self, one: _Peer, other: _Peer, rank: int) -> Refusal:
-        hosts = " and ".join(f"`{peer.host}`" for peer in (one, other))
-        return Refusal(
+    def _twice(self, first: _Peer, second: _Peer, rank: int) -> SentError:
+        hosts = f"`{first.host}` and `{second.host}`"
+        return SentError(
             differing=False,
             sentence=f"Two processes, on {hosts}, say that they are {self.world.named(rank)}",
             hint="give every process a `task` of its own in `TF_CONFIG`, and start each once",
         )
 
-    def _difference(self, by_rank: Mapping[int, Mapping[str, str]]) -> Refusal | None:
-        ordered = {rank: by_rank[rank] for rank in sorted(by_rank)}
-        error = DisagreementError.among(ordered, self.world.named_briefly)
-        return None if error is None else Refusal(differing=True, sentence=error.sentence, hint=error.hint)
-
-
-def _has_hung_up(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    def _difference(self, settings: Mapping[int, Mapping[str, str]]) -> SentError | None:
+        by_rank = {rank: settings[rank] for rank in sorted(settings)}
+        error = DisagreementError.among(by_rank, self.world.named_briefly)
+        return None if error is None else SentError.of(error)

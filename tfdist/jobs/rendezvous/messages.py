@@ -1,68 +1,67 @@
-"""The messages of the rendezvous, each a line of JSON of bounded length."""
+"""The messages of the rendezvous, each a line of bounded length."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, Field, StrictInt
 
-from tfdist.errors import ClusterError, DisagreementError
+from tfdist.jobs.connections import LONGEST_LINE_BYTES, SentError
 
-LONGEST_MESSAGE_BYTES = 1 << 16
-# An answer has at most a few values of each setting.
-LONGEST_ANSWER_BYTES = 16 * LONGEST_MESSAGE_BYTES
-# The chief answers by the earliest deadline of all; its answer may travel this long.
-SECONDS_TO_HEAR_ALL = 5.0
+# An answer contains at most a few values of each setting.
+LONGEST_ANSWER_BYTES = 16 * LONGEST_LINE_BYTES
+# The chief answers by the earliest deadline of all processes; its answer may travel for this long.
+SECONDS_TO_RECEIVE_ANSWER = 5.0
 
-# A setting that is always compared.
+# The name of a setting that is always compared.
 CLUSTER = "TF_CONFIG cluster"
 # A longer cluster is compared by its hash, since a hello must stay short for any number of processes.
 LONGEST_CLUSTER_BYTES = 1000
 
 
 class Hello(BaseModel):
-    """The first message of a rank: its number, its settings, and how long it can still wait."""
+    """The first message of a rank: its number, its settings, and how long it will still wait."""
 
     tfdist: Literal[1]
     rank: StrictInt = Field(gt=0)
     seconds: float = Field(gt=0, allow_inf_nan=False)  # until its deadline
-    deadline_seconds: float = Field(gt=0, allow_inf_nan=False)
-    world_size: StrictInt  # of its cluster
-    cluster: str  # as `described_cluster` has it
+    deadline_seconds: float = Field(gt=0, allow_inf_nan=False)  # as its user has set it
+    world_size: StrictInt  # the number of processes in its cluster
+    cluster: str  # see `described_cluster`
     settings: dict[str, str]
 
 
-class Refusal(BaseModel):
-    """The reason why a job cannot begin; every rank raises it."""
-
-    differing: bool
-    sentence: str
-    hint: str
-
-    def error(self) -> ClusterError:
-        return (DisagreementError if self.differing else ClusterError)(self.sentence, self.hint)
-
-
 class Answer(BaseModel):
-    """The chief's message to all ranks at the end."""
+    """The chief's message to all ranks at the end: the reason why the job cannot begin, or `None`."""
 
     tfdist: Literal[1]
-    refusal: Refusal | None
+    refusal: SentError | None
 
 
 def as_line(message: BaseModel) -> bytes:
-    """The message as it travels."""
+    """The message as it is sent."""
     return message.model_dump_json().encode() + b"\n"
 
 
+def packed(messages: Iterable[bytes]) -> bytes:
+    """The messages of several processes as one line."""
+    return b" ".join(map(base64.b64encode, messages)) + b"\n"
+
+
+def unpacked(line: bytes) -> list[bytes]:
+    """The messages of a line."""
+    return [base64.b64decode(part) for part in line.split(b" ")]
+
+
 def described_cluster(cluster: Mapping[str, Sequence[str]]) -> str:
-    """A cluster in a text of bounded length, which is the same for equal clusters alone."""
+    """Describes a cluster in a text of bounded length, which is equal only for equal clusters."""
     text = json.dumps(cluster)
     if len(text) <= LONGEST_CLUSTER_BYTES:
         return text
-    addresses = [address for of_role in cluster.values() for address in of_role]
+    addresses = [address for role_addresses in cluster.values() for address in role_addresses]
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{len(addresses)} processes from {addresses[0]} to {addresses[-1]}, SHA-256 {digest}"
