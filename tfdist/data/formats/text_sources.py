@@ -34,16 +34,11 @@ def labelled(
     bad: BadExamples,
     class_names: tuple[str, ...] = (),
 ) -> Source:
-    """A source for text classification.
+    """A source for text classification; for arguments that are not listed see `tfdist.data.sources.sentences.load`.
 
     Args:
         name: the dataset's name.
         parts: the sentences of each split, at least of "train".
-        classes: the number of classes.
-        length: the largest number of words per sentence.
-        words: the largest number of words in the vocabulary.
-        buckets: make batches of sentences of similar lengths.
-        vocabulary: a file with the vocabulary; `None` makes one from the training sentences.
         bad: the bad examples that were left out.
         class_names: one name per class, or none.
     """
@@ -78,16 +73,11 @@ def translated(
     target_vocabulary: str | None,
     bad: BadExamples,
 ) -> Source:
-    """A source for translation, whose target sentences are shifted by one word between x and y.
+    """A source for translation; for arguments that are not listed see `tfdist.data.sources.parallel_text.load`.
 
     Args:
         name: the dataset's name.
         parts: the pairs of each split, at least of "train".
-        length: the largest number of words per sentence.
-        words: the largest number of words in each vocabulary.
-        buckets: make batches of sentences of similar lengths.
-        vocabulary: a file with the source's vocabulary; `None` makes one from the training sentences.
-        target_vocabulary: the same for the target.
         bad: the bad examples that were left out.
     """
     in_words = {

@@ -156,7 +156,7 @@ def by_record(
     shuffle: str,
     shuffle_buffer: int,
 ) -> PictureSource:
-    """A source of the pictures of a prepared dataset, which reads each example from its record.
+    """A source of the pictures of a prepared dataset, which reads each example from its record; see `PictureSource`.
 
     Args:
         builder: the TFDS builder.
@@ -164,13 +164,7 @@ def by_record(
         size: height and width to which the pictures are resized.
         validation: the fraction of TFDS' training split, from its end, for validation; TFDS has shuffled the split.
         target: the feature of the label, or of the encoded mask for segmentation.
-        classes: the number of classes.
-        class_names: the names of the classes, or none.
         first_label: the label of the first class in the files.
-        cache: one of `tfdist.data.input.pictures.CACHES`.
-        policy: what to do with a bad example.
-        shuffle: one of `tfdist.data.input.pictures.SHUFFLES`.
-        shuffle_buffer: for "files": the number of examples that are shuffled together.
     """
     masks = target != "label"
 

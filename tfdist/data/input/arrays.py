@@ -5,6 +5,7 @@ Whole numbers are stored in the type of their file, such as uint8 for pixels, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,19 +45,15 @@ def checked(spec: DataSpec, split: str, x: Any, y: Any) -> Arrays:
         DataError: they do not match `spec`.
     """
     count, (x_type, y_type) = spec.examples[split], model_types(spec)
-    if isinstance(x, dict):
-        _check_shape(spec, split, "source", np.shape(x["source"]), (count, *spec.input_shape))
-        _check_shape(spec, split, "target", np.shape(x["target"]), (count, *spec.target_shape))
-    else:
-        _check_shape(spec, split, "x", np.shape(x), (count, *spec.input_shape))
+    shapes = {"x": spec.input_shape, "source": spec.input_shape, "target": spec.target_shape}
+    for name in ("source", "target") if isinstance(x, dict) else ("x",):
+        _check_shape(spec, split, name, _by_name(x)[name], (count, *shapes[name]))
+    stored_x = map_x(lambda array: _stored(array, x_type), x)
     if spec.task == "autoencoding":
-        x = _stored(x, x_type)
-        return x, x
-    _check_shape(spec, split, "y", np.shape(y), (count, *spec.target_shape))
+        return stored_x, stored_x
+    _check_shape(spec, split, "y", y, (count, *spec.target_shape))
     check_labels(y, spec)
-    if isinstance(x, dict):
-        return {name: _stored(array, x_type) for name, array in x.items()}, _stored(y, y_type)
-    return _stored(x, x_type), _stored(y, y_type)
+    return stored_x, _stored(y, y_type)
 
 
 def _stored(array: Any, model_type: type[np.generic]) -> np.ndarray:
@@ -131,14 +128,14 @@ class ToModelTypes:
             # A wider type stays: the number of a stream may need int64.
             return function(part, dtype) if part.dtype.size < np.dtype(dtype).itemsize else part
 
-        x = {name: mapped(part, x_type) for name, part in x.items()} if isinstance(x, dict) else mapped(x, x_type)
-        return x, mapped(y, y_type)
+        return map_x(lambda part: mapped(part, x_type), x), mapped(y, y_type)
 
 
-def _check_shape(spec: DataSpec, split: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if shape != expected:
+def _check_shape(spec: DataSpec, split: str, name: str, array: Any, expected: tuple[int, ...]) -> None:
+    if np.shape(array) != expected:
         raise DataError(
-            f"Dataset `{spec.name}` promises {name} of shape `{expected}` in its split `{split}`, found `{shape}`",
+            f"Dataset `{spec.name}` promises {name} of shape `{expected}` in its split `{split}`, "
+            f"found `{np.shape(array)}`",
             "make the source's spec and what it reads agree",
         )
 
@@ -172,14 +169,18 @@ def check_labels(y: Any, spec: DataSpec) -> None:
         )
 
 
+def map_x(function: Callable[[Any], Any], x: Any) -> Any:
+    """`function(x)`, or for translation a dict of its results for "source" and "target"."""
+    return {name: function(array) for name, array in x.items()} if isinstance(x, dict) else function(x)
+
+
+def _by_name(x: Any) -> dict[str, Any]:
+    return x if isinstance(x, dict) else {"x": x}
+
+
 def sentence_lengths(x: Any) -> dict[str, np.ndarray]:
     """The lengths of the sentences, int `[N]`, for "x", or for "source" and "target"."""
-    return {kind: padding.lengths(tokens) for kind, tokens in (x if isinstance(x, dict) else {"x": x}).items()}
-
-
-def as_numpy(x: Any) -> Any:
-    """`x` as NumPy arrays."""
-    return {name: np.asarray(array) for name, array in x.items()} if isinstance(x, dict) else np.asarray(x)
+    return {kind: padding.lengths(tokens) for kind, tokens in _by_name(x).items()}
 
 
 def main_input(x: Any) -> np.ndarray:
@@ -190,4 +191,4 @@ def main_input(x: Any) -> np.ndarray:
 def head(arrays: Arrays, count: int) -> Arrays:
     """The first `count` examples."""
     x, y = arrays
-    return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]
+    return map_x(lambda array: array[:count], x), y[:count]

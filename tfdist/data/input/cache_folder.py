@@ -28,15 +28,15 @@ def free_bytes() -> int:
     return 0
 
 
-def fingerprint(what: Any, paths: Sequence[str | Path]) -> str:
+def fingerprint(purpose: Any, paths: Sequence[str | Path]) -> str:
     """A name for a cache of these files; it changes with their names, sizes and modification times.
 
     Args:
-        what: describes how the files were processed.
+        purpose: what is cached, and how it was made from the files.
         paths: the files.
 
     Raises:
         OSError: a file is missing.
     """
     files = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, map(os.stat, paths), strict=True)]
-    return consensus.fingerprint([what, files])
+    return consensus.fingerprint([purpose, files])

@@ -153,10 +153,6 @@ class DatasetFeed(Feed):
     def finish(self) -> None:
         self._adapter.on_epoch_end()
 
-    def reset(self) -> None:
-        # Keras calls this hook once before the first epoch, so that a dataset that shuffles in it begins shuffled.
-        self.end_epoch()
-
     def begin_epoch(self) -> None:
         if self._in_order is not None:
             self._in_order.dataset.on_epoch_begin()

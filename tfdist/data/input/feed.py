@@ -68,9 +68,6 @@ class Feed:
     def finish(self) -> None:
         """Ends a pass."""
 
-    def reset(self) -> None:
-        """Calls the hook of the data that Keras calls before a training or an evaluation begins."""
-
     def begin_epoch(self) -> None:
         """Calls the hook of the data for the begin of an epoch, before its first batch is read."""
 
@@ -123,9 +120,6 @@ class WrappedFeed(Feed):
 
     def finish(self) -> None:
         self._feed.finish()
-
-    def reset(self) -> None:
-        self._feed.reset()
 
     def begin_epoch(self) -> None:
         self._feed.begin_epoch()

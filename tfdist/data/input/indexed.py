@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist.data.input.array_feed import OrderOf
-    from tfdist.data.input.augmentation import Augmentation
     from tfdist.data.input.feed import Feed
 
 # x and y of the examples of a split with these numbers, integers `[n]`.
@@ -60,36 +59,28 @@ class IndexedSource(Source):
 
     def cached(self) -> Source:
         source = Source(self.spec, self._read)
-        source.origin = None if self.origin is None else dataclasses.replace(self.origin, cached=True)
+        source.origin = self._origin_with(cached=True)
         return source
 
     def _feed(self, arguments: FeedArguments, world: World) -> Feed:
-        return self._pipelines_of(*self._with_augmentation(arguments)).feed(world, lambda: self._problem)
+        return self.pipelines(arguments).feed(world, lambda: self._problem)
 
     def _by_range(self, split: str) -> bool:
         self._check_split(split)
         return True
 
-    def _parts_of_feed(
-        self,
-        split: str,
-        batch_size: int,
-        seed: int,
-        shuffle: bool | None,
-        augmentation: Augmentation | None,
-        stream_positions: bool,
-    ) -> tuple[Any, int, OrderOf, ToModelTypes | None]:
-        if stream_positions:
+    def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, OrderOf, ToModelTypes | None]:
+        if arguments.stream_positions:
             raise UsageError(
                 f"The examples of `{self.spec.name}` are read by number, without their positions in streams",
                 "use a source of arrays for a model that keeps a state",
             )
-        examples, transform = self.spec.examples[split], None
+        split, transform, augmentation = arguments.split, None, self.augmentation(arguments.augment)
         if augmentation is not None:
-            augmented = augmentations.Augmented(self.spec, augmentation, seed, examples)
+            augmented = augmentations.Augmented(self.spec, augmentation, arguments.seed, self.spec.examples[split])
             transform = ToModelTypes(self.spec, then=augmented)
-        order_of = self._order_of(split, batch_size, seed, shuffle)
-        return lambda indices: self._examples_at(split, indices), batch_size, order_of, transform
+        order_of = self._order_of(arguments)
+        return lambda indices: self._examples_at(split, indices), arguments.global_batch_size, order_of, transform
 
     def _examples_at(self, split: str, indices: tf.Tensor) -> Any:
         """Reads the examples with these numbers in a graph."""

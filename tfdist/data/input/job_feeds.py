@@ -33,7 +33,7 @@ NumbersOfAll = Callable[[tf.Tensor], tf.Tensor]
 
 
 class GraphPeers(consensus.Peers, Protocol):
-    """The processes of a job that can also gather numbers inside a graph; every strategy is one."""
+    """The processes of a job, which can also gather numbers inside a graph; every strategy implements it."""
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the `number` of each process, an int32 scalar, by rank: int32 `[world_size]`."""

@@ -46,23 +46,19 @@ class FeedArguments:
     seed: int
     shuffle: bool | None
     augment: str
-    stream_positions: bool
+    stream_positions: bool = False
 
 
 @dataclass(frozen=True)
 class PipelineArguments:
-    """The arguments of `Source.pipeline` except `threads`."""
+    """The arguments of `Source.pipeline` except `threads`; those that `Source.feed` has too are in `feed`."""
 
-    split: str
-    global_batch_size: int
+    feed: FeedArguments
     world: World
-    seed: int
-    epoch: int
-    first_batch: int
-    shuffle: bool | None
-    augment: str
-    deterministic: bool
-    by_file: bool
+    deterministic: bool = True
+    by_file: bool = False
+    epoch: int = 0
+    first_batch: int = 0
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ class DataPasses:
 
     def reset(self) -> None:
         """Tells the data that a training or an evaluation is about to begin."""
-        self.feed.reset()
+        # Keras calls this hook once before the first epoch, so that a dataset that shuffles in it begins shuffled.
+        self.feed.end_epoch()
 
     def begin_epoch(self) -> int | None:
         """Starts a pass if none is open; returns how many of its batches are left, `None` if unknown."""

@@ -138,27 +138,24 @@ class PictureSource(Source):
     def cached(self) -> Self:
         source = self._with_spec()
         source.cache = "memory"
-        source.origin = None if self.origin is None else dataclasses.replace(self.origin, cached=True)
+        source.origin = self._origin_with(cached=True)
         return source
 
     def _feed(self, arguments: FeedArguments, world: World) -> Feed:
-        split, batch_size, seed = arguments.split, arguments.global_batch_size, arguments.seed
+        split, batch_size = arguments.split, arguments.global_batch_size
+        arguments = dataclasses.replace(arguments, stream_positions=False)
         if self.in_memory(split, self.augmentation(arguments.augment)):
-            return super()._feed(dataclasses.replace(arguments, stream_positions=False), world)
+            return super()._feed(arguments, world)
         from tfdist.data.input.file_feed import FileFeed
 
-        order_of = self._order_of(split, batch_size, seed, arguments.shuffle)
-        # The batches of all epochs, in order, and not by file.
-        all_epochs = PipelineArguments(
-            split, batch_size, world, seed, 0, 0, arguments.shuffle, arguments.augment, True, False
-        )
+        order_of = self._order_of(arguments)
 
         def pipeline(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
             from tfdist.data.input import tf_datasets
 
-            batches = self._decoded_batches(all_epochs).of_epoch(epoch, first_batch, end_batch)
+            batches = self._decoded_batches(PipelineArguments(arguments, world))
             # A pool of its own, so that the operations of the model need not wait for decoding.
-            return tf_datasets.with_options(batches, cores(), True)
+            return tf_datasets.with_options(batches.of_epoch(epoch, first_batch, end_batch), cores(), True)
 
         def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:
             first, last = first_batch * batch_size, (first_batch + batches) * batch_size
@@ -167,8 +164,8 @@ class PictureSource(Source):
         return FileFeed(pipeline, problem, self.spec.examples[split], batch_size, world, self.files[split].listing)
 
     def _batches(self, arguments: PipelineArguments) -> tf.data.Dataset:
-        augmentation = self.augmentation(arguments.augment)
-        if not arguments.by_file and self.in_memory(arguments.split, augmentation):
+        augmentation = self.augmentation(arguments.feed.augment)
+        if not arguments.by_file and self.in_memory(arguments.feed.split, augmentation):
             return super()._batches(arguments)
         return self._decoded_batches(arguments).of_epoch(arguments.epoch, arguments.first_batch)
 
@@ -182,10 +179,10 @@ class PictureSource(Source):
     def _make_decoded_batches(self, arguments: PipelineArguments) -> DecodedBatches:
         from tfdist.data.input import tf_datasets
 
-        split, batch_size, world = arguments.split, arguments.global_batch_size, arguments.world
-        files, division = self.files[split], Division.among_processes(world)
-        order_of = self._order_of(split, batch_size, arguments.seed, arguments.shuffle)
-        augmentation = self.augmentation(arguments.augment)
+        split, batch_size, world = arguments.feed.split, arguments.feed.global_batch_size, arguments.world
+        files, division, deterministic = self.files[split], Division.among_processes(world), arguments.deterministic
+        order_of = self._order_of(arguments.feed)
+        augmentation = self.augmentation(arguments.feed.augment)
 
         def parts_of(epoch: int) -> order.Parts:
             if arguments.by_file:
@@ -196,15 +193,13 @@ class PictureSource(Source):
         is_cached = self.cache_of(split, augmentation) != "off"
         read_ahead = 0 if is_cached or arguments.by_file else self._shuffle_buffer // world.world_size
         if augmentation is None:
-            return tf_datasets.DecodedBatches(
-                decoder, parts_of, deterministic=arguments.deterministic, read_ahead=read_ahead
-            )
+            return tf_datasets.DecodedBatches(decoder, parts_of, deterministic=deterministic, read_ahead=read_ahead)
         draws = augmentation.draws
 
         def draws_of(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
-            return augmentations.rows(self.spec.examples[split], draws, arguments.seed, epoch)
+            return augmentations.rows(self.spec.examples[split], draws, arguments.feed.seed, epoch)
 
-        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, arguments.deterministic, read_ahead)
+        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, deterministic, read_ahead)
 
     def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
         files = self.files[split]

@@ -26,11 +26,11 @@ from tfdist.data.input import order, padding
 from tfdist.data.input.arrays import (
     Arrays,
     ToModelTypes,
-    as_numpy,
     cast,
     checked,
     head,
     main_input,
+    map_x,
     model_types,
     sentence_lengths,
 )
@@ -129,7 +129,7 @@ class Source:
         self._divisor = divisor
         self.bucketed = bucketed
         self._stored: dict[str, StoredArrays] = {}
-        self._pipelines: dict[Any, ArrayFeed | LargeExamples] = {}
+        self._pipelines: dict[FeedArguments, ArrayFeed | LargeExamples] = {}
 
     @classmethod
     def from_arrays(
@@ -162,7 +162,7 @@ class Source:
             **facts: further fields of the `DataSpec`, such as `class_names`.
         """
         by_split = {"train": train, "validation": validation, "test": test}
-        splits = {split: (as_numpy(pair[0]), np.asarray(pair[1])) for split, pair in by_split.items() if pair}
+        splits = {split: (map_x(np.asarray, pair[0]), np.asarray(pair[1])) for split, pair in by_split.items() if pair}
         counts = {split: len(main_input(x)) for split, (x, _) in splits.items()}
         x, y = splits["train"]
         spec = DataSpec(name, task, main_input(x).shape[1:], classes, counts, **{"target_shape": y.shape[1:]} | facts)
@@ -207,8 +207,7 @@ class Source:
                 f"use `--limit` with a number from 1 to {available}",
             )
         limited = self._with_spec(examples={**self.spec.examples, "train": examples})
-        if self.origin is not None:
-            limited.origin = dataclasses.replace(self.origin, limit=examples)
+        limited.origin = self._origin_with(limit=examples)
         return limited
 
     def for_autoencoding(self) -> Self:
@@ -238,8 +237,7 @@ class Source:
             return x, x
 
         source._read = with_itself
-        if self.origin is not None:
-            source.origin = dataclasses.replace(self.origin, autoencoding=True)
+        source.origin = self._origin_with(autoencoding=True)
         return source
 
     def cached(self) -> Source:
@@ -282,17 +280,11 @@ class Source:
         return feed
 
     def _feed(self, arguments: FeedArguments, world: World) -> Feed:
-        if not self._by_range(arguments.split):
-            from tfdist.data.input.array_feed import ArrayFeed
+        if self._by_range(arguments.split):
+            return self.pipelines(arguments).feed(world)
+        from tfdist.data.input.array_feed import ArrayFeed
 
-            return ArrayFeed(*self._parts_of_feed(*self._with_augmentation(arguments)))
-        return self._pipelines_of(*self._with_augmentation(arguments)).feed(world)
-
-    def _with_augmentation(self, arguments: FeedArguments) -> tuple[Any, ...]:
-        """The arguments of `_pipelines_of` and `_parts_of_feed`."""
-        augmentation = self.augmentation(arguments.augment)
-        split, batch_size = arguments.split, arguments.global_batch_size
-        return split, batch_size, arguments.seed, arguments.shuffle, augmentation, arguments.stream_positions
+        return ArrayFeed(*self._parts_of_feed(arguments))
 
     def pipeline(
         self,
@@ -340,9 +332,8 @@ class Source:
         """
         from tfdist.data.input import tf_datasets
 
-        arguments = PipelineArguments(
-            split, global_batch_size, world, seed, epoch, first_batch, shuffle, augment, deterministic, by_file
-        )
+        feed = FeedArguments(split, global_batch_size, seed, shuffle, augment)
+        arguments = PipelineArguments(feed, world, deterministic, by_file, epoch, first_batch)
         return tf_datasets.with_options(self._batches(arguments), threads, deterministic)
 
     def _batches(self, arguments: PipelineArguments) -> tf.data.Dataset:
@@ -351,28 +342,20 @@ class Source:
                 f"The examples of `{self.spec.name}` are in no files, which `by_file` assigns to ranks",
                 "leave `by_file` out",
             )
-        split, batch_size, rank = arguments.split, arguments.global_batch_size, arguments.world.rank
-        pipelines = self.pipelines(
-            split, batch_size, seed=arguments.seed, shuffle=arguments.shuffle, augment=arguments.augment
+        pipelines, division = self.pipelines(arguments.feed), Division.among_processes(arguments.world)
+        return pipelines.dataset(
+            arguments.world.rank, division, arguments.epoch, arguments.first_batch, arguments.deterministic
         )
-        division = Division.among_processes(arguments.world)
-        return pipelines.dataset(rank, division, arguments.epoch, arguments.first_batch, arguments.deterministic)
 
-    def pipelines(
-        self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
-    ) -> ArrayFeed | LargeExamples:
-        """What makes the pipelines of all epochs, by its method `dataset`; see `feed` for the arguments."""
-        return self._pipelines_of(split, global_batch_size, seed, shuffle, self.augmentation(augment), False)
-
-    def _pipelines_of(self, split: str, *arguments: Any) -> Any:
-        key = (split, *arguments)
-        if key not in self._pipelines:
+    def pipelines(self, arguments: FeedArguments) -> Any:
+        """The `ArrayFeed` or `LargeExamples` whose method `dataset` makes the pipelines of all epochs; made once."""
+        if arguments not in self._pipelines:
             from tfdist.data.input.array_feed import ArrayFeed
             from tfdist.data.input.large_feed import LargeExamples
 
-            kind = LargeExamples if self._by_range(split) else ArrayFeed
-            self._pipelines[key] = kind(*self._parts_of_feed(*key))
-        return self._pipelines[key]
+            kind = LargeExamples if self._by_range(arguments.split) else ArrayFeed
+            self._pipelines[arguments] = kind(*self._parts_of_feed(arguments))
+        return self._pipelines[arguments]
 
     def _by_range(self, split: str) -> bool:
         """Whether a split has so many examples that its order is computed by range, and is never one tensor."""
@@ -389,30 +372,24 @@ class Source:
         augmentations.check(augmentation, self.spec)
         return augmentation
 
-    def _parts_of_feed(
-        self,
-        split: str,
-        batch_size: int,
-        seed: int,
-        shuffle: bool | None,
-        augmentation: Augmentation | None,
-        stream_positions: bool,
-    ) -> tuple[Any, int, OrderOf, ToModelTypes | None]:
+    def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, OrderOf, ToModelTypes | None]:
         """The arguments of `ArrayFeed` and `LargeExamples`: examples, batch size, order and transform."""
         from tfdist.data.input.array_feed import tensors
 
-        order_of = self._order_of(split, batch_size, seed, shuffle)
-        stored = self._examples(split)
-        then = self._transform(stored.arrays, batch_size, augmentation, seed)
+        augmentation, batch_size = self.augmentation(arguments.augment), arguments.global_batch_size
+        order_of = self._order_of(arguments)
+        stored = self._examples(arguments.split)
+        then = self._transform(stored.arrays, batch_size, augmentation, arguments.seed)
         transform = ToModelTypes(self.spec, self._divisor, then)
-        if stream_positions:
+        if arguments.stream_positions:
             stream, position = order.stream_positions(len(stored.arrays[1]), batch_size)
             x = {"tokens": stored.arrays[0], "stream": stream, "position": position}
             return tensors(x, stored.arrays[1]), batch_size, order_of, transform
         return stored.tensors, batch_size, order_of, transform
 
-    def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> OrderOf:
+    def _order_of(self, arguments: FeedArguments) -> OrderOf:
         """The order of each epoch, after a check of the arguments."""
+        split, batch_size, shuffle = arguments.split, arguments.global_batch_size, arguments.shuffle
         self._check_split(split)
         examples = self.spec.examples[split]
         if batch_size < 1:
@@ -427,7 +404,7 @@ class Source:
             return lambda epoch: order.streams(examples, batch_size)
         if shuffle is None:
             shuffle = split == "train"
-        return self._shuffled(split, batch_size, seed) if shuffle else lambda epoch: order.as_stored(examples)
+        return self._shuffled(split, batch_size, arguments.seed) if shuffle else lambda epoch: order.as_stored(examples)
 
     def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
         if self.bucketed:
@@ -452,6 +429,9 @@ class Source:
         changed.spec = dataclasses.replace(self.spec, **changes)
         changed._stored, changed._pipelines = {}, {}
         return changed
+
+    def _origin_with(self, **changes: Any) -> Origin | None:
+        return None if self.origin is None else dataclasses.replace(self.origin, **changes)
 
     def _check_split(self, split: str) -> None:
         if split not in SPLITS:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.data.input.array_feed import ArrayFeed
 from tfdist.data.input.decoding import Decoder
 from tfdist.data.input.division import WHOLE
+from tfdist.data.input.origin import FeedArguments
 from tfdist.data.input.pictures import PictureSource
 from tfdist.data.input.source import Source
 from tfdist.jobs.job_environment import cores
@@ -66,7 +67,7 @@ def _stages_of_arrays(source: Source, split: str, batch_size: int, augment: str,
     """Seconds per example for the order of an epoch, gathering, and augmentation."""
     seconds = {}
     for name in dict.fromkeys(("none", augment)):
-        feed = source.pipelines(split, batch_size, seed=seed, augment=name)
+        feed = source.pipelines(FeedArguments(split, batch_size, seed, None, name))
         if isinstance(feed, ArrayFeed):  # otherwise computing the order is part of gathering
             seconds["order"] = _seconds(functools.partial(feed.start, 1, 0)) / feed.examples
         full_batches = max(1, feed.examples // batch_size)
