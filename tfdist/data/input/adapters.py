@@ -101,10 +101,10 @@ def make(request: Request, seed: int) -> Feed:
 
 
 def _pass_over_generator(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[Any]:
-    """The batches of one pass over a generator, which always loses exactly one further batch.
+    """The batches of one pass over a generator, which always skips exactly one further batch of the generator.
 
-    Keras begins each pass with the first batches again, which it keeps, and then continues where the generator is. That
-    depends on how many batches were prefetched, so on timing; usually on one.
+    Keras begins each pass with the first batches, which it keeps, and then continues where the generator is. Where that
+    is depends on how many batches were prefetched, and so on timing; usually it is one batch.
     """
     batches = generator()
     for number, batch in enumerate(itertools.islice(batches, steps), 1):

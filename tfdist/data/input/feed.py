@@ -16,6 +16,9 @@ the graph's side: a `Batches` fetches a global batch and cuts the part of each r
     job_feeds.shared  SharedBatches         a batch that is the same in all processes, which is compared
     job_feeds.local   LocalBatches          a batch of this process alone
     JoinedFeed        JoinedBatches         a batch of this process; those of all processes make the global batch
+
+`tfdist.parameter_server` adds variants for batches that workers read or are sent, and `tfdist.relaxed.own_batches` for
+processes that train without the others.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def is_computed(examples: int) -> bool:
 
 
 def index_type(examples: int) -> type[np.signedinteger]:
-    """The type of example numbers in a dataset of this size: int32 if they fit, else int64."""
+    """The type of the example numbers in a dataset of this size: int32 if they fit, else int64."""
     return np.int32 if examples <= np.iinfo(np.int32).max else np.int64
 
 
