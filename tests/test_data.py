@@ -484,12 +484,12 @@ def silent_address() -> Iterator[str]:
 def test_an_address_that_never_answers_is_given_up(silent_address, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(tfds_prepare, "ANSWER_SECONDS", 0.2)
-    assert tfds_prepare._problem_with(silent_address) == "no answer in time"
+    assert tfds_prepare._problem_with_address(silent_address) == "no answer in time"
 
 
 def test_a_name_that_is_looked_up_forever_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds_prepare, "PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(tfds_prepare, "_problem_with", lambda address: time.sleep(5))
+    monkeypatch.setattr(tfds_prepare, "_problem_with_address", lambda address: time.sleep(5))
     with pytest.raises(DataError, match=r"no answer within 0\.2 s"):
         tfdist.data.load("mnist", tmp_path)
 

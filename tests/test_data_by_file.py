@@ -190,5 +190,5 @@ def test_what_cannot_be_shuffled_so_is_refused(records):
         source_of(records, shuffle="shards")
     with pytest.raises(UsageError, match=r"`shuffle_buffer` is `0`"):
         source_of(records, shuffle_buffer=0)
-    with pytest.raises(UsageError, match=r"`shuffle` is `files`, and each of these files has one example only"):
+    with pytest.raises(UsageError, match=r"`shuffle` is `files`, but each of these files has only one example"):
         source_of(Pictures(["a.png"], np.zeros(1, np.int32)))

@@ -134,7 +134,7 @@ WRITE = """
     from tfdist.data.input import disk_cache
     sys.path.insert(0, sys.argv[2])
     from tests.test_data_kept import COUNT, content
-    disk_cache.SECONDS_UNTIL_FOUND = disk_cache.SECONDS_BETWEEN_LOOKS = 0.0
+    disk_cache.SECONDS_BETWEEN_ROWS = disk_cache.SECONDS_BETWEEN_LOOKS = 0.0
     files = disk_cache.PackedFiles(Path(sys.argv[1]), COUNT)
     for turn in range(2):
         for number in range(int(sys.argv[3]) * 100, int(sys.argv[3]) * 100 + 200):
@@ -174,7 +174,7 @@ def test_a_row_whose_content_is_not_there_counts_as_not_written(tmp_path):
 
 
 def test_what_another_process_writes_is_found_while_this_one_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache, "SECONDS_UNTIL_FOUND", 0.0)
+    monkeypatch.setattr(disk_cache, "SECONDS_BETWEEN_ROWS", 0.0)
     monkeypatch.setattr(disk_cache, "SECONDS_BETWEEN_LOOKS", 0.01)
     one, other = PackedFiles(tmp_path, COUNT), PackedFiles(tmp_path, COUNT)
     for number in range(5):

@@ -203,7 +203,7 @@ def test_parts_of_all_ranks_make_the_batches_from_any_step_to_any_other(batch_si
 def test_computed_batches_are_the_same_for_any_number_of_ranks_and_from_any_batch(
     computed, monkeypatch, augment, at_once
 ):
-    monkeypatch.setattr("tfdist.data.input.ranges.AT_ONCE", at_once)
+    monkeypatch.setattr("tfdist.data.input.tf_datasets.AT_ONCE", at_once)
     data = pictures()
     alone = batches_of_ranks(data, 6, 1, augment=augment, epoch=2)
     assert [len(x) for x, _ in alone] == [6, 6, 6, 2]

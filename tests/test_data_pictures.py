@@ -154,7 +154,9 @@ def test_a_picture_of_another_shape_keeps_its_ratio_and_loses_its_margins(tmp_pa
 
 def test_folders_that_are_no_dataset_are_refused(folder_of_classes, tmp_path):
     (folder_of_classes / "val" / "other").mkdir()
-    with pytest.raises(DataError, match=r"`.*val/other` is no class of the training pictures, which are dark, grey"):
+    with pytest.raises(
+        DataError, match=r"`.*val/other` is not a class of the training pictures, which have dark, grey"
+    ):
         tfdist.data.load("image_folder", folder_of_classes)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="has no folders with pictures"):
@@ -379,7 +381,7 @@ def test_a_computed_order_of_files_is_the_same_for_any_number_of_ranks_and_from_
     folder_of_classes, monkeypatch
 ):
     monkeypatch.setattr(order, "LARGEST_DRAWN", 4)
-    monkeypatch.setattr("tfdist.data.input.ranges.AT_ONCE", 7)
+    monkeypatch.setattr("tfdist.data.input.tf_datasets.AT_ONCE", 7)
     memory, streamed = (
         tfdist.data.load("image_folder", folder_of_classes, cache=cache, size=(4, 4)) for cache in ("memory", "off")
     )

@@ -150,7 +150,7 @@ def test_an_augmentation_that_there_is_not_or_that_examples_cannot_have_is_refus
         pictures().pipeline("train", 4, augment="crop")
     with pytest.raises(UsageError, match="`crop_flip` needs pictures, but an example of `numbered` has the shape"):
         numbered(5).feed("train", 4, augment="crop_flip")
-    with pytest.raises(UsageError, match="which is no picture's"):
+    with pytest.raises(UsageError, match="and is not a picture"):
         numbered(5).for_autoencoding()
 
 
@@ -218,7 +218,7 @@ def test_each_row_of_a_batch_goes_on_in_the_next_one_and_only_the_tail_is_left_o
 
 
 def test_a_batch_of_more_streams_than_examples_is_refused():
-    with pytest.raises(UsageError, match="A batch of 24 streams needs as many examples, and `train` of `text` has 23"):
+    with pytest.raises(UsageError, match="24 streams needs at least 24 examples, but `train` of `text` has 23"):
         characters().feed("train", 24)
 
 

@@ -66,7 +66,7 @@ def test_a_bad_record_of_cifar_ends_the_run_or_is_left_out(tmp_path):
     train = tmp_path / "data_batch_1.bin"
     train.write_bytes(cifar_records([[1], [2], [10], [3]]) + b"half an example")
     (tmp_path / "test_batch.bin").write_bytes(cifar_records([[1]]))
-    with pytest.raises(DataError, match=f"`{train}` is truncated: 15 bytes follow its 4 whole examples") as caught:
+    with pytest.raises(DataError, match=f"`{train}` is truncated: 15 bytes follow its 4 complete examples") as caught:
         load("cifar_binary", tmp_path)
     assert "`--on-bad-example skip`" in caught.value.hint
     data = load("cifar_binary", tmp_path, validation=0, on_bad_example="skip")
@@ -199,7 +199,7 @@ def test_a_vocabulary_that_is_missing_or_names_a_word_twice_is_refused(tmp_path)
 def test_a_run_keeps_its_vocabulary_and_goes_on_with_no_other(tmp_path):
     for _ in range(2):
         text.keep_vocabulary(tmp_path / "vocabulary.txt", ("a", "b"))
-    with pytest.raises(DataError, match="not the one that the run began with") as caught:
+    with pytest.raises(DataError, match="with which the run began") as caught:
         text.keep_vocabulary(tmp_path / "vocabulary.txt", ("a", "c"))
     assert "resume the run on the same files" in caught.value.hint
 

@@ -6,7 +6,7 @@ import pytest
 
 import tfdist
 from tfdist import strategies
-from tfdist.data.input.batch_feed import BatchFeed
+from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.interface import state as strategy_state
 from tfdist.relaxed import averages, compression, outer_rules

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data.input import together
+from tfdist.data.input import job_feeds
 
 FLOATS = np.arange(24, dtype="float32").reshape(6, 4)
 ROWS = [[1, 2], [], [3]]
@@ -29,13 +29,13 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_fingerprint_tells_batches_apart(name):
-    one, other = ([together.fingerprint(batch).numpy().tobytes() for _ in range(2)] for batch in BATCHES[name])
+    one, other = ([job_feeds.fingerprint(batch).numpy().tobytes() for _ in range(2)] for batch in BATCHES[name])
     assert one[0] == one[1] != other[0] == other[1]
 
 
 def test_a_fingerprint_is_that_of_all_batches_so_far_in_their_order():
-    given = [together.Given() for _ in range(3)]
-    for one, batches in zip(given, ([1, 2, 3], [1, 2, 3], [2, 1, 3]), strict=True):
+    fingerprints = [job_feeds.BatchFingerprint() for _ in range(3)]
+    for one, batches in zip(fingerprints, ([1, 2, 3], [1, 2, 3], [2, 1, 3]), strict=True):
         for batch in batches:
-            one.note(tf.constant(batch))
-    assert str(given[0]) == str(given[1]) != str(given[2])
+            one.add(tf.constant(batch))
+    assert str(fingerprints[0]) == str(fingerprints[1]) != str(fingerprints[2])

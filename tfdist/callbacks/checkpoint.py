@@ -41,7 +41,7 @@ from tfdist.internals import keras_patches
 from tfdist.jobs import consensus, elastic
 
 if TYPE_CHECKING:
-    from tfdist.data.input.passes import Passes
+    from tfdist.data.input.passes import DataPasses
     from tfdist.interface.strategy import Strategy
 
 
@@ -117,7 +117,7 @@ class Checkpoint(ClockedCallback):
         self._writer = writer.Writer()
         self._callbacks: keras.callbacks.CallbackList | None = None
         self._strategy: Strategy | None = None
-        self._data: Passes | None = None
+        self._data: DataPasses | None = None
         self._stored: Stored | None = None
         self._within_epochs = False  # a run can begin there
         keras_patches.tell_callbacks_of_their_list()
@@ -137,7 +137,7 @@ class Checkpoint(ClockedCallback):
             # The list is being walked; what is appended now gets its turn too.
             self._callbacks.callbacks.append(_Last(self))
 
-    def set_training(self, strategy: Strategy, data: Passes) -> None:
+    def set_training(self, strategy: Strategy, data: DataPasses) -> None:
         """The strategy whose loop calls the hooks, and the data that it goes through."""
         self._strategy, self._data = strategy, data
 

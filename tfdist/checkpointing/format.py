@@ -66,7 +66,7 @@ class Header:
         steps_per_epoch: the steps per epoch of the `fit` that wrote it, if known.
         seed: the seed of the order of the examples, if known.
         callbacks: the states of callbacks; an array is stored as `{"array": index among their entries}`.
-        data: the position in the data, as `Passes.resume` takes it; `None` if the data cannot be resumed.
+        data: the position in the data, as `DataPasses.resume` takes it; `None` if the data cannot be resumed.
         path: the file, which does not contain this attribute.
     """
 

@@ -231,11 +231,11 @@ def _is_finite(values: np.ndarray) -> bool:
 
 
 def data_state(data: Any, peers: Peers) -> list[Entry] | None:
-    """The states of `data` (`Passes`) in each process that has its own part; `None` if one cannot be saved."""
+    """The states of `data` (`DataPasses`) in each process that has its own part; `None` if one cannot be saved."""
     saved = data.feed.save()
     if any_of(peers, saved is None):
         return None
-    states = peers.exchange(saved) if data.feed.own else [saved]
+    states = peers.exchange(saved) if data.feed.per_process else [saved]
     return [Entry("data", f"iterator {rank}", np.frombuffer(state, np.uint8)) for rank, state in enumerate(states)]
 
 
@@ -246,7 +246,7 @@ def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry
         CheckpointError: each process has its own part of the data, and the number of processes has changed.
     """
     states = [entry.value.tobytes() for entry in entries if entry.group == "data"]
-    size = peers.world.world_size if data.feed.own else 1
+    size = peers.world.world_size if data.feed.per_process else 1
     if len(states) != size and place["position"]:
         raise CheckpointError(
             f"The checkpoint was written within a pass over the data by {len(states)} processes that each had their "
@@ -254,7 +254,7 @@ def restore_data_state(data: Any, place: dict[str, int], entries: Iterable[Entry
             "resume with as many processes, or from a checkpoint of an epoch's end",
         )
     if len(states) == size:
-        data.resume(states[peers.world.rank if data.feed.own else 0], **place)
+        data.resume(states[peers.world.rank if data.feed.per_process else 0], **place)
 
 
 def callbacks_state(callbacks: Iterable[Any]) -> tuple[list[dict[str, Any]], list[Entry]]:

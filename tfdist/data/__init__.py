@@ -1,7 +1,7 @@
 """Datasets by name: `load` returns a `Source` with a spec, arrays and pipelines.
 
-Each file of `tfdist/data/sources/` registers one dataset under its own name. Importing this package and listing
-the names does not import TensorFlow.
+Each file in `tfdist/data/sources/` is one dataset with that name. Importing this package and listing the names does not
+import TensorFlow.
 
 Synopsis:
 
@@ -22,10 +22,10 @@ from os import PathLike
 from typing import Any
 
 from tfdist import registry
-from tfdist.data.input import origin
 from tfdist.data.input.arrays import check_labels
+from tfdist.data.input.division import per_process, shard
 from tfdist.data.input.indexed import IndexedSource
-from tfdist.data.input.per_process import per_process, shard
+from tfdist.data.input.origin import Origin, origin_of
 from tfdist.data.input.source import Source
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import UsageError
@@ -79,15 +79,15 @@ def load(name: str, data_dir: str | PathLike[str] | None = None, **options: Any)
             f"The dataset `{name}` returned a `{type(source).__name__}`, not a `tfdist.data.Source`",
             "return `tfdist.data.Source.from_arrays(...)`; docs/datasets.md has an example",
         )
-    source.origin = origin.of(name, data_dir, options)
+    source.origin = origin_of(name, data_dir, options)
     return source
 
 
-def load_origin(described: origin.Origin) -> Source:
-    """The source that another process has loaded."""
-    source = load(described.name, described.data_dir, **dict(described.options))
-    if described.limit is not None:
-        source = source.limit(described.limit)
-    if described.autoencoding:
+def load_origin(origin: Origin) -> Source:
+    """Loads a source in the same way as another process has loaded it."""
+    source = load(origin.name, origin.data_dir, **dict(origin.options))
+    if origin.limit is not None:
+        source = source.limit(origin.limit)
+    if origin.autoencoding:
         source = source.for_autoencoding()
-    return source.cached() if described.cached else source
+    return source.cached() if origin.cached else source

@@ -1,4 +1,4 @@
-"""`python -m tfdist.data`: measures the pipeline of a dataset alone, and draws some of its examples."""
+"""`python -m tfdist.data`: measures the input pipeline of a dataset without a model, and draws some examples."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tfdist.errors import UnknownNameError
 @click.option(
     "--on-bad-example",
     metavar="NAME",
-    help="what to do with a file or line that cannot be used: " + ", ".join(bad_examples.POLICIES),
+    help="what to do with a bad file or line: " + ", ".join(bad_examples.POLICIES),
 )
 @click.option("--split", default="train", show_default=True, metavar="NAME", help=", ".join(data.SPLITS))
 @click.option("--seed", type=int, default=0, show_default=True, help="seed of order and augmentation")
 @click.option("--seconds", type=float, default=3.0, show_default=True, help="how long to run the pipeline")
 @click.option("--sheet", type=click.Path(path_type=Path), default="examples.png", show_default=True, help="the picture")
 def command(dataset: str, data_dir: Path | None, data_option: tuple[str, ...], **options: Any) -> None:
-    """Measure a dataset's pipeline: its speed, its stages, the machine's limit; draw some examples."""
+    """Measure a dataset's input pipeline: its speed, its stages, the machine's limit; draw some examples."""
     if options["split"] not in data.SPLITS:
         raise UnknownNameError("split", options["split"], data.SPLITS)
     settings = registry.parse_options(data_option, "--data-option")
@@ -52,31 +52,31 @@ def show(
     shown = max(batch_size, sheets.ROWS * sheets.COLUMNS)
     x, y = next(source.pipeline(split, shown, augment=augment, seed=seed).as_numpy_iterator())
     sheets.write(sheet, source.spec, x, y)
-    found = pipeline_speed.speed(source, split, batch_size, augment, seed, seconds)
-    _print_table(source, found, cores(), pipeline_speed.memory_bandwidth(), sheet)
+    speed = pipeline_speed.measure(source, split, batch_size, augment, seed, seconds)
+    _print_table(source, speed, cores(), pipeline_speed.memory_bandwidth(), sheet)
 
 
-def _print_table(source: data.Source, found: Any, cores: int, bandwidth: float, sheet: Path) -> None:
+def _print_table(source: data.Source, speed: Any, cores: int, bandwidth: float, sheet: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
     spec = source.spec
-    total = sum(found.stage_seconds.values())
-    bound, what = found.bound
+    total = sum(speed.stage_seconds.values())
+    bound, limited_by = speed.bound
     rows = [
         ("dataset", f"{spec.name}, {spec.task}"),
         ("examples", ", ".join(f"{split} {count:,}" for split, count in spec.examples.items())),
         ("bad examples left out", f"{len(source.skipped):,}"),
-        ("one example", f"{spec.input_shape} -> {spec.target_shape or 'a label'}, {found.bytes_per_example:,} bytes"),
-        ("pipeline", f"{found.examples_per_second:,.0f} examples/s"),
+        ("one example", f"{spec.input_shape} -> {spec.target_shape or 'a label'}, {speed.bytes_per_example:,} bytes"),
+        ("pipeline", f"{speed.examples_per_second:,.0f} examples/s"),
         *(
             (f"  {stage}", f"{seconds * 1e6:,.1f} us per example, {seconds / total:.0%}")
-            for stage, seconds in found.stage_seconds.items()
+            for stage, seconds in speed.stage_seconds.items()
         ),
-        ("bound", f"{bound:,.0f} examples/s by {what}; reached {found.examples_per_second / bound:.0%}"),
+        ("bound", f"{bound:,.0f} examples/s by {limited_by}; reached {speed.examples_per_second / bound:.0%}"),
     ]
-    if "decode" in found.stage_seconds:
-        decoding = found.stage_seconds["read"] + found.stage_seconds["decode"]
+    if "decode" in speed.stage_seconds:
+        decoding = speed.stage_seconds["read"] + speed.stage_seconds["decode"]
         rows.append(("decode rate", f"{1 / decoding:,.0f} examples/s per core, {cores} cores"))
     rows += [("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s, one core copying"), ("examples drawn in", str(sheet))]
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -1,6 +1,4 @@
-"""The description of a dataset, which is known before any example is read.
-
-This module has values only, and never imports TensorFlow.
+"""The description of a dataset, which is known before any example is read, without TensorFlow.
 
 | task | x of N examples | y |
 |---|---|---|
@@ -8,7 +6,7 @@ This module has values only, and never imports TensorFlow.
 | segmentation | float32 `[N, H, W, C]`, pixels in [0, 1] | int32 `[N, H, W]` |
 | text_classification | int32 `[N, length]`, padded with 0 at the end | int32 `[N]` |
 | translation | "source" int32 `[N, S]`, "target" int32 `[N, T]`: start + sentence | int32 `[N, T]`: sentence + end |
-| characters | int32 `[N, steps]` | int32 `[N, steps]`, the characters that follow |
+| characters | int32 `[N, steps]` | int32 `[N, steps]`, the next character of each |
 | autoencoding | float32 `[N, H, W, C]`, pixels in [0, 1] | x itself |
 
 Synopsis:
@@ -29,7 +27,7 @@ from tfdist.errors import UsageError
 SPLITS = ("train", "validation", "test")
 TASKS = ("classification", "segmentation", "text_classification", "translation", "characters", "autoencoding")
 
-# The first tokens of every vocabulary; only translation has the last two.
+# The first tokens of every vocabulary; only the targets of translation use the last two.
 PADDING, UNKNOWN, START, END = range(4)
 
 
@@ -42,16 +40,16 @@ class DataSpec:
         task: one of `TASKS`, which the module's table describes.
         input_shape: the shape of one example, without the batch: `(28, 28, 1)`, `(16,)`; `(length,)` for token
             sequences; for translation the shape of the source sentence.
-        classes: the number of classes of the target: labels are 0 to `classes - 1`; for translation the size of the
-            target's vocabulary, for characters the number of different ones, for autoencoding 0.
-        examples: the number of examples in "train", "validation" and "test"; a split that is left out has 0.
+        classes: the number of classes, with labels from 0 to `classes - 1`; for translation the size of the target's
+            vocabulary, for characters the number of different characters, for autoencoding 0.
+        examples: the number of examples in "train", "validation" and "test"; an absent split has 0.
         class_names: one name per class, or empty.
         target_shape: the shape of one example's target, without the batch: `()` for class labels, `(H, W)` for
             masks, `(T,)` for token sequences, `(H, W, C)` for pictures.
         vocabulary_size: the number of different input tokens; 0 if the input is not a token sequence.
-        ignored_class: a target that loss and metrics leave out, such as unlabelled pixels and padding.
-        vocabulary: the input tokens by number, or empty.
-        target_vocabulary: the target's tokens by number, or empty.
+        ignored_class: a label that loss and metrics leave out, such as that of unlabelled pixels or padding.
+        vocabulary: the input tokens, by number, or empty.
+        target_vocabulary: the target's tokens, by number, or empty.
 
     Raises:
         UsageError: a value is out of range.
@@ -91,11 +89,11 @@ class DataSpec:
         self._check_names("vocabulary", self.vocabulary_size)
         self._check_names("target_vocabulary", self.classes)
 
-    def _check_names(self, what: str, count: int) -> None:
-        names = getattr(self, what)
+    def _check_names(self, attribute: str, count: int) -> None:
+        names = getattr(self, attribute)
         received = names if len(names) < 10 else f"of {len(names)} entries"
-        self._check(len(names) in (0, count), what, received, f"give {count} names, or none")
+        self._check(len(names) in (0, count), attribute, received, f"give {count} names, or none")
 
-    def _check(self, fits: bool, what: str, received: object, hint: str) -> None:
+    def _check(self, fits: bool, attribute: str, received: object, hint: str) -> None:
         if not fits:
-            raise UsageError(f"Dataset `{self.name}` cannot have {what} `{received}`", hint)
+            raise UsageError(f"Dataset `{self.name}` cannot have {attribute} `{received}`", hint)

@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.input import device_feed, together
+from tfdist.data.input import device_feed, job_feeds
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Feed
 from tfdist.errors import DisagreementError, UsageError
@@ -309,11 +309,11 @@ class Strategy:
         """
         if self.world.world_size == 1:
             return steps, stop
-        given = together.given(self)
+        fingerprint = job_feeds.batch_fingerprint(self)
         try:
-            return consensus.next_call(self, steps, stop, str(given))
+            return consensus.next_call(self, steps, stop, str(fingerprint))
         except DisagreementError:
-            given.forget()  # what differed is told, and a later call has other data
+            fingerprint.reset()  # what differed is told, and a later call has other data
             raise
 
     def numbers_of_all(self, number: tf.Tensor) -> tf.Tensor:

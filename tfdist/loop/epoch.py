@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.data.input.passes import Passes
+from tfdist.data.input.passes import DataPasses
 from tfdist.interface.program import AtNan, Logs, Program
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
@@ -33,7 +33,7 @@ class EpochRunner:
         strategy: Strategy,
         model: Any,
         kind: str,
-        passes: Passes,
+        passes: DataPasses,
         callbacks: Any,
         on_call: Callable[[Logs], None] = lambda logs: None,
     ):
@@ -121,7 +121,7 @@ class EpochRunner:
 
     def _coordinate(self, steps: int, stop: bool) -> tuple[int, bool]:
         """The steps of the next call, and whether to stop, for all processes that go through these data together."""
-        if self._passes.feed.batches.own:
+        if self._passes.feed.batches.local:
             return steps, stop
         return self._strategy.coordinate(steps, stop)
 

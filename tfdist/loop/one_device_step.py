@@ -195,7 +195,7 @@ class OneDeviceStep:
         """A global batch, as the step of one device takes it."""
         batches = self._steps.batches
         if batches.in_parts:
-            return self.mesh.gathered(batches.mine(state, batch, self._strategy.division))
+            return self.mesh.gathered(batches.local_examples(state, batch, self._strategy.division))
         return batches.part(state, batch, 0, WHOLE)[0]
 
 

@@ -33,10 +33,10 @@ import keras
 
 from tfdist.checkpointing import state as training_state
 from tfdist.checkpointing import writer
-from tfdist.data.input import adapters, together
-from tfdist.data.input.batch_feed import BatchFeed
+from tfdist.data.input import adapters, job_feeds
+from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.data.input.feed import Feed
-from tfdist.data.input.passes import Passes
+from tfdist.data.input.passes import DataPasses
 from tfdist.errors import DifferenceWarning, UsageError
 from tfdist.groups import parts
 from tfdist.interface import shared_variables
@@ -99,7 +99,7 @@ def settle_seed(strategy: Strategy, callbacks: Any) -> None:
         strategy.seed, strategy.seed_is_settled = seed, True
 
 
-def require_alike(strategy: Strategy, model: Any, passes: Passes, epochs: range) -> None:
+def require_alike(strategy: Strategy, model: Any, passes: DataPasses, epochs: range) -> None:
     """Compares the model, the optimizers, the loss and the sizes of the data over the processes.
 
     Raises:
@@ -109,7 +109,7 @@ def require_alike(strategy: Strategy, model: Any, passes: Passes, epochs: range)
         consensus.require_equal(strategy, _facts(model, passes, epochs))
 
 
-def _facts(model: Any, passes: Passes, epochs: range) -> dict[str, Any]:
+def _facts(model: Any, passes: DataPasses, epochs: range) -> dict[str, Any]:
     optimizers = keras_internals.optimizers(model)
     return {
         "the model's parameters": sum(math.prod(v.shape) for v in model.variables),
@@ -211,7 +211,7 @@ def fit(
         size = validation_batch_size or batch_size
         validation = _Validation(strategy, model, validation_data, size, _limited(validation_steps))
     programs.build(strategy, model, "train", feed)
-    with Passes(feed, steps) as passes, writer.finished():
+    with DataPasses(feed, steps) as passes, writer.finished():
         passes.reset()
         strategy.before_training(model, feed)
         require_alike(strategy, model, passes, range(initial_epoch, epochs))
@@ -249,7 +249,7 @@ class _Validation:
 def _run_epochs(
     strategy: Strategy,
     model: Any,
-    passes: Passes,
+    passes: DataPasses,
     epochs: range,
     callbacks: Any,
     validate: Callable[[int], Logs],
@@ -303,7 +303,7 @@ def evaluate(
         if _use_cached_eval_dataset
         else feed_of(strategy, adapters.request(x, y, sample_weight, batch_size=batch_size, steps=steps, passes=True))
     )
-    with Passes(feed, steps) as passes:
+    with DataPasses(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
         logs = _evaluate(strategy, model, passes, callbacks)
     return logs if return_dict else keras_internals.in_order_of_metrics(model, logs)
@@ -324,7 +324,7 @@ def predict(
     steps = _limited(steps)
     feed = feed_of(strategy, adapters.request(x, batch_size=batch_size, steps=steps, passes=True), for_prediction=True)
     outputs: list[Any] = []
-    with Passes(feed, steps) as passes:
+    with DataPasses(feed, steps) as passes:
         callbacks = _callback_list(strategy, model, callbacks, verbose, passes, epochs=1)
         runner = EpochRunner(
             strategy, model, "predict", passes, callbacks, lambda logs: outputs.append(logs["outputs"])
@@ -387,7 +387,7 @@ def _step_on_batch(strategy: Strategy, model: Any, kind: str, data: Any) -> Logs
     return keras_internals.pythonify_logs(logs)
 
 
-def _evaluate(strategy: Strategy, model: Any, passes: Passes, callbacks: Any) -> Logs:
+def _evaluate(strategy: Strategy, model: Any, passes: DataPasses, callbacks: Any) -> Logs:
     runner = EpochRunner(strategy, model, "test", passes, callbacks)
     model.stop_evaluating = False
     passes.reset()
@@ -403,10 +403,10 @@ def feed_of(strategy: Strategy, request: adapters.Request, *, for_prediction: bo
     """The feed of the user's data, compared or joined over the processes of the job, for the strategy's devices."""
     feed = adapters.make(request, strategy.seed)
     if strategy.world.world_size > 1:
-        if request.own:
+        if request.per_process:
             _refuse_speeds(strategy)
-            return together.PartFeed(feed, strategy.world) if for_prediction else together.JoinedFeed(feed, strategy)
-        feed = together.shared(feed, strategy)
+            return job_feeds.local(feed, strategy.world) if for_prediction else job_feeds.JoinedFeed(feed, strategy)
+        feed = job_feeds.shared(feed, strategy)
     return strategy.placed(feed)
 
 
@@ -456,7 +456,7 @@ def _callback_list(
     model: Any,
     callbacks: Any,
     verbose: Any,
-    passes: Passes,
+    passes: DataPasses,
     *,
     epochs: int,
     add_history: bool = False,

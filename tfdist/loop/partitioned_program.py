@@ -302,8 +302,8 @@ class PartitionedPredictProgram(PredictProgram):
     def run(self, state: Any, first: int, count: int) -> Outcome:
         outputs = []
         for batch in self._batches.take(state, first, count):
-            if self._batches.own:  # the other processes have batches of their own
-                mine = self._batches.mine(state, batch, self._strategy.division)
+            if self._batches.local:  # the other processes have batches of their own
+                mine = self._batches.local_examples(state, batch, self._strategy.division)
                 outputs.append(self._one_device.trace()(mine))
                 continue
             rows = self._one_device.rows(state, batch)

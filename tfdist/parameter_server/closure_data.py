@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist.data.input import batch_parts
 from tfdist.data.input.array_feed import ArrayBatches, ArrayFeed
-from tfdist.data.input.batch_feed import FetchedBatches
+from tfdist.data.input.dataset_feed import FetchedBatches
 from tfdist.data.input.division import WHOLE
 from tfdist.data.input.feed import Batches, WrappedFeed
 from tfdist.internals import keras_data

@@ -211,7 +211,7 @@ class _Reader:
 
 
 def _made(origin: FeedOrigin) -> Feed:
-    asked = origin.asked
+    asked = origin.arguments
     return tfdist.data.load_origin(origin.source).feed(
         asked.split,
         asked.global_batch_size,

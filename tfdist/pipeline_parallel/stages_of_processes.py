@@ -366,7 +366,7 @@ class StagesOfProcesses(JobStrategy):
             delayed.require_steps_of_keras(model)
 
     def program(self, steps: Steps) -> Program:
-        if steps.batches.own:
+        if steps.batches.local:
             raise UsageError(
                 "Each process has its own part of the data, and the stages of a pipeline work on the same batches",
                 "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import keras
 
-from tfdist.data.input import together
+from tfdist.data.input import job_feeds
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.groups import ProcessGroup, joining
 from tfdist.interface import state as strategy_state
@@ -77,7 +77,7 @@ class ApartStrategy(JobStrategy):
 
     def require_whole_data(self, steps: Steps) -> None:
         """Raises `UsageError` for data that the user has divided among the processes."""
-        if isinstance(steps.batches, together.JoinedBatches):
+        if isinstance(steps.batches, job_feeds.JoinedBatches):
             raise UsageError(
                 f"`{self.name}` divides the data among the processes itself, and `per_process` has them divided",
                 "pass the whole data to each process; `horovod` and `multiworker` train on parts of your own",

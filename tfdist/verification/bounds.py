@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.input.array_feed import ArrayBatches
-from tfdist.data.input.batch_feed import BatchFeed
+from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.data.input.feed import Feed
 from tfdist.errors import VerificationError
 from tfdist.interface.bound import Averaging, Bound, Staleness

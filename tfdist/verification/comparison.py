@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from tfdist.checkpointing import random_states
 from tfdist.checkpointing import state as training_state
-from tfdist.data.input.batch_feed import BatchFeed
+from tfdist.data.input.dataset_feed import BatchFeed
 from tfdist.data.input.feed import Feed
 from tfdist.errors import UsageError, VerificationError
 from tfdist.interface import state as strategy_state

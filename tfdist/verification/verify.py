@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdist.data.input import adapters
-from tfdist.data.input.passes import Passes
+from tfdist.data.input.passes import DataPasses
 from tfdist.interface.strategy import Strategy
 from tfdist.loop import outer_loop, programs
 from tfdist.verification import bounds, comparison
@@ -36,7 +36,7 @@ def verify(
         strategy, adapters.request(x, y, sample_weight, class_weight=class_weight, batch_size=batch_size, shuffle=False)
     )
     programs.build(strategy, model, "train", feed)
-    with Passes(feed, steps):
+    with DataPasses(feed, steps):
         if strategy.bound is not None:
             return bounds.verify(strategy, model, feed, steps)
         return comparison.verify(strategy, model, feed.first(steps))

@@ -24,8 +24,8 @@ class Instances:
 
     Attributes:
         size: height and width of the picture in pixels.
-        outlines: class and outline of each instance, the largest first: polygons `[x0, y0, x1, y1, ...]` in pixels,
-            or, for a crowd, `size` and `counts`, a list of run lengths.
+        outlines: class and outline of each instance, the largest first. An outline is a list of polygons `[x0, y0, x1,
+            y1, ...]` in pixels or, for a crowd, a dict of `size` and `counts`, a list of run lengths.
     """
 
     size: tuple[int, int]
@@ -40,7 +40,7 @@ def read(annotations: Path, pictures: Path) -> Part:
     """The pictures of an annotation file, and the names of the classes: 0 is "background", then COCO's categories.
 
     Args:
-        annotations: such as `instances_val2017.json`.
+        annotations: the annotation file, such as `instances_val2017.json`.
         pictures: the folder of the pictures.
 
     Raises:
@@ -50,11 +50,11 @@ def read(annotations: Path, pictures: Path) -> Part:
         content = json.loads(local_files.content(annotations))
         categories = sorted(content["categories"], key=lambda category: category["id"])
         number = {category["id"]: index for index, category in enumerate(categories, 1)}
-        found: dict[int, list[Any]] = {picture["id"]: [] for picture in content["images"]}
+        of_picture: dict[int, list[Any]] = {picture["id"]: [] for picture in content["images"]}
         for annotation in content["annotations"]:
-            found[annotation["image_id"]].append(annotation)
+            of_picture[annotation["image_id"]].append(annotation)
         instances = [
-            Instances((picture["height"], picture["width"]), _outlines(found[picture["id"]], number))
+            Instances((picture["height"], picture["width"]), _outlines(of_picture[picture["id"]], number))
             for picture in content["images"]
         ]
         paths = [str(pictures / picture["file_name"]) for picture in content["images"]]
@@ -82,16 +82,16 @@ def draw(instances: Instances) -> np.ndarray:
 def _inside(polygon: Sequence[float], size: tuple[int, int]) -> np.ndarray:
     """The pixels whose centre is inside a polygon: bool `[h, w]`.
 
-    Pillow's polygons also include all pixels that the outline touches, so that they are larger than COCO's area.
+    Pillow is not used because its polygons include all pixels that the outline touches, and so are larger than COCO's.
     """
     height, width = size
-    # COCO counts from the edge of the picture; here 0 is the centre of the first pixel.
+    # COCO's coordinates begin at the edge of the picture; here 0 is the centre of the first pixel.
     x, y = np.reshape(polygon, (-1, 2)).T - 0.5
     next_x, next_y = np.roll(x, -1), np.roll(y, -1)
     rows = np.arange(height)[:, np.newaxis]
     row, side = np.nonzero((y <= rows) != (next_y <= rows))
     crossing = x[side] + (row - y[side]) * (next_x - x)[side] / (next_y - y)[side]
-    crossings = np.zeros((height, width + 1), np.uint8)  # an even number stays even beyond 255
+    crossings = np.zeros((height, width + 1), np.uint8)  # an overflow at 256 leaves even numbers even
     np.add.at(crossings, (row, np.ceil(crossing).clip(0, width).astype(int)), 1)
     return crossings.cumsum(axis=1, dtype=np.uint8)[:, :-1] % 2 == 1
 
@@ -102,7 +102,7 @@ def _outlines(annotations: list[Any], number: dict[int, int]) -> list[tuple[int,
 
 
 def _outline(segmentation: Any) -> Any:
-    """Polygons unchanged; run lengths as a list, decompressed if necessary.
+    """Returns polygons unchanged, and run lengths as a list, which is decompressed if necessary.
 
     Raises:
         ValueError: the runs do not cover their picture.
@@ -118,10 +118,10 @@ def _outline(segmentation: Any) -> Any:
 
 
 def _uncompressed(text: str) -> list[int]:
-    """The run lengths that COCO's `rleToString` wrote.
+    """The run lengths in a string of COCO's `rleToString`.
 
-    A character encodes six bits, counted from "0": five bits of a number, the lowest first, and whether more bits
-    follow. The first three numbers are lengths; each later one is the difference to the length two before it.
+    A character minus "0" is six bits: five bits of a number, the lowest bits first, and whether more bits follow. The
+    first three numbers are lengths; each later number is the difference from the length two positions before it.
     """
     lengths: list[int] = []
     number = shift = 0
@@ -139,7 +139,7 @@ def _uncompressed(text: str) -> list[int]:
 
 
 def _filled(runs: dict[str, Any]) -> np.ndarray:
-    """The pixels that run lengths cover: bool `[h, w]`; runs go down the columns, and the first run is background."""
+    """The pixels that run lengths cover: bool `[h, w]`. Runs go down the columns, and the first run is background."""
     height, width = runs["size"]
     counts = runs["counts"]
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(width, height).T

@@ -27,31 +27,37 @@ def folder(data_dir: str | PathLike[str] | None, dataset: str) -> Path:
     """
     if not data_dir:
         raise UsageError(f"`{dataset}` reads your own files, but no folder is given", "give it with `--data-dir`")
-    found = Path(data_dir).expanduser()
-    if not found.is_dir():
+    directory = Path(data_dir).expanduser()
+    if not directory.is_dir():
         raise DataError(
-            f"Dataset `{dataset}` cannot be read: `{found}` is not a folder", "give the folder with `--data-dir`"
+            f"Dataset `{dataset}` cannot be read: `{directory}` is not a folder", "give the folder with `--data-dir`"
         )
-    return found
+    return directory
 
 
 def find(directory: Path, patterns: str | None, dataset: str, option: str) -> list[Path]:
-    """The files below `directory` that an option names: names or patterns such as `*.bin`, separated by commas.
+    """The files in `directory` that an option selects.
+
+    Args:
+        directory: the folder.
+        patterns: names or patterns such as `*.bin`, separated by commas; `None` selects no files.
+        dataset: the name of the dataset, for messages.
+        option: the name of the option, for messages.
 
     Raises:
         DataError: no file matches a name or a pattern.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for pattern in str(patterns).split(",") if patterns is not None else []:
         matching = sorted(path for path in directory.glob(pattern.strip()) if path.is_file())
         if not matching:
-            there = ", ".join(f"`{path.name}`" for path in sorted(directory.iterdir())[:12]) or "nothing"
+            content = ", ".join(f"`{path.name}`" for path in sorted(directory.iterdir())[:12]) or "nothing"
             raise DataError(
-                f"Dataset `{dataset}` has no file `{pattern.strip()}` in `{directory}`, which has {there}",
+                f"Dataset `{dataset}` has no file `{pattern.strip()}` in `{directory}`, which has {content}",
                 f"name the files with `--data-option {option}=NAME`",
             )
-        found += matching
-    return found
+        paths += matching
+    return paths
 
 
 def content(path: Path) -> bytes:
@@ -68,14 +74,14 @@ def content(path: Path) -> bytes:
 
 
 def pictures_in(directory: Path) -> list[Path]:
-    """The pictures of a folder, sorted by name; empty if there is no such folder."""
+    """The pictures in a folder, sorted by name; empty if there is no such folder."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if path.suffix.lower() in PICTURES)
 
 
 def text(path: Path, encoding: str) -> str:
-    """A whole text.
+    """The text in a file.
 
     Raises:
         UsageError: no such encoding.
@@ -91,7 +97,7 @@ def text(path: Path, encoding: str) -> str:
 
 
 def lines(path: Path, encoding: str, bad: BadExamples) -> Iterator[tuple[int, str | None]]:
-    """The lines of a text with their numbers, from 1; `None` for a bad line that is left out.
+    """The lines of a text with their numbers, from 1; `None` in place of a bad line that is left out.
 
     Raises:
         UsageError: no such encoding.
@@ -101,7 +107,7 @@ def lines(path: Path, encoding: str, bad: BadExamples) -> Iterator[tuple[int, st
         try:
             yield number, _decoded(line.removesuffix(b"\r"), encoding)
         except UnicodeDecodeError as error:
-            bad.found(_not_text(path, number, encoding, line, error.start, 0), OTHER_ENCODING)
+            bad.add(_not_text(path, number, encoding, line, error.start, 0), OTHER_ENCODING)
             yield number, None
 
 
@@ -112,5 +118,5 @@ def _decoded(data: bytes, encoding: str) -> str:
         raise UsageError(f"There is no encoding `{encoding}`", "use for example `utf-8` or `latin-1`") from error
 
 
-def _not_text(path: Path, number: int, encoding: str, data: bytes, place: int, line_begin: int) -> str:
-    return f"Line {number} of `{path}` is not `{encoding}`: byte 0x{data[place]:02x} at {place - line_begin}"
+def _not_text(path: Path, number: int, encoding: str, data: bytes, position: int, line_begin: int) -> str:
+    return f"Line {number} of `{path}` is not `{encoding}`: byte 0x{data[position]:02x} at {position - line_begin}"

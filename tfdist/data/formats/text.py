@@ -25,7 +25,7 @@ from tfdist.data.spec import UNKNOWN
 from tfdist.errors import DataError
 
 SPECIALS = ("<padding>", "<unknown>", "<start>", "<end>")
-# The first tokens of a vocabulary of inputs, and of a vocabulary of targets that are generated word by word.
+# The first tokens of the vocabulary of inputs, and of that of targets, which are generated word by word.
 OF_INPUT, OF_TARGET = SPECIALS[:2], SPECIALS
 
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
@@ -40,10 +40,10 @@ def words(sentence: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words by number; the first two stand for padding and for unknown words.
+    """A vocabulary, whose first two tokens stand for padding and for unknown words.
 
     Attributes:
-        tokens: the words, by number.
+        tokens: the tokens, by number.
     """
 
     tokens: tuple[str, ...]
@@ -54,7 +54,7 @@ class Vocabulary:
 
         Args:
             sentences: sequences of words.
-            size: the largest number of words, including the special tokens.
+            size: the largest number of tokens, including the special tokens.
             specials: the first tokens, `OF_INPUT` or `OF_TARGET`.
         """
         counts = Counter(word for sentence in sentences for word in sentence)
@@ -72,15 +72,15 @@ class Vocabulary:
 
 def write_vocabulary(path: Path, tokens: Sequence[str]) -> None:
     """Writes one word per line, atomically; line breaks and backslashes are escaped."""
-    escaped = (re.sub(r"[\\\n\r]", lambda found: _ESCAPES[found[0]], token) for token in tokens)
+    escaped = (re.sub(r"[\\\n\r]", lambda match: _ESCAPES[match[0]], token) for token in tokens)
     files.write_text(path, "".join(f"{token}\n" for token in escaped))
 
 
 def read_vocabulary(path: Path) -> tuple[str, ...]:
-    """The words that `write_vocabulary` wrote, by number.
+    """Reads what `write_vocabulary` wrote.
 
     Raises:
-        DataError: there is no such file, or it is not a vocabulary.
+        DataError: the file cannot be read, or it is not a vocabulary.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -88,7 +88,7 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"The vocabulary `{path}` cannot be read: {error}", "train again without it") from error
     unescaped = {escaped: character for character, escaped in _ESCAPES.items()}
-    tokens = tuple(re.sub(r"\\[\\nr]", lambda found: unescaped[found[0]], line) for line in lines)
+    tokens = tuple(re.sub(r"\\[\\nr]", lambda match: unescaped[match[0]], line) for line in lines)
     if len(set(tokens)) != len(tokens) or not tokens:
         raise DataError(
             f"The vocabulary `{path}` has {len(tokens)} lines, {len(set(tokens))} of them different",
@@ -98,7 +98,7 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
 
 
 def keep_vocabulary(path: Path, tokens: Sequence[str]) -> None:
-    """Writes the vocabulary of a run, or checks that a resumed run has the same vocabulary.
+    """Writes the vocabulary of a new run, or checks that a resumed run has the same vocabulary.
 
     Raises:
         DataError: `path` has other words.
@@ -108,6 +108,6 @@ def keep_vocabulary(path: Path, tokens: Sequence[str]) -> None:
         write_vocabulary(path, tokens)
     elif read_vocabulary(path) != tuple(tokens):
         raise DataError(
-            f"The vocabulary of the training data is not the one that the run began with, `{path}`",
+            f"The vocabulary of the training data differs from `{path}`, with which the run began",
             "resume the run on the same files, or begin a new run",
         )

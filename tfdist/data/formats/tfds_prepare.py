@@ -43,32 +43,32 @@ def data_folder(data_dir: str | PathLike[str] | None) -> Path:
     """The folder of prepared datasets: the argument, else TFDS_DATA_DIR, else TFDS' own default.
 
     Raises:
-        DataError: the given folder does not exist, is a file, or cannot be read.
+        DataError: the chosen folder does not exist, is a file, or cannot be read.
     """
-    chosen, by = data_dir, "the data folder"
+    chosen, origin = data_dir, "the data folder"
     if not chosen:
-        chosen, by = os.environ.get(FOLDER_VARIABLE), f"the data folder, from {FOLDER_VARIABLE},"
+        chosen, origin = os.environ.get(FOLDER_VARIABLE), f"the data folder, from {FOLDER_VARIABLE},"
     if not chosen:
         folder = Path(DEFAULT_FOLDER).expanduser()
-        if not folder.exists():  # made when a dataset is downloaded
+        if not folder.exists():  # it is created when a dataset is downloaded
             return folder
-        chosen, by = folder, "the default data folder"
+        chosen, origin = folder, "the default data folder"
     folder = Path(chosen).expanduser().absolute()
-    wrong = _what_is_wrong_with(folder)
-    if wrong:
+    problem = _problem_with_folder(folder)
+    if problem:
         raise DataError(
-            f"Dataset files cannot be read: {by} `{folder}` {wrong}",
+            f"Dataset files cannot be read: {origin} `{folder}` {problem}",
             "give an existing folder with `--data-dir`, or use `--dataset digits`, which needs no files",
         )
     return folder
 
 
 def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
-    """A TFDS builder with prepared files; one process of this machine prepares them while the others wait.
+    """A TFDS builder with prepared files; one process on this machine prepares them while the others wait.
 
     Args:
-        make_builder: creates the `tfds.core.DatasetBuilder` for `folder`; called again after the preparation,
-            because a builder reads the files when it is created.
+        make_builder: creates the `tfds.core.DatasetBuilder` for `folder`; called again after preparing, because a
+            builder reads the files when it is created.
         folder: the result of `data_folder`.
 
     Raises:
@@ -78,7 +78,7 @@ def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
     if builder.is_prepared():
         return builder
     _check_writable(builder, folder)
-    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS is None:  # otherwise the user downloads the files
+    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS is None:  # otherwise the user has to download the files
         _check_network(builder, folder)
     with _lock(builder, folder):
         builder = make_builder()
@@ -88,12 +88,12 @@ def prepared(make_builder: Callable[[], Any], folder: Path) -> Any:
 
 
 def extracted(builder: Any, folder: Path, addresses: Mapping[str, str]) -> dict[str, Path]:
-    """The folders of unpacked archives, which one process downloads while the others wait.
+    """The folders of unpacked archives by name; one process downloads them while the others wait.
 
     Args:
         builder: the builder of the dataset, which has the checksums.
         folder: the result of `data_folder`.
-        addresses: the address of each archive.
+        addresses: the address of each archive, by name.
 
     Raises:
         DataError: the archives do not exist and cannot be downloaded.
@@ -117,7 +117,7 @@ def extracted(builder: Any, folder: Path, addresses: Mapping[str, str]) -> dict[
     return paths
 
 
-def _what_is_wrong_with(folder: Path) -> str:
+def _problem_with_folder(folder: Path) -> str:
     try:
         if not folder.exists():
             return "does not exist"
@@ -136,22 +136,22 @@ def _check_writable(builder: Any, folder: Path) -> None:
 
 
 def _check_network(builder: Any, folder: Path) -> None:
-    """Sends one short request to the dataset's address, since TFDS itself would retry for minutes."""
+    """Sends one short request to the dataset's address, because TFDS itself would retry for minutes."""
     addresses = _missing_downloads(builder, folder)
     if not addresses:
         return
-    found: list[str] = []
-    # In a thread, because looking up a name has no timeout; a daemon, because it may not end in time.
-    probe = threading.Thread(target=lambda: found.append(_problem_with(addresses[0])), daemon=True)
+    answers: list[str] = []
+    # In a thread, because looking up a host name has no timeout; a daemon thread, because it may not end in time.
+    probe = threading.Thread(target=lambda: answers.append(_problem_with_address(addresses[0])), daemon=True)
     probe.start()
     probe.join(PROBE_SECONDS)
-    problem = found[0] if found else f"no answer within {PROBE_SECONDS} s"
+    problem = answers[0] if answers else f"no answer within {PROBE_SECONDS} s"
     if problem:
         raise _unavailable(builder, folder, f"`{urlsplit(addresses[0]).netloc}`: {problem}")
 
 
 def _missing_downloads(builder: Any, folder: Path) -> list[str]:
-    """The addresses from which TFDS will download; it keeps earlier downloads, so there may be none."""
+    """The addresses from which TFDS will download; there are none if it has kept all downloads."""
     from tensorflow_datasets.core.download import resource
 
     def kept(address: str, checksum: str) -> bool:
@@ -160,7 +160,7 @@ def _missing_downloads(builder: Any, folder: Path) -> list[str]:
     return [address for address, info in (builder.url_infos or {}).items() if not kept(address, info.checksum)]
 
 
-def _problem_with(address: str) -> str:
+def _problem_with_address(address: str) -> str:
     """Why `address` cannot be downloaded, in a few words; empty if it can."""
     import requests
 
@@ -191,7 +191,7 @@ def _lock(builder: Any, folder: Path) -> Iterator[None]:
 def _download_and_prepare(builder: Any, folder: Path) -> None:
     import tensorflow_datasets as tfds
 
-    # Do not look for prepared copies at a second address, which has its own retries.
+    # Do not look for prepared copies at a second address, which would have its own retries.
     config = tfds.download.DownloadConfig(try_download_gcs=False)
     with _fetching(builder, folder):
         builder.download_and_prepare(download_dir=folder / "downloads", download_config=config)
@@ -204,17 +204,17 @@ def _fetching(builder: Any, folder: Path) -> Iterator[None]:
 
     tfds.disable_progress_bar()
     try:
-        # Standard output belongs to the command's table; TFDS prints there.
+        # TFDS prints to standard output, which is reserved for the command's table.
         with contextlib.redirect_stdout(sys.stderr), _bounded_requests():
             yield
-    except Exception as error:  # TFDS passes on any error of the network, the disk or a checksum
+    except Exception as error:  # TFDS passes on any kind of error: of the network, the disk or a checksum
         first_line = str(error).partition("\n")[0].rstrip(":")
         raise _unavailable(builder, folder, f"{type(error).__name__}: {first_line}") from error
 
 
 @contextlib.contextmanager
 def _bounded_requests() -> Iterator[None]:
-    """Limits waits and retries; TFDS itself has no timeout and tries eleven times."""
+    """Limits waits and retries; TFDS itself has no timeout, and tries eleven times."""
     from requests.adapters import HTTPAdapter
 
     send = HTTPAdapter.send
@@ -236,10 +236,10 @@ def _unavailable(builder: Any, folder: Path, reason: str) -> DataError:
     )
 
 
-def damaged(builder: Any, found: str) -> DataError:
+def damaged(builder: Any, problem: str) -> DataError:
     """The error for prepared files that are incomplete."""
     folder = Path(builder.data_dir)
     return DataError(
-        f"Dataset `{builder.name}` in `{folder}` is damaged: {found}",
+        f"Dataset `{builder.name}` in `{folder}` is damaged: {problem}",
         f"remove the folder `{folder}`; the next start prepares it again",
     )

@@ -1,4 +1,4 @@
-"""What Keras' `fit`, `evaluate` and `predict` accept, turned into a feed."""
+"""Turns what Keras' `fit`, `evaluate` and `predict` accept as data into a feed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ import tensorflow as tf
 from tfdist.data.input import order
 from tfdist.data.input.array_feed import ArrayFeed, OrderOf
 from tfdist.data.input.dataset_feed import DatasetFeed, InOrder
+from tfdist.data.input.division import PerProcess
 from tfdist.data.input.feed import NO_BATCHES, Feed
-from tfdist.data.input.large_feed import LargeArrayFeed
-from tfdist.data.input.per_process import PerProcess
+from tfdist.data.input.large_feed import LargeExamples
 from tfdist.errors import DataError, UsageError
 from tfdist.internals import keras_data
+from tfdist.jobs.world import World
 
 
 @dataclass(frozen=True)
 class Request:
-    """The data arguments of one call of `fit`, `evaluate` or `predict`, as Keras defines them."""
+    """The data arguments of one call of `fit`, `evaluate` or `predict`, as Keras defines them.
+
+    Attributes:
+        per_process: whether the user has marked the data with `per_process`.
+        passes: whether each pass begins from the start, and has `steps` batches.
+    """
 
     x: Any
     y: Any = None
@@ -32,41 +38,41 @@ class Request:
     batch_size: int | None = None
     steps: int | None = None
     shuffle: Any = False
-    own: bool = False  # of this process; the others have theirs
-    passes: bool = False  # each pass begins anew and has `steps` batches
+    per_process: bool = False
+    passes: bool = False
 
 
 def request(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Request:
     """The request for what the user passed as data.
 
     Raises:
-        UsageError: `per_process` holds only some of it.
+        UsageError: `per_process` contains only some of it.
     """
-    own = isinstance(x, PerProcess)
-    rest = {name: value for name, value in (("y", y), ("sample_weight", sample_weight)) if value is not None}
-    apart = rest if own else {name: value for name, value in rest.items() if isinstance(value, PerProcess)}
-    if apart:
+    marked = isinstance(x, PerProcess)
+    beside_x = {name: value for name, value in (("y", y), ("sample_weight", sample_weight)) if value is not None}
+    misplaced = beside_x if marked else {name: data for name, data in beside_x.items() if isinstance(data, PerProcess)}
+    if misplaced:
         raise UsageError(
-            f"`{next(iter(apart))}` was passed beside `x`, and `per_process` takes all of a process' data at once",
+            f"`{next(iter(misplaced))}` was passed beside `x`, but `per_process` takes all of a process's data at once",
             "pass `per_process((x, y))`, or `per_process((x, y, sample_weight))`",
         )
-    if own:
+    if marked:
         x, y, sample_weight = keras_data.unpack_x_y_sample_weight(x.data)
-    return Request(x, y, sample_weight, **options, own=own)
+    return Request(x, y, sample_weight, **options, per_process=marked)
 
 
 def split(whole: Request, fraction: float) -> tuple[Request, Any]:
-    """`whole` without its last `fraction`, and those data as `fit` takes them for validation."""
+    """Splits off the last `fraction` of the examples; returns the rest, and the split as `validation_data`."""
     arrays = whole.x, whole.y, whole.sample_weight
     (x, y, sample_weight), last = keras_data.train_validation_split(arrays, validation_split=fraction)
-    return replace(whole, x=x, y=y, sample_weight=sample_weight), PerProcess(last) if whole.own else last
+    return replace(whole, x=x, y=y, sample_weight=sample_weight), PerProcess(last) if whole.per_process else last
 
 
 def make(request: Request, seed: int) -> Feed:
     """The feed for what the user passed.
 
     Raises:
-        DataError: there is not one batch in it.
+        DataError: it has no batches.
         ValueError: Keras refuses the combination of arguments.
     """
     if isinstance(request.x, Feed):
@@ -86,19 +92,19 @@ def make(request: Request, seed: int) -> Feed:
         class_weight=request.class_weight,
     )
     if request.passes and request.steps and isinstance(adapter, keras_data.GeneratorDataAdapter):
-        adapter.generator = functools.partial(_one_more, adapter.generator, request.steps)
+        adapter.generator = functools.partial(_pass_over_generator, adapter.generator, request.steps)
     if adapter.num_batches == 0:
         raise DataError(*NO_BATCHES)
     if isinstance(adapter, keras_data.ArrayDataAdapter):
-        return _of_arrays(adapter, shuffle, seed)
+        return _feed_of_arrays(adapter, shuffle, seed)
     return DatasetFeed(adapter, x if isinstance(x, InOrder) else None)
 
 
-def _one_more(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[Any]:
-    """The batches of one pass over a generator, which loses one more, always.
+def _pass_over_generator(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[Any]:
+    """The batches of one pass over a generator, which always skips exactly one further batch of the generator.
 
-    Keras begins each pass with the first batches again, which it keeps, and goes on where the generator stands. That
-    depends on how many batches were prefetched, by the clock; one, mostly.
+    Keras begins each pass with the first batches, which it keeps, and then continues where the generator is. Where that
+    is depends on how many batches were prefetched, and so on timing; usually it is one batch.
     """
     batches = generator()
     for number, batch in enumerate(itertools.islice(batches, steps), 1):
@@ -107,12 +113,16 @@ def _one_more(generator: Callable[[], Iterator[Any]], steps: int) -> Iterator[An
         yield batch
 
 
-def _of_arrays(adapter: Any, shuffle: Any, seed: int) -> Feed:
-    large = order.is_computed(keras_data.number_of_examples(adapter))
+def _feed_of_arrays(adapter: Any, shuffle: Any, seed: int) -> Feed:
+    examples, batch_size = keras_data.number_of_examples(adapter), adapter.batch_size
     with tf.device("CPU:0"):
         arrays = keras_data.sliceable(adapter)
-    order_of = _order(keras_data.number_of_examples(adapter), adapter.batch_size, shuffle, seed)
-    return (LargeArrayFeed if large else ArrayFeed)(arrays, adapter.batch_size, order_of)
+    order_of = _order(examples, batch_size, shuffle, seed)
+    if not order.is_computed(examples):
+        return ArrayFeed(arrays, batch_size, order_of)
+    feed = LargeExamples(arrays, batch_size, order_of).feed(World())
+    feed.arrays = arrays
+    return feed
 
 
 def _order(examples: int, batch_size: int, shuffle: Any, seed: int) -> OrderOf:

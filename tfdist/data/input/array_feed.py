@@ -1,4 +1,4 @@
-"""Arrays, as global batches: they stay whole in memory and are indexed, in another order in each pass."""
+"""Arrays as global batches: they stay whole in memory, and each pass gathers their examples in its own order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.input import batch_parts, order
+from tfdist.data.input.arrays import ToModelTypes
 from tfdist.data.input.division import Division
 from tfdist.data.input.feed import Batches, Feed
-from tfdist.data.input.transforms import FromHeld
 from tfdist.internals import keras_data
 from tfdist.internals.keras import tree
 
-# The order in which pass number `epoch` takes the examples.
+# The order of the examples in pass number `epoch`.
 OrderOf = Callable[[int], order.Order]
+# A graph that makes a pipeline: `dataset(first_batch, *positions)`.
+MakeDataset = Callable[..., tf.data.Dataset]
 
 
 def tensors(x: Any, y: Any) -> Any:
@@ -28,39 +30,40 @@ def tensors(x: Any, y: Any) -> Any:
         return keras_data.sliceable(keras_data.get_data_adapter(x=x, y=y))
 
 
-def held_once(arrays: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
-    """The tensors of x and y as `ArrayFeed` takes them, and x and y again, in the memory of these tensors."""
-    held = tensors(*arrays)
+def tensors_and_views(arrays: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+    """The tensors of x and y as `ArrayFeed` takes them, and x and y as arrays that share the memory of the tensors."""
+    converted = tensors(*arrays)
 
-    def of(tensor: tf.Tensor, array: np.ndarray) -> np.ndarray:
+    def view(tensor: tf.Tensor, array: np.ndarray) -> np.ndarray:
         return np.asarray(tensor) if tensor.dtype == array.dtype else array
 
-    x = tree.map_structure(of, held[0], arrays[0])
-    return held, (x, x if arrays[0] is arrays[1] else of(held[1], arrays[1]))
+    x = tree.map_structure(view, converted[0], arrays[0])
+    return converted, (x, x if arrays[0] is arrays[1] else view(converted[1], arrays[1]))
 
 
 class ArrayFeed(Feed):
-    """Examples in memory, in an order that each pass may have of its own, and that is a tensor as a whole.
+    """Examples in memory, in an order that may differ in each pass, and that is one tensor.
 
-    An order too long for that has `LargeArrayFeed`.
+    For an order that is too long for one tensor see `tfdist.data.input.large_feed`.
 
     Args:
-        arrays: a structure of tensors on the host, as `keras_data.sliceable` gives it; also an attribute.
-        batch_size: examples in a full global batch.
-        order_of: the order of each pass; all passes take equally many examples.
-        transform: what makes of the examples of a batch what a model sees, if they are not that already.
+        arrays: a structure of tensors on the host, as `keras_data.sliceable` returns it; also an attribute.
+        batch_size: the number of examples in a full global batch.
+        order_of: the order of each pass; all passes have the same number of examples.
+        transform: turns the gathered examples into those that a model sees; `None` leaves them as they are.
     """
 
-    def __init__(self, arrays: Any, batch_size: int, order_of: OrderOf, transform: FromHeld | None = None):
+    def __init__(self, arrays: Any, batch_size: int, order_of: OrderOf, transform: ToModelTypes | None = None):
         self.arrays = arrays
         self._order_of = order_of
         self._transform = transform
-        self._datasets: dict[tuple[int, Division, bool], Callable[..., tf.data.Dataset]] = {}
+        self._datasets: dict[tuple[int, Division, bool], MakeDataset] = {}
+        self._datasets_of_parts: dict[tuple[range, Division], MakeDataset] = {}
         self.examples = len(order_of(0))
         self.batch_size = batch_size
         self.num_batches = -(-self.examples // batch_size)
-        held = keras_data.batch_spec(arrays)
-        self.spec = held if transform is None else transform.specs(held)
+        stored_spec = keras_data.batch_spec(arrays)
+        self.spec = stored_spec if transform is None else transform.specs(stored_spec)
         self.batches = ArrayBatches(batch_size, self.examples % batch_size == 0, transform)
 
     def start(self, epoch: int, first_batch: int) -> Any:
@@ -68,22 +71,34 @@ class ArrayFeed(Feed):
         indices = self._order_of(epoch)[:]
         extras = () if self._transform is None else self._transform.extras(epoch, indices)
         with tf.device("CPU:0"):
-            return self.arrays, tuple(tf.constant(of_each) for of_each in (indices, *extras))
+            return self.arrays, tuple(tf.constant(column) for column in (indices, *extras))
 
     def dataset(
         self, index: int, division: Division, epoch: int, first_batch: int, deterministic: bool = True
     ) -> tf.data.Dataset:
-        """Part `index` of each batch of a pass, from batch `first_batch` on; one gather per batch."""
-        asked = (index, division, deterministic)
+        """Part `index` of each batch of a pass, from batch `first_batch` on, as a model sees it; it may be empty."""
+        key = (index, division, deterministic)
         with tf.init_scope(), tf.device("CPU:0"):
-            if asked not in self._datasets:
-                self._datasets[asked] = self._make_datasets(*asked)
+            if key not in self._datasets:
+                self._datasets[key] = self._make_datasets(*key)
             _, positions = self.start(epoch, first_batch)
-            return self._datasets[asked](tf.constant(first_batch, tf.int64), *positions)
+            return self._datasets[key](tf.constant(first_batch, tf.int64), *positions)
 
-    def _make_datasets(self, index: int, division: Division, deterministic: bool) -> Callable[..., tf.data.Dataset]:
-        """A graph for all epochs: `dataset(first_batch, *positions)`."""
+    def parts(self, epoch: int, first_batch: int, replicas: range, division: Division) -> tf.data.Dataset:
+        """The parts of these `replicas`, batch by batch, from batch `first_batch` of a pass on.
 
+        Returns:
+            A dataset of the examples in the types in which they are stored, and a tuple of the transform's extras. An
+            empty part contains an example of another part.
+        """
+        if (replicas, division) not in self._datasets_of_parts:
+            self._datasets_of_parts[replicas, division] = self._make_datasets_of_parts(replicas, division)
+        _, positions = self.start(epoch, first_batch)
+        with tf.init_scope(), tf.device("CPU:0"):
+            make_dataset = self._datasets_of_parts[replicas, division]
+            return make_dataset(tf.constant(first_batch, tf.int64), *positions)
+
+    def _make_datasets(self, index: int, division: Division, deterministic: bool) -> MakeDataset:
         @tf.function(autograph=False)
         def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
             @tf.autograph.experimental.do_not_convert
@@ -97,32 +112,64 @@ class ArrayFeed(Feed):
 
         return dataset
 
+    def _make_datasets_of_parts(self, replicas: range, division: Division) -> MakeDataset:
+        local = len(replicas)
+        length = division.even_length(self.batch_size) if self.batches.even else None
+
+        def with_length(tensor: Any) -> Any:
+            return tf.ensure_shape(tensor, [length, *tensor.shape[1:]])
+
+        @tf.function(autograph=False)
+        def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
+            @tf.autograph.experimental.do_not_convert
+            def part(number: tf.Tensor) -> Any:
+                step, replica = tf.cast(number // local, tf.int32), tf.cast(number % local, tf.int32)
+                batch = self.batches.fetch((self.arrays, positions), step)
+                examples = tf.convert_to_tensor(batch_parts.length(batch[0]))
+                begin, end, _ = batch_parts.bounds(examples, replicas.start + replica, division)
+                indices, *extras = (column[begin:end] for column in batch)
+                data = keras_data.gather(self.arrays, indices)
+                return tree.map_structure(with_length, (data, tuple(extras)))
+
+            numbers = tf.data.Dataset.range(first_batch * local, self.num_batches * local)
+            options = tf.data.Options()
+            # To rewrite a pipeline, TensorFlow copies the arrays at each start.
+            options.experimental_optimization.apply_default_optimizations = False
+            return numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).with_options(options)
+
+        return dataset
+
 
 @dataclass(frozen=True)
 class ArrayBatches(Batches):
-    """A batch is fetched as the indices of its examples, and what is known of each; the host gathers each part.
+    """A batch is fetched as positions: the indices of its examples, and the transform's extras for each of them.
 
-    So the device of a replica receives the examples of its part, and not the arrays.
+    The host gathers the examples of each part, so that a replica's device receives its examples and not the arrays.
+
+    Attributes:
+        batch_size: the number of examples in a full batch.
+        even: whether all batches are full; a static shape makes a faster graph.
+        transform: see `ArrayFeed`.
     """
 
     at_any_time: ClassVar[bool] = True
     batch_size: int
-    even: bool  # the batches are all of one size: a static shape makes a faster graph
-    transform: FromHeld | None = None
+    even: bool
+    transform: ToModelTypes | None = None
     length_known: bool = True
 
     def fetch(self, state: Any, step: tf.Tensor) -> tuple[tf.Tensor, ...]:
         _, positions = state
         with tf.device("CPU:0"):
-            return tuple(self._rows(of_each, step) for of_each in positions)
+            return tuple(self._rows(column, step) for column in positions)
 
-    def _rows(self, of_each: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    def _rows(self, column: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         if not self.even:
-            # Processes that each bring their own arrays step on after the end of theirs, and int32 must not wrap.
-            begin = tf.minimum(step, tf.shape(of_each)[0] // self.batch_size + 1) * self.batch_size
-            return of_each[begin : begin + self.batch_size]
-        begin, rest = step * self.batch_size, of_each.shape[1:]
-        return tf.slice(of_each, [begin, *[0] * len(rest)], [self.batch_size, *rest])
+            # With `per_process`, a process also runs steps after the end of its own arrays, and int32 must not wrap.
+            begin = tf.minimum(step, tf.shape(column)[0] // self.batch_size + 1) * self.batch_size
+            return column[begin : begin + self.batch_size]
+        begin, other_axes = step * self.batch_size, column.shape[1:]
+        return tf.slice(column, [begin, *[0] * len(other_axes)], [self.batch_size, *other_axes])
 
     def part(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, division: Division) -> tuple[Any, Any]:
         with tf.device("CPU:0"):
@@ -135,26 +182,27 @@ class ArrayBatches(Batches):
 
     def lengths_of_parts(self, state: Any, batch: tuple[tf.Tensor, ...], division: Division) -> list[Any]:
         del state
-        return batch_parts.rows(self.batch_size if self.even else batch_parts.length(batch[0]), division)
+        return batch_parts.rows(self._length(batch), division)
 
     def positions(
         self, batch: tuple[tf.Tensor, ...], index: Any, division: Division
     ) -> tuple[tuple[tf.Tensor, ...], Any]:
-        """What `fetch` gave of the examples of part `index`, and the part's share."""
-        begin, end, share = batch_parts.bounds(
-            self.batch_size if self.even else batch_parts.length(batch[0]), index, division
-        )
-        return (tuple(of_each[begin:end] for of_each in batch) if division.count > 1 else batch), share
+        """The positions of part `index` of a fetched batch, and the share of the part."""
+        begin, end, share = batch_parts.bounds(self._length(batch), index, division)
+        return (tuple(column[begin:end] for column in batch) if division.count > 1 else batch), share
 
     def examples(self, state: Any, batch: tuple[tf.Tensor, ...], index: int, division: Division) -> Any:
         """The examples of part `index` of a global batch, of which there may be none."""
         begin, end = division.part(batch_parts.length(batch[0]), index)
-        return self.gathered(state[0], [of_each[begin:end] for of_each in batch])
+        return self.gathered(state[0], [column[begin:end] for column in batch])
 
     def gathered(self, arrays: Any, positions: Sequence[tf.Tensor]) -> Any:
-        """The examples at the `positions` that `fetch` gave, out of `arrays`."""
+        """The examples of `arrays` at these `positions`, as a model sees them."""
         return self.transformed(keras_data.gather(arrays, positions[0]), positions)
 
     def transformed(self, data: Any, positions: Sequence[tf.Tensor]) -> Any:
-        """The examples `data` at these `positions`, as the model gets them."""
+        """The gathered examples `data`, which are at these `positions`, as a model sees them."""
         return data if self.transform is None else self.transform(data, *positions[1:])
+
+    def _length(self, batch: tuple[tf.Tensor, ...]) -> Any:
+        return self.batch_size if self.even else batch_parts.length(batch[0])

@@ -1,8 +1,13 @@
-"""The arrays of a split: x and y, and what they must be like for the dataset's facts to be true."""
+"""x and y of a split: how they are stored, what makes them valid, and what a model sees of them.
+
+Whole numbers are stored in the type of their file, such as uint8 for pixels, and cast when a batch is made.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -10,62 +15,127 @@ from tfdist.data.input import padding
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError
 
+if TYPE_CHECKING:
+    import tensorflow as tf
+
 # x, or for translation {"source": ..., "target": ...}; and y
 Arrays = tuple[Any, np.ndarray]
 
 TASKS_OF_TOKENS = ("text_classification", "translation", "characters")
 
 
-def seen_types(spec: DataSpec) -> tuple[type[np.generic], type[np.generic]]:
-    """The types of x and y as a model sees them."""
+def model_types(spec: DataSpec) -> tuple[type[np.generic], type[np.generic]]:
+    """The types of x and y that a model sees."""
     pictures = spec.task not in TASKS_OF_TOKENS
     return (np.float32 if pictures else np.int32), (np.float32 if spec.task == "autoencoding" else np.int32)
 
 
 def label_type(spec: DataSpec) -> np.dtype:
-    """The smallest type that holds the labels of a dataset."""
+    """The smallest type that can hold the labels of a dataset."""
     ignored = 0 if spec.ignored_class is None else spec.ignored_class
     return np.result_type(np.min_scalar_type(max(spec.classes - 1, 0)), np.min_scalar_type(ignored))
 
 
 def checked(spec: DataSpec, split: str, x: Any, y: Any) -> Arrays:
-    """x and y of a split as they are held: whole numbers in their own types where these are narrower than `seen_types`.
+    """Checks x and y of a split, and returns them as they are stored: C-contiguous.
+
+    Whole numbers keep their type if it is narrower than that of `model_types`; everything else is cast.
 
     Raises:
-        DataError: they do not fit `spec`.
+        DataError: they do not match `spec`.
     """
-    count, (x_type, y_type) = spec.examples[split], seen_types(spec)
-    if isinstance(x, dict):
-        _check_shape(spec, split, "source", np.shape(x["source"]), (count, *spec.input_shape))
-        _check_shape(spec, split, "target", np.shape(x["target"]), (count, *spec.target_shape))
-    else:
-        _check_shape(spec, split, "x", np.shape(x), (count, *spec.input_shape))
+    count, (x_type, y_type) = spec.examples[split], model_types(spec)
+    shapes = {"x": spec.input_shape, "source": spec.input_shape, "target": spec.target_shape}
+    for name in ("source", "target") if isinstance(x, dict) else ("x",):
+        _check_shape(spec, split, name, _by_name(x)[name], (count, *shapes[name]))
+    stored_x = map_x(lambda array: _stored(array, x_type), x)
     if spec.task == "autoencoding":
-        x = _held(x, x_type)
-        return x, x
-    _check_shape(spec, split, "y", np.shape(y), (count, *spec.target_shape))
+        return stored_x, stored_x
+    _check_shape(spec, split, "y", y, (count, *spec.target_shape))
     check_labels(y, spec)
-    if isinstance(x, dict):
-        return {name: _held(array, x_type) for name, array in x.items()}, _held(y, y_type)
-    return _held(x, x_type), _held(y, y_type)
+    return stored_x, _stored(y, y_type)
 
 
-def _held(array: Any, seen: type[np.generic]) -> np.ndarray:
-    """`array`, C-contiguous, of whole numbers in its own type if that is narrower than `seen`, which has them all."""
-    own = np.asarray(array).dtype
-    narrower = own.kind in "biu" and own.itemsize < np.dtype(seen).itemsize and np.can_cast(own, seen)
-    return np.ascontiguousarray(array, own.newbyteorder("=") if narrower else seen)
+def _stored(array: Any, model_type: type[np.generic]) -> np.ndarray:
+    """`array` in its own type if `model_type` is wider and can represent all its values, else in `model_type`."""
+    dtype = np.asarray(array).dtype
+    narrower = dtype.kind in "biu" and dtype.itemsize < np.dtype(model_type).itemsize and np.can_cast(dtype, model_type)
+    return np.ascontiguousarray(array, dtype.newbyteorder("=") if narrower else model_type)
 
 
-def cast(array: np.ndarray, seen: type[np.generic], divisor: int = 1) -> np.ndarray:
-    """What a model sees of an array that is held: `array` itself where there is nothing to be done."""
-    return np.asarray(array, seen) if divisor == 1 else np.divide(array, np.float32(divisor))
+def cast(array: np.ndarray, model_type: type[np.generic], divisor: int = 1) -> np.ndarray:
+    """What a model sees of a stored array: `array` itself if it needs no conversion."""
+    return np.asarray(array, model_type) if divisor == 1 else np.divide(array, np.float32(divisor))
 
 
-def _check_shape(spec: DataSpec, split: str, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
+class Transform(Protocol):
+    """A transformation of the gathered examples of a batch, in a graph; equal ones can share a graph."""
+
+    def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns what the transformation needs for each example, such as random numbers: arrays `[n, ...]`.
+
+        Args:
+            epoch: the number of the pass.
+            indices: the numbers of the examples in the order of the pass.
+        """
+
+    def __call__(self, data: Any, *extras: tf.Tensor) -> Any:
+        """Returns the transformed examples of `data`, Keras' (x, y); `extras` are those of these examples."""
+
+
+@dataclass(frozen=True)
+class ToModelTypes:
+    """The transformation of stored examples into what a model sees, followed by another transformation.
+
+    Attributes:
+        spec: the spec of the dataset.
+        divisor: x is divided by it, in float32.
+        then: the transformation that follows, if any.
+    """
+
+    spec: DataSpec
+    divisor: int = 1
+    then: Transform | None = None
+
+    def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        return () if self.then is None else self.then.extras(epoch, indices)
+
+    def __call__(self, data: Any, *extras: tf.Tensor) -> Any:
+        data = self._cast(data)
+        return data if self.then is None else self.then(data, *extras)
+
+    def specs(self, stored: Any) -> Any:
+        """The `tf.TensorSpec`s of what a model sees of examples with the specs `stored`."""
+        import tensorflow as tf
+
+        return self._map(stored, lambda spec, dtype: tf.TensorSpec(spec.shape, dtype))
+
+    def _cast(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        x, y = self._map(data, tf.cast)
+        if self.divisor != 1:
+            # TensorFlow replaces the division by a constant with a multiplication, which rounds differently.
+            divisor = tf.raw_ops.PlaceholderWithDefault(input=np.float32(self.divisor), shape=[])
+            x = tf.raw_ops.RealDiv(x=x, y=divisor)
+        return x, (x if self.spec.task == "autoencoding" else y)
+
+    def _map(self, data: Any, function: Any) -> Any:
+        """`data` with `function(part, dtype)` in place of each part whose type is narrower than the model's."""
+        (x, y), (x_type, y_type) = data, model_types(self.spec)
+
+        def mapped(part: Any, dtype: type[np.generic]) -> Any:
+            # A wider type stays: the number of a stream may need int64.
+            return function(part, dtype) if part.dtype.size < np.dtype(dtype).itemsize else part
+
+        return map_x(lambda part: mapped(part, x_type), x), mapped(y, y_type)
+
+
+def _check_shape(spec: DataSpec, split: str, name: str, array: Any, expected: tuple[int, ...]) -> None:
+    if np.shape(array) != expected:
         raise DataError(
-            f"Dataset `{spec.name}` promises {what} of shape `{expected}` in its split `{split}`, found `{found}`",
+            f"Dataset `{spec.name}` promises {name} of shape `{expected}` in its split `{split}`, "
+            f"found `{np.shape(array)}`",
             "make the source's spec and what it reads agree",
         )
 
@@ -75,10 +145,10 @@ def check_labels(y: Any, spec: DataSpec) -> None:
 
     Args:
         y: integers `[N, ...]`, each to be 0 to `spec.classes - 1`, or `spec.ignored_class`.
-        spec: the dataset's facts.
+        spec: the dataset's spec.
 
     Raises:
-        DataError: not integers, or one outside the classes; names the first such example and its value.
+        DataError: the targets are not integers, or a label is outside the classes; names the first such example.
     """
     y = np.asarray(y)
     if y.dtype.kind not in "iu":
@@ -86,7 +156,7 @@ def check_labels(y: Any, spec: DataSpec) -> None:
             f"Labels of dataset `{spec.name}` are of type `{y.dtype}`",
             f"give class numbers, integers from 0 to {spec.classes - 1}",
         )
-    # A comparison is a byte an example; the labels' own type is never widened.
+    # A comparison takes one byte per label; the labels themselves are never cast to a wider type.
     outside = (y < 0) | (y >= spec.classes)
     if spec.ignored_class is not None:
         outside &= y != spec.ignored_class
@@ -99,22 +169,26 @@ def check_labels(y: Any, spec: DataSpec) -> None:
         )
 
 
+def map_x(function: Callable[[Any], Any], x: Any) -> Any:
+    """`function(x)`, or for translation a dict of its results for "source" and "target"."""
+    return {name: function(array) for name, array in x.items()} if isinstance(x, dict) else function(x)
+
+
+def _by_name(x: Any) -> dict[str, Any]:
+    return x if isinstance(x, dict) else {"x": x}
+
+
 def sentence_lengths(x: Any) -> dict[str, np.ndarray]:
-    """The lengths of each kind of sentence, int `[N]`."""
-    return {kind: padding.lengths(tokens) for kind, tokens in (x if isinstance(x, dict) else {"x": x}).items()}
-
-
-def as_numpy(x: Any) -> Any:
-    """`x` as NumPy arrays."""
-    return {name: np.asarray(array) for name, array in x.items()} if isinstance(x, dict) else np.asarray(x)
+    """The lengths of the sentences, int `[N]`, for "x", or for "source" and "target"."""
+    return {kind: padding.lengths(tokens) for kind, tokens in _by_name(x).items()}
 
 
 def main_input(x: Any) -> np.ndarray:
-    """x itself, or the sentences to translate."""
+    """x itself, or the source sentences for translation."""
     return x["source"] if isinstance(x, dict) else x
 
 
 def head(arrays: Arrays, count: int) -> Arrays:
     """The first `count` examples."""
     x, y = arrays
-    return ({name: array[:count] for name, array in x.items()} if isinstance(x, dict) else x[:count]), y[:count]
+    return map_x(lambda array: array[:count], x), y[:count]

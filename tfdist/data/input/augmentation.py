@@ -1,8 +1,8 @@
 """Augmentation: random crops and flips whose random numbers depend on (seed, epoch, example) only.
 
-All random numbers of an epoch form one table with one row per example; a very large table is computed by row. An
-example is therefore augmented in the same way on any replica, in any batch, and after a run is resumed. The functions
-work on batches in a graph: on the device for arrays in memory, in the input pipeline for files.
+The random numbers of an epoch form a table with one row per example; the rows of a very large table are computed when
+they are used. So an example is augmented in the same way on any replica, in any batch, and after a run is resumed. The
+functions work on batches in a graph: on the device for arrays in memory, in the input pipeline for files.
 
 Synopsis:
 
@@ -27,13 +27,13 @@ from tfdist.errors import UnknownNameError, UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_STREAM = 1  # the order of examples uses the generator of [seed, epoch]
+_STREAM = 1  # [seed, epoch, 1] seeds the augmentation of an epoch, and [seed, epoch] its order
 
-# Szegedy and others, Going Deeper with Convolutions, CVPR 2015: fraction of the area, and ratio of width to height, of
-# a crop.
+# The fraction of the area, and the ratio of width to height, of a crop: Szegedy and others, Going Deeper with
+# Convolutions, CVPR 2015.
 CROPPED_AREA = (0.08, 1.0)
 CROPPED_RATIO = (3 / 4, 4 / 3)
-# A crop of a street keeps a large part of it, because the labels of pixels depend on their surroundings.
+# With masks, a crop keeps a larger part of the picture, because the labels of pixels depend on their surroundings.
 CROPPED_AREA_OF_MASKS = (0.25, 1.0)
 
 
@@ -92,7 +92,7 @@ def table(examples: int, draws: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def rows(examples: int, draws: int, seed: int, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The random numbers of an epoch of so many examples: float32 `[n, draws]` for the examples int `[n]`."""
+    """A function that returns rows of `table`: float32 `[n, draws]` for the examples int `[n]`."""
     if order.is_computed(examples):
         return lambda indices: permutation.uniform(indices, draws, [seed, epoch, _STREAM])
     return table(examples, draws, seed, epoch).__getitem__
@@ -101,8 +101,8 @@ def rows(examples: int, draws: int, seed: int, epoch: int) -> Callable[[np.ndarr
 def _crop_flip(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
     """Pads an eighth on each side, crops at random, and flips half of the examples left to right.
 
-    He and others, Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2: four zeros around 32x32
-    pixels. A picture with a mask is padded with its own reflection, because zeros would have no labels.
+    He and others, Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2, pad 32x32 pixels with four
+    zeros on each side. A picture with a mask is padded with its own reflection, because zeros would have no labels.
     """
     import tensorflow as tf
 
@@ -119,13 +119,13 @@ def _crop_flip(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[
     pixels = lines * width + _reflected(columns, width)[:, tf.newaxis, :]
 
     def moved(pictures: tf.Tensor) -> tf.Tensor:
-        # On CPUs this is twice as fast as `gather`, and faster than cropping rows and columns separately.
+        # On CPUs this is twice as fast as `gather`, and also faster than cropping rows and columns separately.
         return tf.gather_nd(tf.reshape(pictures, [-1, *pictures.shape[3:]]), pixels[..., tf.newaxis])
 
     if mask is not None:
         return moved(x), moved(mask)
-    there = _within(rows, height)[:, :, tf.newaxis] & _within(columns, width)[:, tf.newaxis, :]
-    return moved(x) * tf.cast(there[..., tf.newaxis], x.dtype), None
+    inside = _within(rows, height)[:, :, tf.newaxis] & _within(columns, width)[:, tf.newaxis, :]
+    return moved(x) * tf.cast(inside[..., tf.newaxis], x.dtype), None
 
 
 def _within(indices: tf.Tensor, size: int) -> tf.Tensor:
@@ -133,14 +133,14 @@ def _within(indices: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def _reflected(indices: tf.Tensor, size: int) -> tf.Tensor:
-    """Indices, where those outside 0 to `size - 1` are reflected to the inside."""
+    """The indices, reflected at 0 and `size - 1` if they are outside."""
     import tensorflow as tf
 
     return (size - 1) - tf.abs((size - 1) - tf.abs(indices))
 
 
 def _resized_crop(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Cuts out a random part of random size and shape, resizes it to full size, and flips half of the examples."""
+    """Cuts out a part of random size, shape and position, resizes it to full size, and flips half of the examples."""
     import tensorflow as tf
 
     size = x.shape[1:3]
@@ -149,7 +149,7 @@ def _resized_crop(x: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tup
 
 
 def random_boxes(picture_size: tf.Tensor, draws: tf.Tensor, area: tuple[float, float]) -> tf.Tensor:
-    """Boxes with random area, ratio and position; half of them are mirrored.
+    """Boxes of random area, ratio and position, half of them mirrored.
 
     Args:
         picture_size: int32 `[2]`, height and width in pixels.
@@ -188,7 +188,14 @@ def cut_out_mask(masks: tf.Tensor, boxes: tf.Tensor, size: Any) -> tf.Tensor:
 
 @dataclass(frozen=True)
 class Augmented:
-    """The processing of a batch in `ArrayFeed`: augments the examples of `spec` with random numbers from `seed`."""
+    """A `Transform` that augments the examples of a dataset.
+
+    Attributes:
+        spec: the spec of the dataset.
+        augmentation: the augmentation.
+        seed: with the epoch, determines the random numbers.
+        examples: the number of examples of the split.
+    """
 
     spec: DataSpec
     augmentation: Augmentation

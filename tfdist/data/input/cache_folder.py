@@ -1,4 +1,4 @@
-"""The folder of what is made from files once, for all processes and runs: indexes, decoded examples."""
+"""The folder of caches that all processes and runs share: indexes of files, and decoded examples."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ def free_bytes() -> int:
     return 0
 
 
-def fingerprint(what: Any, paths: Sequence[str | Path]) -> str:
-    """A name for what is made from these files in the way `what`: other names, sizes or times give another one.
+def fingerprint(purpose: Any, paths: Sequence[str | Path]) -> str:
+    """A name for a cache of these files; it changes with their names, sizes and modification times.
+
+    Args:
+        purpose: what is cached, and how it was made from the files.
+        paths: the files.
 
     Raises:
         OSError: a file is missing.
     """
-    found = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, map(os.stat, paths), strict=True)]
-    return consensus.fingerprint([what, found])
+    files = [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, map(os.stat, paths), strict=True)]
+    return consensus.fingerprint([purpose, files])

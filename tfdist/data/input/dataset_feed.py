@@ -1,4 +1,4 @@
-"""A `tf.data.Dataset`, or what Keras makes one of: a `PyDataset`, a generator; as global batches."""
+"""Batches that the user's own data produce: a `tf.data.Dataset`, a `PyDataset`, a generator, or one batch alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tfdist.internals.keras import tree
 from tfdist.jobs.job_environment import cores
 
 
-def _on_present_cores(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """On one core tf.data's autotuning has nothing to divide, and makes a pipeline that decodes a fifth slower.
+def _without_autotuning_on_one_core(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Switches off tf.data's autotuning on one core, where it makes a pipeline that decodes a fifth slower.
 
-    With `num_parallel_calls=tf.data.AUTOTUNE` such a pipeline has then as many calls as cores. What the user has set
-    stays (https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutotuneOptions).
+    `num_parallel_calls=tf.data.AUTOTUNE` then means as many calls as cores. A choice of the user's is kept
+    (https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutotuneOptions).
     """
     if cores() > 1 or dataset.options().autotune.enabled is not None:
         return dataset
@@ -34,21 +34,25 @@ def _on_present_cores(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 class DatasetFeed(Feed):
-    """Batches from a `tf.data.Dataset`, or from what Keras turns into one.
+    """Batches of a `tf.data.Dataset`, or of what Keras turns into one.
+
+    Args:
+        adapter: Keras' adapter of the user's data.
+        in_order: the user's `PyDataset`, if the data are one.
 
     Attributes:
-        endless: a pass never ends.
+        endless: whether a pass never ends.
     """
 
     def __init__(self, adapter: Any, in_order: InOrder | None = None):
         self._adapter = adapter
         self._in_order = in_order
-        self._dataset = _on_present_cores(adapter.get_tf_dataset())
+        self._dataset = _without_autotuning_on_one_core(adapter.get_tf_dataset())
         self.examples = None
-        self._iterator: Any = None  # of this pass, or of the one before
-        self._untouched: Any = None  # made before the first pass, and stands at its begin
-        self._rest: Any = None  # an iterator that `_untouched` goes on with
-        self._made = 0  # iterators, of those in the run that is resumed too
+        self._iterator: Any = None  # that of the current pass, or of the last one
+        self._unused: Any = None  # an iterator that the next pass will use
+        self._remaining: Any = None  # the iterator that `_unused` continues with, after batches that were put back
+        self._made = 0  # how many iterators were made, including those before the run was resumed
         self.batch_size = adapter.batch_size
         self.endless = bool(self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
         self.spec = self._dataset.element_spec
@@ -66,17 +70,17 @@ class DatasetFeed(Feed):
         if self._in_order is not None:
             self._in_order.set_epoch(epoch)
         self._adapter.on_epoch_begin()
-        if first_batch and self._untouched is None:
+        if first_batch and self._unused is None:
             self._iterator = iter(self._dataset.skip(first_batch))
             self._made += 1
         else:
-            self._iterator = self._new_iterator()
+            self._iterator = self._next_iterator()
             for _ in range(first_batch):
                 self._iterator.get_next_as_optional()
         return self._iterator
 
-    def _new_iterator(self) -> Any:
-        iterator, self._untouched = self._untouched, None
+    def _next_iterator(self) -> Any:
+        iterator, self._unused = self._unused, None
         return self._make_iterator() if iterator is None else iterator
 
     def _make_iterator(self) -> Any:
@@ -84,11 +88,11 @@ class DatasetFeed(Feed):
         return iter(self._dataset)
 
     def look_ahead(self, keep: bool) -> None:
-        # As Keras does. A `shuffle` draws the seeds of its next order when an iterator is made, so that epochs without
-        # `steps_per_epoch` have every second order.
+        # Keras makes an iterator here, too. `shuffle` draws the seed of its next order when an iterator is made, so
+        # epochs without `steps_per_epoch` use every second order.
         if self._in_order is None:
             iterator = self._make_iterator()
-            self._untouched = iterator if keep else None
+            self._unused = iterator if keep else None
 
     def first(self, count: int) -> list[Any]:
         if self._in_order is not None:
@@ -99,39 +103,42 @@ class DatasetFeed(Feed):
         try:
             state = tensorflow_data.iterator_state(iterator)
             taken = list(itertools.islice(iterator, count))
-            tensorflow_data.iterator_state(iterator)  # what has not begun could always be set back
+            tensorflow_data.iterator_state(iterator)  # an iterator that has not begun could always be restored
             tensorflow_data.restore_iterator(iterator, state)
         except tf.errors.OpError:
-            iterator, self._rest = self._put_back(taken), iterator
-        self._untouched = iterator
+            iterator, self._remaining = self._put_back(taken), iterator
+        self._unused = iterator
         return [tree.map_structure(batch_parts.none_if_empty, batch) for batch in taken]
 
     def _put_back(self, taken: list[Any]) -> Any:
-        """An iterator over batches that were `taken` from one that cannot be set back, and then over its rest."""
-        # TensorFlow keeps the function for good, and what it holds.
-        batches = tf.data.Dataset.from_generator(lambda: itertools.chain(taken, self._rest), output_signature=self.spec)
+        """An iterator over the batches `taken` from one that cannot be restored, followed by its remaining batches."""
+        # The function must not close over the iterator: TensorFlow never frees a function, nor what it closes over.
+        batches = tf.data.Dataset.from_generator(
+            lambda: itertools.chain(taken, self._remaining), output_signature=self.spec
+        )
         return iter(batches)
 
     def save(self) -> bytes | None:
         if self._in_order is not None:
-            return b"" if self._in_order.always_alike else None
+            return b"" if self._in_order.without_hooks else None
         try:
             state = b"" if self._iterator is None else tensorflow_data.iterator_state(self._iterator)
         except tf.errors.OpError:
             return None
-        read = self._made - (self._untouched is not None)  # the one that is untouched is made again
-        return read.to_bytes(8, "little") + state
+        made = self._made - (self._unused is not None)  # the resumed run makes the unused iterator itself
+        return made.to_bytes(8, "little") + state
 
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
         if not saved:
             return self.start(epoch, first_batch)
-        read, state = int.from_bytes(saved[:8], "little"), saved[8:]
-        # A shuffle draws the seeds of its next order when an iterator is made; a restored one counts as the one before.
-        for _ in range(read - 2 if first_batch else read):
-            self._new_iterator()
+        made, state = int.from_bytes(saved[:8], "little"), saved[8:]
+        # `shuffle` draws the seed of its next order when an iterator is made; a restored iterator counts as the one
+        # before it.
+        for _ in range(made - 2 if first_batch else made):
+            self._next_iterator()
         if not first_batch:
             return self.start(epoch, 0)
-        iterator = self._new_iterator()
+        iterator = self._next_iterator()
         try:
             tensorflow_data.restore_iterator(iterator, state)
         except tf.errors.OpError as error:
@@ -140,15 +147,11 @@ class DatasetFeed(Feed):
                 "resume with the dataset of the run that wrote it, or from a checkpoint of an epoch's end",
             ) from error
         self._adapter.on_epoch_begin()
-        self._iterator, self._made = iterator, read
+        self._iterator, self._made = iterator, made
         return iterator
 
     def finish(self) -> None:
         self._adapter.on_epoch_end()
-
-    def reset(self) -> None:
-        # Keras calls this hook once before the first epoch, and a dataset that shuffles in it begins shuffled.
-        self.end_epoch()
 
     def begin_epoch(self) -> None:
         if self._in_order is not None:
@@ -159,7 +162,7 @@ class DatasetFeed(Feed):
             self._in_order.dataset.on_epoch_end()
 
     def release(self) -> None:
-        self._iterator = self._untouched = self._rest = None
+        self._iterator = self._unused = self._remaining = None
 
     @contextlib.contextmanager
     def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
@@ -173,7 +176,7 @@ class DatasetFeed(Feed):
 
 @dataclass(frozen=True)
 class DatasetBatches(Batches):
-    """A batch is fetched from the iterator; each replica slices its part."""
+    """A batch is fetched from the iterator of the pass; the part of each replica is sliced on the host."""
 
     length_known: bool
 
@@ -186,7 +189,7 @@ class DatasetBatches(Batches):
         batch = tree.map_structure(batch_parts.none_if_empty, batch)
         if division.count == 1:
             return batch, 1.0
-        with tf.device("CPU:0"):  # a replica's device then gets its part only
+        with tf.device("CPU:0"):  # so that the device of a replica receives its part only
             flat = tree.flatten(batch)
             begin, end, share = batch_parts.bounds(batch_parts.common_length(flat), index, division)
             parts = [batch_parts.slice_examples(tensor, begin, end) for tensor in flat]
@@ -198,12 +201,49 @@ class DatasetBatches(Batches):
         return batch_parts.lengths_of_parts(flat, division)
 
 
-class InOrder(keras.utils.PyDataset):
-    """A `PyDataset` whose batches come in the order that (seed, epoch) gives, or as they are without a seed.
+@dataclass(frozen=True)
+class FetchedBatches(DatasetBatches):
+    """`DatasetBatches` whose state is a batch that was fetched already, and not an iterator."""
 
-    Attributes:
-        dataset: the user's, whose hooks are not called from here: this dataset begins and ends with a pass over the
-            data, which may last several epochs.
+    length_known: bool = True
+
+    def fetch(self, state: Any, step: tf.Tensor) -> Any:
+        del step
+        return state
+
+
+class BatchFeed(Feed):
+    """One batch as Keras' `(x, y, sample_weight)`, such as that of `train_on_batch`."""
+
+    num_batches = 1
+    examples = None
+    batch_size = None
+    batches = FetchedBatches()
+
+    def __init__(self, batch: Any):
+        def as_tensor(value: Any) -> Any:
+            return value if value is None or tf.is_tensor(value) else tf.convert_to_tensor(value)
+
+        with tf.init_scope():
+            self._batch = tree.map_structure(as_tensor, batch)
+        self.spec = tree.map_structure(_spec_of_any_size, self._batch)
+
+    def start(self, epoch: int, first_batch: int) -> Any:
+        del epoch, first_batch
+        return self._batch
+
+
+def _spec_of_any_size(value: Any) -> Any:
+    if not isinstance(value, tf.Tensor):
+        return None if value is None else tf.type_spec_from_value(value)
+    return tf.TensorSpec([None, *value.shape[1:]], value.dtype)
+
+
+class InOrder(keras.utils.PyDataset):
+    """A `PyDataset` whose batches come in the order that (seed, epoch) determine, or unchanged without a seed.
+
+    The hooks of `dataset`, which is the user's, are not called from here: this dataset begins and ends with a pass over
+    the data, which may last several epochs.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, seed: int | None):
@@ -217,13 +257,14 @@ class InOrder(keras.utils.PyDataset):
         self._order: Callable[[int], int] = lambda batch: batch
 
     @property
-    def always_alike(self) -> bool:
-        """Whether nothing of the user's happens between two epochs: then a batch follows from its number."""
+    def without_hooks(self) -> bool:
+        """Whether the user's dataset has no hooks, so that a batch depends on its number only."""
         kind = type(self.dataset)
         hooks = "on_epoch_begin", "on_epoch_end"
         return all(getattr(kind, name) is getattr(keras.utils.PyDataset, name) for name in hooks)
 
     def set_epoch(self, epoch: int) -> None:
+        """Sets the order of the batches to that of `epoch`."""
         if self._seed is not None:
             self._order = order.epoch_order(self.dataset.num_batches, self._seed, epoch).__getitem__
 

@@ -1,4 +1,4 @@
-"""Reads, decodes, checks and resizes examples: in a graph, and in Python to explain what is wrong."""
+"""Reads, decodes, checks and resizes examples in a graph, and explains in Python what is wrong with a bad example."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Decoder:
     Args:
         spec: the spec of the dataset.
         files: the files of the split.
-        augmentation: the augmentation of each example; crops of random size are cut out of the original picture, all
-            other augmentations apply to resized pictures.
+        augmentation: the augmentation of each example. Crops of random size are cut from the original picture; all
+            other augmentations are applied to resized pictures.
         cache: the disk cache of decoded examples, or `None`.
     """
 
@@ -71,8 +71,8 @@ class Decoder:
         return x[0], y[0]
 
     def fitted(self, index: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Example number `index`, checked and resized; a separate stage, so that it can be timed."""
-        picture, target = self.decoded(index) if self._cache is None else self._kept(self._cache, index)
+        """Example number `index`, checked and resized but not augmented."""
+        picture, target = self.decoded(index) if self._cache is None else self._through_cache(self._cache, index)
         if not self._masks:
             x, _ = self._fit(picture, None, draws)
             return x, target
@@ -89,7 +89,8 @@ class Decoder:
         if isinstance(files, Records):
             kind = tf.string if files.masks else tf.int64
             features = {
-                name: tf.io.FixedLenFeature([], of) for name, of in (("image", tf.string), (files.target, kind))
+                "image": tf.io.FixedLenFeature([], tf.string),
+                files.target: tf.io.FixedLenFeature([], kind),
             }
             example = tf.ensure_shape(tf.numpy_function(files.read, [index], tf.string), [])
             parsed = tf.io.parse_single_example(example, features)
@@ -102,12 +103,12 @@ class Decoder:
         return picture, tf.io.read_file(target) if self._masks else target
 
     def will_read(self, indices: np.ndarray) -> None:
-        """Has the records with these numbers read in advance."""
+        """Makes the operating system read the records with these numbers ahead."""
         assert isinstance(self._files, Records)
         self._files.will_read(indices)
 
     def decoded(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """A decoded example at its original size: uint8 `[h, w, C]`, and int32, its label or its mask `[h, w]`."""
+        """A decoded example at its original size: uint8 `[h, w, C]`, and its label or its mask `[h, w]`, int32."""
         picture, target = self.read(index)
         pixels = tf.io.decode_image(picture, channels=self._spec.input_shape[2], expand_animations=False)
         if self._masks and target.dtype == tf.string:
@@ -115,18 +116,18 @@ class Decoder:
         if self._masks:
             target = tf.ensure_shape(target, [None, None])
         elif self._spec.task == "autoencoding":
-            target = tf.constant(0)  # for autoencoding the picture is the target, and labels or masks are ignored
+            target = tf.constant(0)  # the picture is the target, whatever the label is
         return pixels, tf.cast(target, tf.int32) - getattr(self._files, "first_label", 0)
 
     def bytes_decoded(self) -> int:
-        """The size of the first example on the disk after decoding; very large if it cannot be decoded."""
+        """The size of the first example in a disk cache; `sys.maxsize` if it cannot be decoded."""
         try:
             picture, target = self.decoded(tf.constant(0))
         except tf.errors.OpError:
             return sys.maxsize
         return int(tf.size(picture)) + 4 * int(tf.size(target))
 
-    def _kept(self, cache: DiskCache, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _through_cache(self, cache: DiskCache, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         channels = self._spec.input_shape[2]
         picture, target = cache.through(index, lambda: self.decoded(index), channels)
         return tf.ensure_shape(picture, [None, None, channels]), tf.ensure_shape(target, [None] * 2 * self._masks)
@@ -137,36 +138,36 @@ class Decoder:
         try:
             picture, target = self.decoded(tf.constant(index))
         except tf.errors.OpError as error:
-            return self._what_cannot_be_decoded(index, error)
+            return self._decoding_problem(index, error)
         if not self._masks:
             return None
         mask = target.numpy()
         if mask.shape != tuple(picture.shape[:2]):
-            found, expected = (f"{shape[0]}x{shape[1]}" for shape in (mask.shape, picture.shape))
-            return f"{name_of_mask} is {found}, but its picture `{name}` is {expected}"
+            actual, expected = (f"{shape[0]}x{shape[1]}" for shape in (mask.shape, picture.shape))
+            return f"{name_of_mask} is {actual}, but its picture `{name}` is {expected}"
         outside = mask[~_is_class(mask, self._spec)]
         if not len(outside):
             return None
         return f"{name_of_mask} has the label {outside[0]}, outside the {self._spec.classes} classes"
 
-    def _what_cannot_be_decoded(self, index: int, error: tf.errors.OpError) -> str:
-        """Whether the picture or the mask cannot be decoded: decodes the picture alone to find out."""
+    def _decoding_problem(self, index: int, error: tf.errors.OpError) -> str:
+        """Says whether the picture or the mask cannot be decoded; decodes the picture alone to find out."""
         name = f"`{self._files.name(index)}`"
         with contextlib.suppress(tf.errors.OpError):
-            alone = Decoder(dataclasses.replace(self._spec, task="autoencoding"), self._files)
-            alone.decoded(tf.constant(index))
+            only_picture = Decoder(dataclasses.replace(self._spec, task="autoencoding"), self._files)
+            only_picture.decoded(tf.constant(index))
             name = self._files.name_of_mask(index) if self._masks else name
         return f"{name} {_reason(error)}"
 
     def _fit(self, picture: tf.Tensor, mask: tf.Tensor | None, draws: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The wanted part of the picture, resized to the size of the dataset, and the same part of the mask."""
+        """The chosen part of the picture, resized to the size of the dataset, and the same part of the mask."""
         size = self._spec.input_shape[:2]
-        found = tf.shape(picture)[:2]
+        picture_size = tf.shape(picture)[:2]
         if self._crops:
             area = augmentations.CROPPED_AREA if mask is None else augmentations.CROPPED_AREA_OF_MASKS
-            boxes = augmentations.random_boxes(found, draws[tf.newaxis], area)
+            boxes = augmentations.random_boxes(picture_size, draws[tf.newaxis], area)
         else:
-            boxes = _whole(found, size, keep_all=mask is not None)
+            boxes = _largest_box(picture_size, size, keep_all=mask is not None)
 
         def resized() -> tf.Tensor:
             return augmentations.cut_out(picture[tf.newaxis], boxes, size)[0]
@@ -174,7 +175,7 @@ class Decoder:
         def resized_mask() -> tf.Tensor:
             return augmentations.cut_out_mask(tf.expand_dims(mask, 0), boxes, size)[0]
 
-        fits = tf.constant(False) if self._crops else tf.reduce_all(found == size)
+        fits = tf.constant(False) if self._crops else tf.reduce_all(picture_size == size)
         x = tf.cond(fits, lambda: tf.cast(picture, tf.float32), resized) / 255.0
         x = tf.ensure_shape(x, self._spec.input_shape)
         if mask is None:
@@ -184,21 +185,21 @@ class Decoder:
 
 @contextlib.contextmanager
 def explained(explain: Callable[[], DataError | None]) -> Iterator[None]:
-    """Names the bad example when TensorFlow only reports that there is one."""
+    """Replaces an error of TensorFlow's by the error that `explain` returns, which names the bad example."""
     try:
         yield
     except tf.errors.OpError as error:
-        told = explain()
-        if told is None:
+        explanation = explain()
+        if explanation is None:
             raise
-        raise told from error
+        raise explanation from error
 
 
-def _whole(found: tf.Tensor, size: Any, keep_all: bool) -> tf.Tensor:
-    """The box `[1, 4]` of the whole picture; for pictures without masks, its centre with the aspect ratio of `size`."""
+def _largest_box(picture_size: tf.Tensor, size: Any, keep_all: bool) -> tf.Tensor:
+    """The whole picture as a box `[1, 4]` or, unless `keep_all`, the largest centred box with the ratio of `size`."""
     if keep_all:
         return tf.constant([[0.0, 0.0, 1.0, 1.0]])
-    height, width = tf.cast(found[0], tf.float32), tf.cast(found[1], tf.float32)
+    height, width = tf.cast(picture_size[0], tf.float32), tf.cast(picture_size[1], tf.float32)
     scale = tf.minimum(height / size[0], width / size[1])
     fraction = tf.stack([scale * size[0] / height, scale * size[1] / width])
     return tf.concat([(1 - fraction) / 2, (1 + fraction) / 2], 0)[tf.newaxis]

@@ -1,18 +1,18 @@
-"""Data for replicas on devices with memory of their own: what a replica uses goes to its device, once.
+"""Moves data to devices that have their own memory, such as GPUs.
 
-    arrays up to `device_data_bytes`   each device holds a copy, out of which its replica gathers the examples of a step
-    larger arrays                      the host gathers the part of each replica, and copies it to the device while the
-                                       step before computes
-    files, readers by number           the same, of what this process has read
+    arrays up to `device_data_bytes`   each device has a copy, from which its replica gathers the examples of a step
+    larger arrays                      the host gathers the part of each replica, and copies it to the device during
+                                       earlier steps
+    files, readers by number           the same with what this process has read
 
-Examples of a dataset travel, and are held, in the type of their file; the device casts them. The parts are those of
-`ArrayFeed`, bit by bit. Arrays of strings, sparse and ragged ones stay on the host.
+Examples of a dataset are sent and stored in the type of their file; the device casts them. The parts are bitwise equal
+to those of `ArrayFeed`. Arrays of strings and sparse and ragged arrays stay on the host.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,22 +26,30 @@ from tfdist.data.input.file_feed import FileFeed
 from tfdist.internals import keras_data, tensorflow_data
 from tfdist.internals.keras import tree
 
-# The bound for a GPU if the user states none: a small part of its memory, and more than CIFAR-10 as uint8 or MNIST.
+# The default of `device_data_bytes` for a GPU: a small part of its memory, but enough for CIFAR-10 as uint8.
 GPU_BYTES = 256 << 20
 
 
 def placed(feed: Feed, devices: Sequence[str], rank: int, division: Division, budget_bytes: int | None) -> Feed:
-    """`feed` for the replicas on `devices` of the process `rank`, among which `division` divides batches.
+    """Returns `feed` in the form in which the replicas of this process read it.
 
-    Batches that the user's own dataset makes stay as they are: a checkpoint holds the place of its iterator, which must
-    not be ahead of the steps. The host cuts their parts, and copies those of a step while steps before it compute.
+    A `DatasetFeed` is returned unchanged: a checkpoint contains the position of its iterator, which must not be ahead
+    of the steps. The host cuts its batches, and copies the parts of a step to the devices during earlier steps.
+
+    Args:
+        feed: the feed on the host.
+        devices: the devices of this process's replicas.
+        rank: the rank of this process.
+        division: how a batch is divided among the replicas of the job.
+        budget_bytes: larger arrays are not copied to the devices as a whole; `None` is `GPU_BYTES` for GPUs, and leaves
+            data for CPUs on the host.
     """
     if budget_bytes is None:
         if all(device.startswith("CPU") for device in devices):
             return feed  # they share the memory of the host
         budget_bytes = GPU_BYTES
     if isinstance(feed, FileFeed):
-        return PrefetchedFiles(feed, devices, rank, division)
+        return PrefetchedFeed(feed, devices, rank, division)
     if not isinstance(feed, ArrayFeed) or not is_dense(feed.arrays):
         return feed
     if size_bytes(feed.arrays) <= budget_bytes:
@@ -49,16 +57,10 @@ def placed(feed: Feed, devices: Sequence[str], rank: int, division: Division, bu
     return PrefetchedFeed(feed, devices, rank, division)
 
 
-class PlacedFeed(WrappedFeed):
-    """A feed that has a state of its own; any of its batches can be begun with."""
+class ResidentFeed(WrappedFeed):
+    """An `ArrayFeed` of which each device has a copy of the arrays."""
 
-    def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
-        del saved
-        return self.start(epoch, first_batch)
-
-
-class ResidentFeed(PlacedFeed):
-    """Arrays of which each device holds a copy."""
+    resume = Feed.resume
 
     def __init__(self, feed: ArrayFeed, devices: Sequence[str]):
         super().__init__(feed)
@@ -74,111 +76,75 @@ class ResidentFeed(PlacedFeed):
 
 @dataclass(frozen=True)
 class ResidentBatches(Batches):
-    """A batch is fetched as the indices of its examples; each replica gathers its part from the copy on its device.
+    """`ArrayBatches` of which each replica gathers its part from the copy on its device.
 
     Attributes:
-        whole: of the arrays on the host.
-        specs: of the arrays, flat; `None` for one that is left out.
+        on_host: the batches of the arrays on the host.
+        specs: the specs of the arrays, flat; `None` for an absent array.
     """
 
     at_any_time: ClassVar[bool] = True
-    whole: ArrayBatches
+    on_host: ArrayBatches
     specs: tuple[tf.TensorSpec | None, ...]
     length_known: bool = True
 
     @property
     def size(self) -> int | None:
-        return self.whole.size
+        return self.on_host.size
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        return self.whole.fetch(state, step)
+        return self.on_host.fetch(state, step)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         copies, _ = state
         with tf.device("CPU:0"):
-            positions, share = self.whole.positions(batch, index, division)
+            positions, share = self.on_host.positions(batch, index, division)
         data, specs = keras_data.gather(copies[index % len(copies)], positions[0]), iter(self.specs)
-        data = tree.map_structure(lambda one: _unpacked(one, next(specs)), data)
-        return self.whole.transformed(data, positions), share
+        data = tree.map_structure(lambda array: _unpacked(array, next(specs)), data)
+        return self.on_host.transformed(data, positions), share
 
 
-class PrefetchedFeed(PlacedFeed):
-    """Arrays on the host, of which each device receives the parts of its replica ahead of their use."""
+class PrefetchedFeed(WrappedFeed):
+    """A feed on the host from which each device receives the parts of its replica before they are used.
 
-    def __init__(self, feed: ArrayFeed, devices: Sequence[str], rank: int, division: Division):
+    Args:
+        feed: an `ArrayFeed` or a `FileFeed`; its `parts` are what the devices receive.
+        devices: the devices of this process's replicas.
+        rank: the rank of this process.
+        division: how a batch is divided among the replicas of the job.
+    """
+
+    resume = Feed.resume
+
+    def __init__(self, feed: ArrayFeed | FileFeed, devices: Sequence[str], rank: int, division: Division):
         super().__init__(feed)
+        self._parts = feed.parts
         self._devices = list(devices)
-        self._first_replica = rank * len(self._devices)
+        self._replicas = range(rank * len(devices), (rank + 1) * len(devices))
         self._division = division
-        self.batches = PrefetchedBatches(feed.batches, feed.examples, len(self._devices), self._first_replica)
-        self._parts = self._make_parts(feed)
+        if isinstance(feed, ArrayFeed):
+            on_host = feed.batches
+        else:  # `FileFeed` transforms the examples itself
+            on_host = ArrayBatches(feed.batch_size, feed.examples % feed.batch_size == 0)
+        self.batches = PrefetchedBatches(on_host, feed.examples, len(devices), self._replicas.start)
 
     def start(self, epoch: int, first_batch: int) -> Any:
-        _, positions = self._feed.start(epoch, first_batch)
-        with tf.init_scope(), tf.device("CPU:0"):
-            parts = self._parts(tf.constant(first_batch, tf.int64), *positions)
+        parts = self._parts(epoch, first_batch, self._replicas, self._division)
         return tensorflow_data.device_iterator(parts, self._devices)
-
-    def _make_parts(self, feed: ArrayFeed) -> Callable[..., tf.data.Dataset]:
-        """A graph, kept for all passes, of the parts of a pass: those of one batch follow each other."""
-        division, local = self._division, len(self._devices)
-
-        @tf.function(autograph=False)
-        def dataset(first_batch: tf.Tensor, *positions: tf.Tensor) -> tf.data.Dataset:
-            @tf.autograph.experimental.do_not_convert
-            def part(number: tf.Tensor) -> Any:
-                step, replica = tf.cast(number // local, tf.int32), tf.cast(number % local, tf.int32)
-                batch = feed.batches.fetch((feed.arrays, positions), step)
-                examples = tf.convert_to_tensor(batch_parts.length(batch[0]))
-                begin, end, _ = batch_parts.bounds(examples, self._first_replica + replica, division)
-                indices, *extras = (of_each[begin:end] for of_each in batch)
-                data = keras_data.gather(feed.arrays, indices)
-                return tree.map_structure(self._of_known_length, (data, tuple(extras)))
-
-            numbers = tf.data.Dataset.range(first_batch * local, feed.num_batches * local)
-            options = tf.data.Options()
-            # To rewrite a pipeline, TensorFlow copies the arrays at each start.
-            options.experimental_optimization.apply_default_optimizations = False
-            return numbers.map(part, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).with_options(options)
-
-        return dataset
-
-    def _of_known_length(self, tensor: Any) -> Any:
-        """`tensor` with a static length where all parts have the same."""
-        length = self._division.even_length(self.batch_size) if self._feed.batches.even else None
-        return tf.ensure_shape(tensor, [length, *tensor.shape[1:]])
-
-
-class PrefetchedFiles(PlacedFeed):
-    """Batches that this process reads, of which each device receives the parts of its replica ahead of their use."""
-
-    def __init__(self, feed: FileFeed, devices: Sequence[str], rank: int, division: Division):
-        super().__init__(feed)
-        self._files = feed
-        self._devices = list(devices)
-        self._replicas = range(rank * len(self._devices), (rank + 1) * len(self._devices))
-        self._division = division
-        whole = ArrayBatches(feed.batch_size, feed.examples % feed.batch_size == 0)
-        self.batches = PrefetchedBatches(whole, feed.examples, len(self._devices), self._replicas.start)
-
-    def start(self, epoch: int, first_batch: int) -> Any:
-        self._files.begin(epoch)
-        parts = self._files.parts(epoch, first_batch, self._replicas, self._division)
-        return tensorflow_data.device_iterator(parts.map(lambda *data: (data, ())), self._devices)
 
 
 @dataclass(frozen=True)
 class PrefetchedBatches(Batches):
-    """A batch is fetched as the parts of this process' replicas, each on its device, and what is known of examples.
+    """A batch is fetched as the parts of this process's replicas, each on its device, and the size of the batch.
 
     Attributes:
-        whole: how the device transforms what it has received.
-        examples: in a pass.
-        local_replicas: replicas of this process.
+        on_host: the batches of the same size on the host, whose transform the devices apply to what they receive.
+        examples: the number of examples per pass.
+        local_replicas: the number of replicas of this process.
         first_replica: the number of the first of them in the job.
     """
 
-    whole: ArrayBatches
+    on_host: ArrayBatches
     examples: int
     local_replicas: int
     first_replica: int = 0
@@ -187,61 +153,61 @@ class PrefetchedBatches(Batches):
 
     @property
     def size(self) -> int | None:
-        return self.whole.size
-
-    def lengths_of_step(self, step: Any, division: Division) -> list[Any]:
-        return batch_parts.rows(self.whole.size or self._examples_of(step), division)
-
-    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        del state
-        return batch_parts.rows(self.whole.size or batch[1], division)
-
-    def mine(self, state: Any, batch: Any, division: Division) -> Any:
-        first, lengths = self.first_replica, self.lengths_of_parts(state, batch, division)
-        rows = []
-        for index in range(first, first + self.local_replicas):
-            part, _ = self.part(state, batch, index, division)
-            rows.append([None if one is None else one[: lengths[index]] for one in tree.flatten(part)])
-        joined = [None if of_all[0] is None else tf.concat(of_all, 0) for of_all in zip(*rows, strict=True)]
-        return tree.pack_sequence_as(part, joined)
+        return self.on_host.size
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
         with tf.device("CPU:0"):
-            return state.get_next(), self._examples_of(step)
-
-    def _examples_of(self, step: Any) -> tf.Tensor:
-        size = self.whole.batch_size
-        return tf.minimum(size, self.examples - step * size)
+            return state.get_next(), self._size_of_step(step)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         del state
         parts, size = batch
-        held, extras = parts[index % self.local_replicas]
-        data = self.whole.transformed(held, (None, *extras))
+        received, extras = parts[index % self.local_replicas]
+        data = self.on_host.transformed(received, (None, *extras))
         if division.count == 1:
             return data, 1.0
-        if self.whole.even:
-            begin, end = division.part(self.whole.batch_size, index)
-            return data, (end - begin) / self.whole.batch_size
+        if self.on_host.even:
+            begin, end = division.part(self.on_host.batch_size, index)
+            return data, (end - begin) / self.on_host.batch_size
         with tf.device("CPU:0"):
             begin, end = division.part(size, index)
             return data, (end - begin) / size
 
+    def lengths_of_step(self, step: Any, division: Division) -> list[Any]:
+        return batch_parts.rows(self.on_host.size or self._size_of_step(step), division)
+
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        del state
+        return batch_parts.rows(self.on_host.size or batch[1], division)
+
+    def local_examples(self, state: Any, batch: Any, division: Division) -> Any:
+        first, lengths = self.first_replica, self.lengths_of_parts(state, batch, division)
+        rows = []
+        for index in range(first, first + self.local_replicas):
+            part, _ = self.part(state, batch, index, division)
+            rows.append([None if tensor is None else tensor[: lengths[index]] for tensor in tree.flatten(part)])
+        joined = [None if tensors[0] is None else tf.concat(tensors, 0) for tensors in zip(*rows, strict=True)]
+        return tree.pack_sequence_as(part, joined)
+
+    def _size_of_step(self, step: Any) -> tf.Tensor:
+        size = self.on_host.batch_size
+        return tf.minimum(size, self.examples - step * size)
+
 
 def is_dense(arrays: Any) -> bool:
-    """Whether all arrays of a structure are dense, and of numbers."""
+    """Whether all arrays of a structure are dense and numeric."""
     flat = [array for array in tree.flatten(arrays) if array is not None]
     return all(isinstance(array, tf.Tensor) and array.dtype != tf.string for array in flat)
 
 
 def size_bytes(arrays: Any) -> int:
-    """The size of the arrays of a structure, of which one may occur twice."""
+    """The size of the arrays of a structure; an array that occurs twice is counted once."""
     tensors = {id(array): array for array in tree.flatten(arrays) if array is not None}.values()
     return sum(array.shape.num_elements() * array.dtype.size for array in tensors)
 
 
 def _copied(arrays: Any, device: str) -> Any:
-    """A copy of `arrays` on `device`; an array that occurs twice, as in autoencoding, is copied once."""
+    """A copy of `arrays` on `device`; an array that occurs twice, as for autoencoding, is copied once."""
     copies: dict[int, tf.Tensor] = {}
 
     def copied(array: Any) -> Any:
@@ -257,7 +223,7 @@ def _copied(arrays: Any, device: str) -> Any:
         return tree.map_structure(copied, arrays)
 
 
-# Types of which a GPU can gather examples. A graph takes its int32 arguments from the host, at each call.
+# The types that a GPU can gather. int32 is not among them: graphs read int32 arguments from the host at each call.
 _GATHERED = (tf.bool, tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int64, tf.complex64, tf.complex128)
 
 
@@ -266,7 +232,7 @@ def _spec(array: tf.Tensor) -> tf.TensorSpec:
 
 
 def _packed(array: tf.Tensor) -> tf.Tensor:
-    """`array` in a type that stays on a GPU: the bytes of each example as float32 `[N, words]`, filled up with 0."""
+    """`array` in a type that stays on a GPU: the bytes of each example as float32 `[N, words]`, padded with zeros."""
     if array.dtype in _GATHERED:
         return array
     rows = tf.reshape(tf.bitcast(array, tf.uint8), [array.shape[0], -1])
@@ -277,7 +243,7 @@ def _packed(array: tf.Tensor) -> tf.Tensor:
 
 
 def _unpacked(rows: Any, spec: tf.TensorSpec | None) -> Any:
-    """Some examples of an array of that `spec`, of which `rows` are packed."""
+    """Undoes `_packed` for some examples `rows` of an array with this `spec`."""
     if spec is None or spec.dtype in _GATHERED:
         return rows
     shape, examples = spec.shape[1:].as_list(), batch_parts.length(rows)

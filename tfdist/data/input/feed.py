@@ -1,7 +1,24 @@
-"""What the loop reads global batches from: the interface of all feeds.
+"""The interface through which the inner loop reads global batches.
 
-A feed is the host's side: it knows how many batches a pass over the data has, and starts passes. Its `batches` are the
-graph's side: they fetch a global batch and cut one replica's part out of it.
+A `Feed` is the host's side: it knows how many batches a pass over the data has, and starts passes. Its `batches` are
+the graph's side: a `Batches` fetches a global batch and cuts the part of each replica out of it.
+
+    feed              its batches           a global batch is fetched as
+    ArrayFeed         ArrayBatches          the indices of its examples; the host gathers the part of each replica
+                      RepeatedBatches       the same, with all indices taken from one batch
+    DatasetFeed       DatasetBatches        the tensors of an iterator's next element, which are sliced
+    BatchFeed         FetchedBatches        the same, for one batch that is already there
+    FileFeed          RankBatches           this process's part of it (`DatasetBatches` in a job of one process)
+
+    a feed around another feed:
+    ResidentFeed      ResidentBatches       indices; each replica gathers its part from the copy on its device
+    PrefetchedFeed    PrefetchedBatches     the parts of this process's replicas, which are already on their devices
+    job_feeds.shared  SharedBatches         a batch that is the same in all processes, which is compared
+    job_feeds.local   LocalBatches          a batch of this process alone
+    JoinedFeed        JoinedBatches         a batch of this process; those of all processes make the global batch
+
+`tfdist.parameter_server` adds variants for batches that workers read or are sent, and `tfdist.relaxed.own_batches` for
+processes that train without the others.
 """
 
 from __future__ import annotations
@@ -19,8 +36,8 @@ from tfdist.internals.keras import tree
 
 NO_BATCHES = "The dataset has no batches", "pass at least one example"
 ONLY_PARTS = (
-    "Each process of the job reads its own part of the data, and to verify a model it needs whole global batches",
-    "call `strategy.verify(model, x, y)` with a few batches that every process has",
+    "Each process of the job reads its own part of the data, but `verify` needs whole global batches",
+    "call `strategy.verify(model, x, y)` with a few batches that are the same in every process",
 )
 
 
@@ -28,17 +45,19 @@ class Feed:
     """Global batches, pass after pass.
 
     Attributes:
-        num_batches: batches in a pass, `None` when only the end of the data will tell.
-        examples: examples in a pass, `None` when unknown.
-        batch_size: examples in a full global batch, `None` when unknown.
+        num_batches: the number of batches per pass; `None` if only the end of the data will tell.
+        examples: the number of examples per pass; `None` if unknown.
+        batch_size: the number of examples in a full global batch; `None` if unknown.
         spec: the `tf.TensorSpec`s of a global batch.
         batches: the graph's side of the feed.
-        own: other processes of the job have other data.
+        arrays: the arrays that contain all examples and that processes must have in common, if there are any.
+        per_process: whether each process of the job has different data.
         origin: how another process can make the same feed; `None` if it cannot.
     """
 
-    own: ClassVar[bool] = False
+    per_process: ClassVar[bool] = False
     origin: FeedOrigin | None = None
+    arrays: Any = None
     num_batches: Any
     examples: Any
     batch_size: Any
@@ -46,53 +65,50 @@ class Feed:
     batches: Any
 
     def start(self, epoch: int, first_batch: int) -> Any:
-        """The state of pass number `epoch`, whose next batch is number `first_batch`."""
+        """Starts pass number `epoch` at batch number `first_batch`; returns the state that `batches` take."""
         raise NotImplementedError
 
     def finish(self) -> None:
         """Ends a pass."""
 
-    def reset(self) -> None:
-        """Tells the data, as Keras does, that a training or an evaluation is about to begin."""
-
     def begin_epoch(self) -> None:
-        """Tells the data that an epoch begins, before its first batch is read."""
+        """Calls the hook of the data for the begin of an epoch, before its first batch is read."""
 
     def end_epoch(self) -> None:
-        """Tells the data that an epoch has ended, and was not stopped."""
+        """Calls the hook of the data for the end of an epoch that no callback has stopped."""
 
     def look_ahead(self, keep: bool) -> None:
-        """Makes what the next pass reads from, at the end of a pass whose length was known; `keep` has it read."""
+        """Creates the iterator of the next pass at the end of a pass of known length; `keep` has that pass use it."""
 
     def release(self) -> None:
-        """Lets go of what passes have left open, when none is to follow."""
+        """Frees what passes have left open, when no other pass follows."""
 
     def first(self, count: int) -> list[Any]:
-        """Up to `count` global batches that the first pass begins with; that pass has them all the same."""
+        """Returns up to `count` of the first global batches; the first pass still begins with them."""
         state, count = self.start(0, 0), min(count, self.num_batches or count)
         return [self.batches.part(state, batch, 0, WHOLE)[0] for batch in self.batches.take(state, 0, count)]
 
     def save(self) -> bytes | None:
-        """What `resume` needs besides the place in the pass; `None` where that pass cannot be gone on with."""
+        """Returns what `resume` needs besides the position in the pass; `None` if the pass cannot be resumed."""
         return b""
 
     def resume(self, saved: bytes, epoch: int, first_batch: int) -> Any:
-        """As `start`, going on from where another process had `saved` its feed of the same data.
+        """Starts a pass where another process called `save` on its feed of the same data; see `start`.
 
         Raises:
-            CheckpointError: these are other data, and a pass has begun.
+            CheckpointError: these are different data, and the pass has begun.
         """
         del saved
         return self.start(epoch, first_batch)
 
     def naming_bad_examples(self, first_batch: int, batches: int) -> contextlib.AbstractContextManager[Any]:
-        """The context in which these batches are read: it names the example that cannot be used."""
+        """The context in which these batches are read: errors in it name the example that cannot be used."""
         del first_batch, batches
         return contextlib.nullcontext()
 
 
 class WrappedFeed(Feed):
-    """A feed over the passes of another one; a subclass says what it has of its own, its `batches` at least."""
+    """A feed that delegates to another feed; a subclass defines at least its own `batches`."""
 
     def __init__(self, feed: Feed):
         self._feed = feed
@@ -107,9 +123,6 @@ class WrappedFeed(Feed):
 
     def finish(self) -> None:
         self._feed.finish()
-
-    def reset(self) -> None:
-        self._feed.reset()
 
     def begin_epoch(self) -> None:
         self._feed.begin_epoch()
@@ -137,61 +150,60 @@ class WrappedFeed(Feed):
 
 
 class Batches:
-    """How a graph gets at the batches of a feed; equal ones can share a graph.
+    """How a graph reads the batches of a feed; equal instances can share a graph.
 
     Attributes:
-        length_known: every step that the loop asks for has a batch.
-        own: the other processes of the job take no part in the steps.
-        in_parts: each process has its part of a global batch alone.
-        at_any_time: each batch can be fetched at any time, and again.
+        length_known: whether every step that the loop runs has a batch.
+        at_any_time: whether each batch can be fetched at any time, and again.
+        in_parts: whether a process has only its own part of a global batch.
+        local: whether the other processes of the job take no part in the steps.
     """
 
     length_known: bool
     at_any_time: ClassVar[bool] = False
-    own: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
+    local: ClassVar[bool] = False
 
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        """Global batch number `step` (int32 scalar) of the pass; an optional where `length_known` is false."""
+        """Fetches global batch number `step` (int32 scalar) of the pass; an optional unless `length_known`."""
         raise NotImplementedError
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
-        """Part `index` of a global batch, and its share, a float or a float64 scalar.
+        """Returns part `index` of a global batch, and its share of the examples: a float or a float64 scalar.
 
-        Where there are fewer examples than parts, an empty part holds an example of another one, so that no model sees
+        If there are fewer examples than parts, an empty part contains an example of another part, so that no model gets
         a batch without examples; its share is 0.
         """
         raise NotImplementedError
 
     @property
     def size(self) -> int | None:
-        """The number of examples of every global batch, where stock Keras knows it while it traces; else `None`."""
+        """The number of examples of every global batch, if stock Keras knows it while it traces; else `None`."""
         return None
 
     def lengths_of_step(self, step: Any, division: Division) -> list[Any] | None:
-        """As `lengths_of_parts`, of batch number `step`, where that is known before it is fetched; else `None`."""
+        """Returns the `lengths_of_parts` of batch number `step` if they are known before it is fetched, else `None`."""
         del step, division
         return None
 
     def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        """The number of examples of a global batch in each part: integers, or int32 scalars."""
-        found = []
+        """Returns the number of examples in each part of a global batch: integers, or int32 scalars."""
+        lengths = []
         for index in range(division.count):
             data, share = self.part(state, batch, index, division)
-            sized = next(one for one in tree.flatten(data) if batch_parts.has_examples(one))
-            length = batch_parts.length(sized)
+            length = batch_parts.length(next(filter(batch_parts.has_examples, tree.flatten(data))))
             if isinstance(share, float | int):
-                found.append(length if share else 0)
+                lengths.append(length if share else 0)
             else:
-                found.append(tf.where(share > 0, length, 0))
-        return found
+                lengths.append(tf.where(share > 0, length, 0))
+        return lengths
 
-    def mine(self, state: Any, batch: Any, division: Division) -> Any:
-        """The examples of this process, where each has its part of a batch alone; there may be none."""
+    def local_examples(self, state: Any, batch: Any, division: Division) -> Any:
+        """Returns this process's part of a batch, which may have no examples; only if `in_parts` or `local`."""
         raise NotImplementedError
 
     def take(self, state: Any, first: int, count: int) -> Iterator[Any]:
-        """Up to `count` batches from number `first` on, fetched one by one outside of a graph."""
+        """Fetches up to `count` batches from number `first` on, one by one, outside of a graph."""
         for step in range(first, first + count):
             batch = self.fetch(state, tf.constant(step))
             if not self.length_known:

@@ -1,4 +1,4 @@
-"""Examples that are decoded from files, as global batches: each process decodes its own parts of them."""
+"""Examples that each process reads in a pipeline of its own: those of its own part of each global batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tfdist.errors import DataError, UsageError
 from tfdist.internals.keras import tree
 from tfdist.jobs.world import World
 
-# What TensorFlow makes of files that it cannot read or decode, and of exceptions of Python functions in a pipeline.
-_OF_EXAMPLES = (
+# What TensorFlow raises for files that it cannot read or decode, and for exceptions of Python functions in a pipeline.
+_ERRORS_OF_EXAMPLES = (
     tf.errors.InvalidArgumentError,
     tf.errors.NotFoundError,
     tf.errors.DataLossError,
@@ -29,17 +29,19 @@ _OF_EXAMPLES = (
 
 
 class FileFeed(Feed):
-    """Batches that are decoded from files, a pipeline a pass.
+    """Batches of examples that a pipeline reads, one pipeline per pass: from files, by number, or from large arrays.
 
     Args:
         pipeline: `pipeline(epoch, first_batch, end_batch)`: this rank's parts of the global batches of a pass, up to
             batch `end_batch` or, if that is `None`, to the end.
-        problem: `problem(epoch, first_batch, batches)`: what is wrong with the files of these batches, if anything.
-        examples: examples in a pass.
-        batch_size: examples in a full global batch.
-        world: this process' place.
-        listing: a hash that tells the files from others without reading them; `None` if the examples are not in files.
+        problem: `problem(epoch, first_batch, batches)`: the error that names a bad example of these batches, if any.
+        examples: the number of examples per pass.
+        batch_size: the number of examples in a full global batch.
+        world: this process's place in the job.
+        listing: returns a hash that identifies the files without reading them; `None` if the examples are not in files.
             Also an attribute.
+        read_batch: `read_batch(epoch, number)`: this rank's part of one batch, for data where a few batches are read
+            faster without a pipeline.
     """
 
     def __init__(
@@ -50,24 +52,25 @@ class FileFeed(Feed):
         batch_size: int,
         world: World,
         listing: Callable[[], str] | None = None,
+        read_batch: Callable[[int, int], Any] | None = None,
     ):
         self._pipeline = pipeline
-        self.listing = listing
         self._problem = problem
+        self._read_batch = read_batch
+        self.listing = listing
         self._epoch = 0
         self.examples = examples
         self.batch_size = batch_size
         self.num_batches = -(-examples // batch_size)
         if self.num_batches > tf.int32.max:
             raise UsageError(
-                f"An epoch has {self.num_batches:,} batches, and steps are counted up to {tf.int32.max:,}",
+                f"An epoch has {self.num_batches:,} batches, but steps are counted up to {tf.int32.max:,}",
                 f"use a batch size of at least {-(-examples // tf.int32.max)}",
             )
         self.spec = tree.map_structure(_of_any_size, pipeline(0, 0, None).element_spec)
-        alone = world.world_size == 1
         self.batches: Any = (
             DatasetBatches(length_known=True)
-            if alone
+            if world.world_size == 1
             else RankBatches(True, world.rank, Division.among_processes(world), examples, batch_size)
         )
 
@@ -76,20 +79,23 @@ class FileFeed(Feed):
         return self.range(epoch, first_batch, None)
 
     def begin(self, epoch: int) -> None:
-        """Notes the number of a pass that is read elsewhere."""
+        """Notes which pass is read, for the errors that name its examples."""
         self._epoch = epoch
 
     def range(self, epoch: int, first_batch: int, end_batch: int | None) -> Any:
-        """An iterator over some batches of a pass; no others are read."""
-        return iter(self._pipeline(epoch, first_batch, end_batch))
+        """An iterator over some batches of a pass; no other batches are read."""
+        if end_batch is None or self._read_batch is None:
+            return iter(self._pipeline(epoch, first_batch, end_batch))
+        return (self._read_batch(epoch, number) for number in range(first_batch, min(end_batch, self.num_batches)))
 
     def parts(self, epoch: int, first_batch: int, replicas: Sequence[int], division: Division) -> tf.data.Dataset:
-        """The parts of these `replicas`, from batch `first_batch` of a pass on, batch by batch."""
+        """As `ArrayFeed.parts`; the extras are empty."""
+        self.begin(epoch)
 
         def cut(step: tf.Tensor, batch: Any) -> tf.data.Dataset:
             fetched = self.batches.fetch(iter([batch]), tf.cast(step, tf.int32))
             parts = [self.batches.part(None, fetched, index, division)[0] for index in replicas]
-            datasets = [tf.data.Dataset.from_tensors(part) for part in parts]
+            datasets = [tf.data.Dataset.from_tensors((part, ())) for part in parts]
             return functools.reduce(tf.data.Dataset.concatenate, datasets)
 
         with tf.init_scope(), tf.device("CPU:0"):
@@ -101,13 +107,13 @@ class FileFeed(Feed):
         if isinstance(self.batches, RankBatches):
             raise UsageError(*ONLY_PARTS)
         self.begin(0)
-        return list(self.range(0, 0, min(count, self.num_batches)))  # others would be read ahead
+        return list(self.range(0, 0, min(count, self.num_batches)))  # without an end, more would be read ahead
 
     @contextlib.contextmanager
     def naming_bad_examples(self, first_batch: int, batches: int) -> Iterator[None]:
         try:
             yield
-        except _OF_EXAMPLES as error:
+        except _ERRORS_OF_EXAMPLES as error:
             problem = self._problem(self._epoch, first_batch, batches)
             if problem is None:
                 raise
@@ -120,7 +126,14 @@ def _of_any_size(spec: Any) -> Any:
 
 @dataclass(frozen=True)
 class RankBatches(DatasetBatches):
-    """The iterator has only what the replicas of this rank take of a global batch."""
+    """`DatasetBatches` whose iterator has only the part of this rank's replicas; a batch is that part and its size.
+
+    Attributes:
+        rank: the rank of this process.
+        processes: how a batch is divided among the processes.
+        examples: the number of examples per pass.
+        batch_size: the number of examples in a full global batch.
+    """
 
     rank: int
     processes: Division
@@ -128,17 +141,9 @@ class RankBatches(DatasetBatches):
     batch_size: int
     in_parts: ClassVar[bool] = True
 
-    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
-        del state
-        return batch_parts.rows(batch[1], division)
-
-    def mine(self, state: Any, batch: Any, division: Division) -> Any:
-        del state, division
-        return batch[0]
-
     def fetch(self, state: Any, step: tf.Tensor) -> Any:
-        whole, rest = divmod(self.examples, self.batch_size)
-        return next(state), tf.where(step < whole, self.batch_size, rest)
+        full_batches, rest = divmod(self.examples, self.batch_size)
+        return next(state), tf.where(step < full_batches, self.batch_size, rest)
 
     def part(self, state: Any, batch: Any, index: int, division: Division) -> tuple[Any, Any]:
         del state
@@ -147,8 +152,16 @@ class RankBatches(DatasetBatches):
                 "The strategy has other `speeds` than the world that these data were divided for",
                 "pass `world=strategy.world` to `feed`",
             )
-        mine, size = batch
-        of_rank, _ = self.processes.part(size, self.rank)
+        data, size = batch
+        first, _ = self.processes.part(size, self.rank)
         begin, end = division.part(size, index)
-        part = tree.map_structure(lambda tensor: at_least_one(tensor[begin - of_rank : end - of_rank]), mine)
+        part = tree.map_structure(lambda tensor: at_least_one(tensor[begin - first : end - first]), data)
         return part, (end - begin) / size
+
+    def lengths_of_parts(self, state: Any, batch: Any, division: Division) -> list[Any]:
+        del state
+        return batch_parts.rows(batch[1], division)
+
+    def local_examples(self, state: Any, batch: Any, division: Division) -> Any:
+        del state, division
+        return batch[0]

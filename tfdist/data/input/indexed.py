@@ -1,4 +1,4 @@
-"""A source whose examples are read by their numbers, batch by batch: for datasets that do not fit into memory.
+"""A source whose examples are read by number, batch by batch, for datasets that do not fit into memory.
 
     order of the epoch, by range ──> this rank's numbers of a batch ──> the user's reader ──> check ──> augment
 
@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdist.data.input import augmentation as augmentations
-from tfdist.data.input.arrays import Arrays, cast, checked, seen_types
-from tfdist.data.input.origin import Asked
+from tfdist.data.input.arrays import Arrays, ToModelTypes, cast, checked, model_types
+from tfdist.data.input.origin import FeedArguments
 from tfdist.data.input.source import Source
-from tfdist.data.input.transforms import FromHeld
 from tfdist.data.spec import DataSpec
 from tfdist.errors import DataError, UsageError
 from tfdist.jobs.world import World
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist.data.input.array_feed import OrderOf
-    from tfdist.data.input.augmentation import Augmentation
     from tfdist.data.input.feed import Feed
 
 # x and y of the examples of a split with these numbers, integers `[n]`.
@@ -42,8 +40,8 @@ ReadAt = Callable[[str, np.ndarray], Arrays]
 class IndexedSource(Source):
     """A source that reads the examples of each batch when they are needed; see `Source`.
 
-    A process reads only its own part of each batch, several batches at the same time, in threads. What the reader
-    returns is checked batch by batch.
+    A process reads only its own part of each batch, and several batches at the same time, in threads. What the reader
+    returns is checked for each batch.
     """
 
     def __init__(self, spec: DataSpec, read_at: ReadAt):
@@ -51,9 +49,9 @@ class IndexedSource(Source):
 
         Args:
             spec: the facts about the dataset.
-            read_at: `read_at(split, indices)` gives the examples with these numbers, in this order, as
-                `tfdist.data.spec` describes them: for example rows of arrays that `numpy.load(..., mmap_mode="r")` has
-                mapped. It is called in several threads.
+            read_at: `read_at(split, indices)` returns the examples with these numbers, in this order, as
+                `tfdist.data.spec` describes them: for example rows of arrays from `numpy.load(..., mmap_mode="r")`. It
+                is called from several threads.
         """
         super().__init__(spec, lambda split, count: read_at(split, np.arange(count)))
         self._read_at = read_at
@@ -61,41 +59,31 @@ class IndexedSource(Source):
 
     def cached(self) -> Source:
         source = Source(self.spec, self._read)
-        source.origin = None if self.origin is None else dataclasses.replace(self.origin, cached=True)
+        source.origin = self._origin_with(cached=True)
         return source
 
-    def _feed(self, asked: Asked, world: World) -> Feed:
-        from tfdist.data.input.large_feed import LargeFeed
-
-        return LargeFeed(self._passes(*self._arguments(asked)), world, lambda: self._problem)
+    def _feed(self, arguments: FeedArguments, world: World) -> Feed:
+        return self.pipelines(arguments).feed(world, lambda: self._problem)
 
     def _by_range(self, split: str) -> bool:
         self._check_split(split)
         return True
 
-    def _made_of(
-        self,
-        split: str,
-        batch_size: int,
-        seed: int,
-        shuffle: bool | None,
-        augmentation: Augmentation | None,
-        stream_positions: bool,
-    ) -> tuple[Any, int, OrderOf, FromHeld | None]:
-        if stream_positions:
+    def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, OrderOf, ToModelTypes | None]:
+        if arguments.stream_positions:
             raise UsageError(
-                f"The examples of `{self.spec.name}` are read by their numbers, without their positions in streams",
+                f"The examples of `{self.spec.name}` are read by number, without their positions in streams",
                 "use a source of arrays for a model that keeps a state",
             )
-        examples, transform = self.spec.examples[split], None
+        split, transform, augmentation = arguments.split, None, self.augmentation(arguments.augment)
         if augmentation is not None:
-            augmented = augmentations.Augmented(self.spec, augmentation, seed, examples)
-            transform = FromHeld(self.spec, then=augmented)
-        order_of = self._order_of(split, batch_size, seed, shuffle)
-        return lambda indices: self._examples_at(split, indices), batch_size, order_of, transform
+            augmented = augmentations.Augmented(self.spec, augmentation, arguments.seed, self.spec.examples[split])
+            transform = ToModelTypes(self.spec, then=augmented)
+        order_of = self._order_of(arguments)
+        return lambda indices: self._examples_at(split, indices), arguments.global_batch_size, order_of, transform
 
     def _examples_at(self, split: str, indices: tf.Tensor) -> Any:
-        """The examples in a graph."""
+        """Reads the examples with these numbers in a graph."""
         import tensorflow as tf
 
         specs = _specs(self.spec)
@@ -105,26 +93,24 @@ class IndexedSource(Source):
             spec = dataclasses.replace(self.spec, examples={split: len(numbers)})
             try:
                 x, y = self._read_at(split, numbers)
-                held = tf.nest.flatten(checked(spec, split, x, x if spec.task == "autoencoding" else y))
-                return [cast(one, of.dtype.as_numpy_dtype) for one, of in zip(held, flat_specs, strict=True)]
+                arrays = tf.nest.flatten(checked(spec, split, x, x if spec.task == "autoencoding" else y))
+                return [cast(array, of.dtype.as_numpy_dtype) for array, of in zip(arrays, flat_specs, strict=True)]
             except DataError as error:
                 self._problem = error
                 raise
 
-        found = tf.numpy_function(read, [indices], [spec.dtype for spec in flat_specs])
-        flat = [tf.ensure_shape(one, spec.shape) for one, spec in zip(found, flat_specs, strict=True)]
+        arrays = tf.numpy_function(read, [indices], [spec.dtype for spec in flat_specs])
+        flat = [tf.ensure_shape(array, spec.shape) for array, spec in zip(arrays, flat_specs, strict=True)]
         return tf.nest.pack_sequence_as(specs, flat)
 
 
 def _specs(spec: DataSpec) -> Any:
-    """The types and shapes of x and y in a batch, as a model sees them."""
+    """The `tf.TensorSpec`s of x and y in a batch, as a model sees them."""
     import tensorflow as tf
 
-    def one(shape: tuple[int, ...], dtype: Any) -> tf.TensorSpec:
-        return tf.TensorSpec([None, *shape], dtype)
-
-    x_type, y_type = seen_types(spec)
-    y = one(spec.target_shape, y_type)
+    x_type, y_type = model_types(spec)
+    x = tf.TensorSpec([None, *spec.input_shape], x_type)
+    y = tf.TensorSpec([None, *spec.target_shape], y_type)
     if spec.task == "translation":
-        return {"source": one(spec.input_shape, x_type), "target": one(spec.target_shape, x_type)}, y
-    return one(spec.input_shape, x_type), y
+        return {"source": x, "target": tf.TensorSpec([None, *spec.target_shape], x_type)}, y
+    return x, y

@@ -1,7 +1,7 @@
 """The order of examples, a pure function of (seed, epoch), and the examples of each rank.
 
 Every strategy and every pipeline uses it, so that global batch k has the same examples for any number of replicas
-and processes (point 4 of the contract). An order is asked for by range; only a small one is drawn as a whole.
+and processes (point 4 of the contract). An order is read by range; only a short order is drawn as a whole.
 
 Synopsis:
 
@@ -27,32 +27,32 @@ import numpy as np
 from tfdist.data.input.division import WHOLE, Division
 from tfdist.data.input.permutation import Permutation
 
-# Up to here an order is drawn as a whole: 40 MB, and a second per epoch. Above, it is computed: drawing takes 0.1 µs
-# per example and all of the memory at once; computing takes 0.04 µs where it is asked for.
+# The largest order that is drawn as a whole, which takes 40 MB and a second per epoch. A larger order is computed where
+# it is read: that takes 0.04 µs per example instead of 0.1 µs, and no memory for the whole order.
 LARGEST_DRAWN = 10_000_000
 
-_BLOCKS = 2  # the generators of [seed, epoch] and [seed, epoch, 1] are of orders and of augmentation
+_BLOCKS = 2  # [seed, epoch] seeds the order of an epoch, and [seed, epoch, 1] its augmentation
 
 
 def is_computed(examples: int) -> bool:
-    """Whether what is random about so many examples is computed by range, and not drawn for all of them at once."""
+    """Whether the random numbers for this many examples are computed by range, and not drawn for all at once."""
     return examples > LARGEST_DRAWN
 
 
 def index_type(examples: int) -> type[np.signedinteger]:
-    """The type of the numbers of so many examples: int32 where they fit into it, and int64 elsewhere."""
+    """The type of the example numbers in a dataset of this size: int32 if they fit, else int64."""
     return np.int32 if examples <= np.iinfo(np.int32).max else np.int64
 
 
 @dataclass(frozen=True)
 class Order:
-    """The numbers of the examples of an epoch, in the order in which it takes them.
+    """The numbers of the examples of an epoch, in the order of training.
 
-    `order[begin:end]` is an array of `index_type`, and only that range is computed.
+    `order[begin:end]` is an array of `index_type`; only that range is computed.
 
     Attributes:
         examples: the length.
-        between: `between(begin, end)`: the numbers at these positions, which are inside the order.
+        between: `between(begin, end)`: the numbers at these positions, which are within the order.
     """
 
     examples: int
@@ -62,22 +62,22 @@ class Order:
         return self.examples
 
     @overload
-    def __getitem__(self, wanted: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, wanted: slice) -> np.ndarray: ...
-    def __getitem__(self, wanted: int | slice) -> int | np.ndarray:
-        if isinstance(wanted, slice):
-            begin, end, step = wanted.indices(self.examples)
-            assert step == 1, "an order is asked for by range"
+    def __getitem__(self, index: slice) -> np.ndarray: ...
+    def __getitem__(self, index: int | slice) -> int | np.ndarray:
+        if isinstance(index, slice):
+            begin, end, step = index.indices(self.examples)
+            assert step == 1, "an order is read by range"
             return self.between(begin, max(begin, end))
-        position = range(self.examples)[wanted]
+        position = range(self.examples)[index]
         return int(self.between(position, position + 1)[0])
 
 
 def _drawn(examples: int, draw: Callable[[], np.ndarray]) -> Order:
-    """An order that is drawn as a whole, when it is first asked for."""
-    whole = functools.cache(draw)
-    return Order(examples, lambda begin, end: whole()[begin:end])
+    """An order that is drawn as a whole when it is first read."""
+    drawn = functools.cache(draw)
+    return Order(examples, lambda begin, end: drawn()[begin:end])
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Order:
@@ -90,14 +90,14 @@ def epoch_order(examples: int, seed: int, epoch: int) -> Order:
 
 
 def order_by_file(starts: np.ndarray, buffer: int, seed: int, epoch: int) -> Order:
-    """The files in random order, one after the other, and their examples shuffled within blocks of `buffer` of them.
+    """The files in random order, with their examples shuffled within blocks of `buffer` examples.
 
-    What is read for a block is the next piece of a file, or of some, and only the orders of the files and of a block
-    are in memory. Which examples of a file are near to each other differs little between epochs.
+    A block is the next contiguous piece of one or more files, and only the order of the files and that of a block are
+    in memory. Examples that are close to each other in a file stay close in every epoch.
 
     Args:
-        starts: the number of the first example of each file, and of the one after the last: int64 `[files + 1]`.
-        buffer: examples per block; the last one may have fewer.
+        starts: the number of the first example of each file, and the total number: int64 `[files + 1]`.
+        buffer: the number of examples per block; the last block may have fewer.
         seed: the seed; the order depends on `seed` and `epoch` only.
         epoch: the number of the epoch, from 0.
     """
@@ -108,9 +108,9 @@ def order_by_file(starts: np.ndarray, buffer: int, seed: int, epoch: int) -> Ord
     @functools.lru_cache(maxsize=2)
     def block(number: int) -> np.ndarray:
         begin, end = number * buffer, min((number + 1) * buffer, examples)
-        place = begin + np.random.default_rng([seed, epoch, _BLOCKS, number]).permutation(end - begin)
-        file = np.searchsorted(ends, place, side="right")
-        return (starts[files[file] + 1] - (ends[file] - place)).astype(dtype)
+        position = begin + np.random.default_rng([seed, epoch, _BLOCKS, number]).permutation(end - begin)
+        file = np.searchsorted(ends, position, side="right")
+        return (starts[files[file] + 1] - (ends[file] - position)).astype(dtype)
 
     def between(begin: int, end: int) -> np.ndarray:
         first, last = begin // buffer, -(-end // buffer)
@@ -121,11 +121,11 @@ def order_by_file(starts: np.ndarray, buffer: int, seed: int, epoch: int) -> Ord
 
 
 def order_within_batches(examples: int, batch_size: int, seed: int, epoch: int) -> Order:
-    """The stored order, with the examples of each batch shuffled within the batch."""
+    """The stored order, with the examples shuffled within each batch."""
     dtype = index_type(examples)
 
     def sorted_by(keys: np.ndarray, first: int) -> np.ndarray:
-        """The examples from number `first` on, those of each batch sorted by their keys."""
+        """The examples from number `first` on, sorted by their keys within each batch."""
         numbers = np.arange(first, first + len(keys))
         return numbers[np.lexsort((keys, numbers // batch_size))].astype(dtype)
 
@@ -141,14 +141,14 @@ def order_within_batches(examples: int, batch_size: int, seed: int, epoch: int) 
 
 
 def bucketed_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> Order:
-    """A shuffled order whose batches have examples of similar lengths; a permutation.
+    """A shuffled order whose batches have examples of similar lengths.
 
-    The whole set is sorted by length, with equal lengths in random order, and divided into batches, which are shuffled.
-    If the last batch is not full, its examples are drawn at random. It is drawn as a whole, however large.
+    The examples are sorted by length, equal lengths in random order, and divided into batches, which are shuffled. If
+    the last batch is not full, its examples are drawn at random. The order is drawn as a whole, whatever its length.
 
     Args:
         lengths: the length of each example, integers `[examples]`.
-        batch_size: examples per global batch.
+        batch_size: the number of examples per global batch.
         seed: the seed; the order depends on `seed` and `epoch` only.
         epoch: the number of the epoch, from 0.
     """
@@ -156,9 +156,10 @@ def bucketed_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) 
     def draw() -> np.ndarray:
         generator = np.random.default_rng([seed, epoch])
         shuffled = generator.permutation(len(lengths)).astype(index_type(len(lengths)))
-        whole, rest = np.split(shuffled, [len(lengths) // batch_size * batch_size])
-        batches = whole[np.argsort(lengths[whole], kind="stable")].reshape(-1, batch_size)
-        return np.concatenate([generator.permutation(batches).reshape(-1), rest])
+        in_full_batches, in_last_batch = np.split(shuffled, [len(lengths) // batch_size * batch_size])
+        by_length = in_full_batches[np.argsort(lengths[in_full_batches], kind="stable")]
+        batches = by_length.reshape(-1, batch_size)
+        return np.concatenate([generator.permutation(batches).reshape(-1), in_last_batch])
 
     return _drawn(len(lengths), draw)
 
@@ -166,26 +167,26 @@ def bucketed_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) 
 def streams(examples: int, batch_size: int) -> Order:
     """The stored order read as `batch_size` streams side by side: row i of batch k + 1 follows row i of batch k.
 
-    The end of the data that does not fill all rows is left out.
+    The end of the data is left out if it does not fill all rows.
     """
-    a_stream, dtype = examples // batch_size, index_type(examples)
+    stream_length, dtype = examples // batch_size, index_type(examples)
 
     def between(begin: int, end: int) -> np.ndarray:
         batch, row = np.divmod(np.arange(begin, end), batch_size)
-        return (row * a_stream + batch).astype(dtype)
+        return (row * stream_length + batch).astype(dtype)
 
-    return Order(a_stream * batch_size, between)
+    return Order(stream_length * batch_size, between)
 
 
 def stream_positions(examples: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The stream of each stored example in `streams`, and its position in the stream.
 
     Returns:
-        Two arrays of `index_type`, `[examples]`; examples that are left out get the values of a further stream.
+        Two arrays of `index_type`, `[examples]`; examples that are left out get the values of one more stream.
     """
     number = np.arange(examples, dtype=index_type(examples))
-    a_stream = examples // batch_size
-    return number // a_stream, number % a_stream
+    stream_length = examples // batch_size
+    return number // stream_length, number % stream_length
 
 
 def as_stored(examples: int) -> Order:
@@ -199,10 +200,10 @@ class Parts:
 
     Attributes:
         indices: the order of the epoch.
-        batch_size: examples per global batch.
+        batch_size: the number of examples per global batch.
         rank: the rank.
-        division: of a batch among the ranks.
-        batches: the number of steps, if there are more than batches: the last ones then have no examples.
+        division: how a batch is divided among the ranks.
+        batches: the number of steps, if it is larger than that of batches; the last steps then have no examples.
     """
 
     indices: Order
@@ -215,28 +216,30 @@ class Parts:
         return max(self.batches, -(-len(self.indices) // self.batch_size))
 
     def length(self, batch: int) -> int:
-        """The number of examples of the rank in batch number `batch`."""
+        """The number of the rank's examples in batch number `batch`."""
         begin, end = self.division.part(self._end(batch + 1) - self._end(batch), self.rank)
         return end - begin
 
     def joined(self, first: int, last: int) -> np.ndarray:
-        """The examples of the rank in the batches from number `first` to `last`, one batch after the other."""
+        """The rank's examples in the batches `first` to `last - 1`, one batch after the other."""
         examples = self.indices[self._end(first) : self._end(last)]
-        whole, rest = np.split(examples, [len(examples) // self.batch_size * self.batch_size])
-        return np.concatenate([self._own(whole.reshape(-1, self.batch_size)).reshape(-1), self._own(rest)])
+        full, rest = np.split(examples, [len(examples) // self.batch_size * self.batch_size])
+        return np.concatenate([self._part(full.reshape(-1, self.batch_size)).reshape(-1), self._part(rest)])
 
     def runs(self, first: int) -> list[tuple[int, int, int]]:
-        """The batches from number `first` on, divided where their lengths change: begin, end, length of the first.
+        """The batches from number `first` on, divided into runs of the same length.
 
-        A shorter batch at the end of a run does not divide it.
+        Returns:
+            Per run its first batch, the batch after its last, and the length of its batches. The last batch of a run
+            may be shorter.
         """
-        whole, last = len(self.indices) // self.batch_size, -(-len(self.indices) // self.batch_size)
-        changes = {first, last, len(self)} | (set() if 0 < self.length(whole) <= self.length(0) else {whole})
+        full, last = len(self.indices) // self.batch_size, -(-len(self.indices) // self.batch_size)
+        changes = {first, last, len(self)} | (set() if 0 < self.length(full) <= self.length(0) else {full})
         borders = sorted(border for border in changes if border >= first)
         return [(begin, end, self.length(begin)) for begin, end in itertools.pairwise(borders)]
 
-    def _own(self, batches: np.ndarray) -> np.ndarray:
-        """The part of the rank, of the last axis."""
+    def _part(self, batches: np.ndarray) -> np.ndarray:
+        """The rank's part of the last axis."""
         begin, end = self.division.part(batches.shape[-1], self.rank)
         return batches[..., begin:end]
 
@@ -249,30 +252,30 @@ def parts_by_file(indices: Order, files: np.ndarray, batch_size: int, rank: int,
     """The examples of one rank in each step, if each rank reads whole files.
 
     The largest files are assigned first, each to the rank with the fewest examples. All ranks get the same number of
-    batches; a rank without further examples gets empty batches. A rank keeps the numbers of its own examples.
+    batches; a rank that runs out of examples gets empty batches. Only the numbers of the rank's examples are kept.
 
     Args:
         indices: the order of the epoch, a permutation of the examples.
         files: the number of the file of each example, from 0, int `[examples]`, in stored order.
-        batch_size: examples per step over all ranks.
+        batch_size: the number of examples per step over all ranks.
         rank: the rank.
-        division: of a batch among the ranks.
+        division: how a batch is divided among the ranks.
     """
     files, sizes = files[: len(indices)], np.zeros(0, np.int64)
     for begin in range(0, len(files), LARGEST_DRAWN):
-        more = np.bincount(files[begin : begin + LARGEST_DRAWN], minlength=len(sizes))
-        more[: len(sizes)] += sizes
-        sizes = more
+        counts = np.bincount(files[begin : begin + LARGEST_DRAWN], minlength=len(sizes))
+        counts[: len(sizes)] += sizes
+        sizes = counts
     loads, owners = np.zeros(division.count, np.int64), np.zeros(len(sizes), np.int64)
     for file in np.argsort(-sizes, kind="stable"):
         owners[file] = loads.argmin()
         loads[owners[file]] += sizes[file]
-    ends = [division.part(batch_size, one) for one in range(division.count)]
-    lengths = [max(1, end - begin) for begin, end in ends]
+    bounds = [division.part(batch_size, index) for index in range(division.count)]
+    lengths = [max(1, end - begin) for begin, end in bounds]
     steps = max(-(-int(load) // length) for load, length in zip(loads, lengths, strict=True))
 
-    def mine() -> np.ndarray:
+    def examples_of_rank() -> np.ndarray:
         ranges = (indices[begin : begin + LARGEST_DRAWN] for begin in range(0, len(indices), LARGEST_DRAWN))
-        return np.concatenate([some[owners[files[some]] == rank] for some in ranges])
+        return np.concatenate([numbers[owners[files[numbers]] == rank] for numbers in ranges])
 
-    return Parts(_drawn(int(loads[rank]), mine), lengths[rank], batches=steps)
+    return Parts(_drawn(int(loads[rank]), examples_of_rank), lengths[rank], batches=steps)

@@ -1,9 +1,9 @@
-"""Where data come from, so that another process can read the same: numbers and names instead of the data.
+"""Describes where data come from, so that another process can read the same data: names and numbers, not the data.
 
     Origin        the arguments of `tfdist.data.load`, and what was done to the source afterwards
     FeedOrigin    the arguments of that source's `feed`
 
-A worker of a `parameter_server` job, which runs no program of its own, reads its data by them.
+The workers of a `parameter_server` job, which run no program of the user's, read their data with it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Origin:
     """How a source was made.
 
     Attributes:
-        name: of the dataset, as `tfdist.data.load` takes it.
-        data_dir: the folder of prepared datasets, if one was given.
-        options: of the dataset: pairs of a name and a value that JSON can carry.
-        limit: the number of training examples that it was limited to, if it was.
-        autoencoding: whether it was turned into one for autoencoding.
+        name: the dataset's name, as `tfdist.data.load` takes it.
+        data_dir: the folder of prepared datasets, if the user named one.
+        options: the options of the dataset: pairs of a name and a value that JSON can represent.
+        limit: the number of training examples that the source was limited to, if it was.
+        autoencoding: whether it was changed to autoencoding.
         cached: whether its examples are read once, into memory.
     """
 
@@ -38,39 +38,35 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `Source.feed` is asked for, which see."""
+class FeedArguments:
+    """The arguments of `Source.feed` except `world`."""
 
     split: str
     global_batch_size: int
     seed: int
     shuffle: bool | None
     augment: str
-    stream_positions: bool
+    stream_positions: bool = False
 
 
 @dataclass(frozen=True)
-class Part:
-    """What `Source.pipeline` is asked for, which see."""
+class PipelineArguments:
+    """The arguments of `Source.pipeline` except `threads`; those that `Source.feed` has too are in `feed`."""
 
-    split: str
-    global_batch_size: int
+    feed: FeedArguments
     world: World
-    seed: int
-    epoch: int
-    first_batch: int
-    shuffle: bool | None
-    augment: str
-    deterministic: bool
-    by_file: bool
+    deterministic: bool = True
+    by_file: bool = False
+    epoch: int = 0
+    first_batch: int = 0
 
 
 @dataclass(frozen=True)
 class FeedOrigin:
-    """How a feed was made: by the source that `source` describes, asked for `asked`."""
+    """How a feed was made: with these `arguments`, by the source with the origin `source`."""
 
     source: Origin
-    asked: Asked
+    arguments: FeedArguments
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -78,16 +74,16 @@ class FeedOrigin:
 
     @classmethod
     def from_json(cls, line: str) -> FeedOrigin:
-        """What `to_json` wrote."""
+        """Reads what `to_json` wrote."""
         fields = json.loads(line)
         options = tuple((name, value) for name, value in fields["source"].pop("options"))
-        return cls(Origin(**fields["source"], options=options), Asked(**fields["asked"]))
+        return cls(Origin(**fields["source"], options=options), FeedArguments(**fields["arguments"]))
 
 
-def of(name: str, data_dir: Any, options: dict[str, Any]) -> Origin | None:
-    """The origin of a source that was loaded by these arguments; `None` where JSON cannot carry an option."""
+def origin_of(name: str, data_dir: Any, options: dict[str, Any]) -> Origin | None:
+    """The origin of a source that was loaded with these arguments; `None` if JSON cannot represent an option."""
     try:
-        carried = json.loads(json.dumps(options))
+        represented = json.loads(json.dumps(options))
     except TypeError:
         return None
-    return Origin(name, None if data_dir is None else str(data_dir), tuple(carried.items()))
+    return Origin(name, None if data_dir is None else str(data_dir), tuple(represented.items()))

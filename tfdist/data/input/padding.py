@@ -1,4 +1,4 @@
-"""Pads sentences of different lengths into one array, and cuts a batch at its longest sentence.
+"""Pads sentences of different lengths into one array, and trims a batch to its longest sentence.
 
 Synopsis:
 
@@ -37,11 +37,11 @@ def lengths(tokens: np.ndarray) -> np.ndarray:
 
 
 class Trimmed:
-    """The processing of a batch in `ArrayFeed`: removes the columns in which the whole batch has padding.
+    """A `Transform` that removes the columns in which the whole global batch has padding.
 
     Args:
         lengths_of: the length of each example, int `[N]`, per kind of sentence: "x", or "source" and "target".
-        batch_size: examples per global batch; all replicas cut at its longest sentence.
+        batch_size: the number of examples per global batch; all replicas trim to its longest sentence.
         multiple: widths are rounded up to multiples of this.
     """
 
@@ -51,23 +51,23 @@ class Trimmed:
         self._multiple = multiple
 
     def extras(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The longest length in the global batch of each example, int32 `[n]`, per kind of sentence."""
+        """The width of the global batch of each example, int32 `[n]`, per kind of sentence."""
         del epoch
-        return tuple(self._longest(lengths[indices]) for lengths in self._lengths_of.values())
+        return tuple(self._widths(lengths[indices]) for lengths in self._lengths_of.values())
 
-    def __call__(self, data: tuple[Any, Any], *longest: tf.Tensor) -> tuple[Any, Any]:
+    def __call__(self, data: tuple[Any, Any], *widths: tf.Tensor) -> tuple[Any, Any]:
         import tensorflow as tf
 
-        # A part without examples keeps one column.
+        # At least one column, for a part without examples.
         width = {
-            kind: tf.maximum(tf.reduce_max(of_each), 1) for kind, of_each in zip(self._lengths_of, longest, strict=True)
+            kind: tf.maximum(tf.reduce_max(column), 1) for kind, column in zip(self._lengths_of, widths, strict=True)
         }
         x, y = data
         if not isinstance(x, dict):
             return x[:, : width["x"]], y
         return {kind: x[kind][:, : width[kind]] for kind in x}, y[:, : width["target"]]
 
-    def _longest(self, lengths: np.ndarray) -> np.ndarray:
+    def _widths(self, lengths: np.ndarray) -> np.ndarray:
         first = np.arange(0, len(lengths), self._batch_size)
         widths = -(-np.maximum.reduceat(lengths, first) // self._multiple) * self._multiple
         return np.repeat(widths, self._batch_size)[: len(lengths)].astype(np.int32)

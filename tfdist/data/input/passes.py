@@ -1,4 +1,4 @@
-"""The position in the data of a `fit`, `evaluate` or `predict`: passes over the data, cut into epochs."""
+"""The position of a `fit`, `evaluate` or `predict` in its data: passes over the data, divided into epochs."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ from tfdist.data.input.feed import NO_BATCHES, Feed
 from tfdist.errors import DataError
 
 
-class Passes:
-    """Cuts the passes over the data into epochs.
+class DataPasses:
+    """Divides the passes over the data into epochs, and tracks the position; a context manager.
 
-    Without `steps_per_epoch` an epoch is a pass. With it, an epoch goes on where the one before stopped, and ends
+    Without `steps_per_epoch` an epoch is a pass. With it, an epoch continues where the previous one stopped, and ends
     early, with Keras' warning, at the end of the data.
 
     Attributes:
         feed: the data.
-        num_batches: steps in an epoch, `None` when only the end of the data will tell.
-        examples: examples in an epoch, `None` when unknown.
-        state: the arguments of the graph for the current pass, `None` between passes.
-        position: the number in its pass of the next batch.
+        num_batches: the number of steps per epoch; `None` if only the end of the data will tell.
+        examples: the number of examples per epoch; `None` if unknown.
+        state: the state of the current pass, see `Feed.start`; `None` between passes.
+        position: the number of the next batch in its pass.
     """
 
     def __init__(self, feed: Feed, steps_per_epoch: int | None):
         self.feed = feed
         self._steps = steps_per_epoch
         self.num_batches = steps_per_epoch or feed.num_batches
-        whole = self._steps is None or self._steps == feed.num_batches
-        sized = self._steps is not None and feed.batch_size is not None
-        self.examples = feed.examples if whole else self._steps * feed.batch_size if sized else None
+        if steps_per_epoch is None or steps_per_epoch == feed.num_batches:
+            self.examples = feed.examples
+        else:
+            self.examples = None if feed.batch_size is None else steps_per_epoch * feed.batch_size
         self.state: Any = None
         self.position = 0
         self._pass = 0
         self._saved: tuple[int, int, bytes] | None = None
         self._empty = True
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> DataPasses:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """Lets go of what reads ahead: at the interpreter's exit its threads, which may run Python, would never end."""
+        """Frees pipelines that read ahead: their threads may run Python, and would block the interpreter's exit."""
         self.close()
         self.feed.release()
 
     def begin_at(self, epoch: int, resume_batch: int | None, next_pass: int) -> None:
-        """Goes to epoch number `epoch`, or to where a run that is resumed has run `resume_batch` steps of it.
+        """Moves to epoch number `epoch`, or to where a resumed run has finished `resume_batch` steps of it.
 
-        A model that was trained before goes on with `next_pass`: its second `fit(epochs=1)` has another order than its
-        first one, and with `initial_epoch=1` the order of one `fit(epochs=2)`.
+        A model that was trained before continues with `next_pass`: its second `fit(epochs=1)` has another order than
+        its first, and with `initial_epoch=1` the order of one `fit(epochs=2)`.
         """
         self._pass, self.position = max(epoch, next_pass), 0
         if self._saved is not None:
@@ -63,15 +64,15 @@ class Passes:
 
     @property
     def position_in_passes(self) -> dict[str, int]:
-        """Where the data stand, as `resume` takes it."""
+        """The position in the data, as keyword arguments of `resume`."""
         return {"number": self._pass, "position": self.position}
 
     def resume(self, saved: bytes, number: int, position: int) -> None:
-        """Has the passes begin at batch `position` of pass `number`, as `saved` by the feed of another process."""
+        """Makes the passes begin at batch `position` of pass `number`, with what `Feed.save` returned."""
         self._saved = number, position, saved
 
     def _after(self, epochs: int, batches: int) -> tuple[int, int]:
-        """The pass, and the position in it, after `epochs` epochs and `batches` batches."""
+        """The pass and the position in it after `epochs` epochs and `batches` batches."""
         if self._steps is None:
             return epochs, batches
         if self.feed.num_batches is None:
@@ -85,10 +86,11 @@ class Passes:
 
     def reset(self) -> None:
         """Tells the data that a training or an evaluation is about to begin."""
-        self.feed.reset()
+        # Keras calls this hook once before the first epoch, so that a dataset that shuffles in it begins shuffled.
+        self.feed.end_epoch()
 
     def begin_epoch(self) -> int | None:
-        """Makes the data ready; returns how many batches of the pass are left, `None` when unknown."""
+        """Starts a pass if none is open; returns how many of its batches are left, `None` if unknown."""
         self.feed.begin_epoch()
         if self._saved is not None:
             self.state = self.feed.resume(self._saved[2], self._pass, self.position)
@@ -98,12 +100,16 @@ class Passes:
         return None if self.feed.num_batches is None else self.feed.num_batches - self.position
 
     def end_epoch(self, steps: int, data_ended: bool, stopped: bool) -> None:
-        """Notes that the epoch took `steps` steps, and whether there are no further batches in the pass.
+        """Ends an epoch.
 
-        The data do not hear of the end of an epoch that a callback has `stopped`, as with Keras.
+        Args:
+            steps: the number of steps of the epoch.
+            data_ended: whether there are no further batches in the pass.
+            stopped: whether a callback has stopped the training; as with Keras, the hooks of the data are then not
+                called.
 
         Raises:
-            DataError: there was not one batch, which for data of unknown length only shows now.
+            DataError: there was not a single batch, which for data of unknown length is only known now.
         """
         self._empty = self._empty and self.position == 0
         if self._empty and data_ended:

@@ -1,9 +1,9 @@
-"""A pseudo-random permutation that is computed where it is asked for, and random numbers by index.
+"""A pseudo-random permutation of which any range can be computed, and random numbers by index.
 
-The order of a very large dataset cannot be drawn: a shuffled array of 10⁹ numbers takes gigabytes and minutes, in every
-process and epoch. This permutation encrypts each position instead, in memory that does not depend on the size: a
-Feistel network over the next power of two, and a result outside the range is encrypted again until it is inside ("cycle
-walking"; J. Black and P. Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002).
+The order of a very large dataset cannot be drawn: a shuffled array of 10⁹ numbers takes gigabytes and minutes in every
+process and epoch. This permutation instead encrypts each position, in constant memory: with a Feistel network over the
+next power of two, whose result is encrypted again until it is within the range ("cycle walking"; J. Black and
+P. Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002).
 
 Synopsis:
 
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The tests of `tests/test_data_order.py` tell up to four rounds from chance. A round takes about 3 ns per number.
+# The tests in `tests/test_data_order.py` can distinguish up to four rounds from chance. A round takes 3 ns per number.
 ROUNDS = 6
 
-# Numbers that are computed together: few enough that they stay in the cache of a core.
+# How many numbers are computed together: few enough for the cache of a core.
 _AT_ONCE = 1 << 15
 
 
@@ -32,8 +32,8 @@ class Permutation:
 
     Args:
         size: the number of examples, at most 2**62.
-        seed: not negative, as `epoch`.
-        epoch: the number of the epoch.
+        seed: not negative.
+        epoch: the number of the epoch, from 0.
         rounds: the rounds of the network.
     """
 
@@ -45,14 +45,14 @@ class Permutation:
         self._keys = np.random.SeedSequence([seed, epoch]).generate_state(rounds, np.uint32)
 
     def between(self, begin: int, end: int) -> np.ndarray:
-        """The numbers at the positions from `begin` to `end`: int64 `[end - begin]`."""
-        found = np.empty(end - begin, np.int64)
+        """The numbers at the positions `begin` to `end - 1`: int64 `[end - begin]`."""
+        numbers = np.empty(end - begin, np.int64)
         for first in range(begin, end, _AT_ONCE):
             last = min(first + _AT_ONCE, end)
-            found[first - begin : last - begin] = self._inside(np.arange(first, last, dtype=np.uint64))
-        return found
+            numbers[first - begin : last - begin] = self._permuted(np.arange(first, last, dtype=np.uint64))
+        return numbers
 
-    def _inside(self, positions: np.ndarray) -> np.ndarray:
+    def _permuted(self, positions: np.ndarray) -> np.ndarray:
         numbers = self._encrypted(positions)
         outside = np.flatnonzero(numbers >= self._size)
         while len(outside):
@@ -61,7 +61,7 @@ class Permutation:
         return numbers
 
     def _encrypted(self, numbers: np.ndarray) -> np.ndarray:
-        """Feistel's network on the high and the low bits, of which each round changes one half by the other."""
+        """A Feistel network: each round changes the high or the low bits depending on the others."""
         high, low = (numbers >> np.uint64(self._low_bits)).astype(np.uint32), numbers.astype(np.uint32) & self._low
         for number, key in enumerate(self._keys):
             if number % 2:
@@ -72,12 +72,12 @@ class Permutation:
 
 
 def uniform(indices: np.ndarray, columns: int, key: Sequence[int]) -> np.ndarray:
-    """Random numbers in [0, 1) that follow from (key, index, column) alone: float32 `[len(indices), columns]`.
+    """Random numbers in [0, 1) that depend on (key, index, column) only: float32 `[len(indices), columns]`.
 
     Args:
         indices: the numbers of examples, not negative, of any integer type `[n]`.
-        columns: random numbers per example.
-        key: such as the seed and the epoch, not negative.
+        columns: the number of random numbers per example.
+        key: integers such as the seed and the epoch, not negative.
     """
     keys = np.random.SeedSequence(key).generate_state(2 * columns, np.uint32).reshape(2, columns)
     wide = np.asarray(indices).astype(np.uint64)[:, np.newaxis]
@@ -87,7 +87,7 @@ def uniform(indices: np.ndarray, columns: int, key: Sequence[int]) -> np.ndarray
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """A bijection of 32 bits of which each bit of the input changes half of the output's, in place.
+    """Applies a bijection of 32 bits in place; each bit of the input changes about half of the output's bits.
 
     The constants are C. Wellons' `lowbias32` (https://nullprogram.com/blog/2018/07/31/).
     """

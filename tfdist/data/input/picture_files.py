@@ -19,9 +19,9 @@ class Pictures:
 
     Attributes:
         pictures: the path of each picture: JPEG, PNG, GIF or BMP.
-        targets: the label of each picture, int32 `[N]`; or the path of its mask, a picture of one channel with one
-            class per pixel; or the input of `draw`.
-        draw: draws the mask uint8 `[h, w]` for a target; `None` if the targets are labels or paths.
+        targets: the label of each picture, int32 `[N]`; or the path of its mask, a picture whose single channel is the
+            class of each pixel; or the argument of `draw`.
+        draw: returns the mask uint8 `[h, w]` for a target; `None` if the targets are labels or paths.
     """
 
     pictures: Sequence[str]
@@ -32,7 +32,7 @@ class Pictures:
         return len(self.pictures)
 
     def keep(self, indices: Sequence[int] | np.ndarray) -> Pictures:
-        """Only the examples with these numbers."""
+        """The files of the examples with these numbers only."""
         pictures = [self.pictures[index] for index in indices]
         if isinstance(self.targets, np.ndarray):
             return Pictures(pictures, self.targets[np.asarray(indices)])
@@ -41,10 +41,10 @@ class Pictures:
     @property
     def paths(self) -> list[str]:
         """All files of the examples, except annotations from which masks are drawn."""
-        return [*map(str, self.pictures), *map(str, [] if self._targets_are_no_paths else self.targets)]
+        return [*map(str, self.pictures), *map(str, [] if self._targets_are_not_paths else self.targets)]
 
     @property
-    def _targets_are_no_paths(self) -> bool:
+    def _targets_are_not_paths(self) -> bool:
         return self.draw is not None or isinstance(self.targets, np.ndarray)
 
     @property
@@ -54,19 +54,19 @@ class Pictures:
 
     @property
     def examples_fingerprint(self) -> str:
-        """Tells these examples from others of the same files."""
+        """A hash that distinguishes these examples from other examples of the same files."""
         return consensus.fingerprint(list(map(str, self.pictures)))
 
     def listing(self) -> str:
-        """A hash of the files' names and sizes and of the targets, the same wherever the folder of the files lies.
+        """A hash of the files' names and sizes and of the targets, which does not depend on where their folder is.
 
         Raises:
             OSError: a file is missing.
         """
         folder = os.path.commonpath(self.paths)
-        listed = [(os.path.relpath(path, folder), os.path.getsize(path)) for path in self.paths]
+        files = [(os.path.relpath(path, folder), os.path.getsize(path)) for path in self.paths]
         targets = self.targets.tolist() if isinstance(self.targets, np.ndarray) else self.targets
-        return consensus.fingerprint([listed, targets if self._targets_are_no_paths else []])
+        return consensus.fingerprint([files, targets if self._targets_are_not_paths else []])
 
     def name(self, index: int) -> str:
         """The path of an example's picture."""

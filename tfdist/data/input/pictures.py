@@ -1,12 +1,12 @@
 """Sources whose examples are files: pictures with labels or masks, decoded in parallel when they are needed.
 
-Where all of a split fits easily into memory it is decoded once and is then like any other source in memory; otherwise
-each batch is decoded while those before it are trained on, by the rank that needs it.
+If a split easily fits into memory, it is decoded once and then used like any other source in memory. Otherwise, each
+rank decodes its part of a batch during earlier steps:
 
-    order of the epoch ──> this rank's examples ──> read, decode, check, fit to size ──> batch ──> augment ──> prefetch
+    order of the epoch ──> this rank's examples ──> read, decode, check, resize, augment ──> batch ──> prefetch
 
-The examples that can be decoded are found in a separate process: a dataset is loaded before a strategy chooses its
-devices, and TensorFlow must not be initialized before that.
+To leave out bad examples, `python -m tfdist.data.input.pictures` decodes all examples in a separate process: a dataset
+is loaded before a strategy chooses its devices, and TensorFlow must not be initialized before that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfdist.data.input import cache_folder, order
 from tfdist.data.input.arrays import Arrays, label_type
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.division import Division
-from tfdist.data.input.origin import Asked, Part
+from tfdist.data.input.origin import FeedArguments, PipelineArguments
 from tfdist.data.input.picture_files import Pictures
 from tfdist.data.input.source import Source
 from tfdist.data.input.tfrecords import Records
@@ -44,21 +44,26 @@ if TYPE_CHECKING:
     from tfdist.data.input.decoding import Decoder
     from tfdist.data.input.disk_cache import DiskCache
     from tfdist.data.input.feed import Feed
-    from tfdist.data.input.picture_files import Pictures
     from tfdist.data.input.tf_datasets import DecodedBatches
-    from tfdist.data.input.tfrecords import Records
+
+# A split that takes at most this share of the free memory is decoded once into memory.
+SHARE_OF_MEMORY = 0.25
+# A split that takes at most this share of the free disk space is decoded once onto the disk.
+SHARE_OF_DISK = 0.5
+CACHES = ("auto", "memory", "disk", "off")
+SHUFFLES = ("examples", "files")
+SHUFFLE_BUFFER = 10_000
+
+# The numbers of the good examples of a split, and one sentence about each bad example.
+Scan = tuple[np.ndarray, list[str]]
 
 
-# For each split, the numbers of the usable examples, and sentences about the others.
-Found = dict[str, tuple[np.ndarray, list[str]]]
-
-
-def good(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> Found:
-    """Decodes all examples once, on all cores."""
-    # No GPU, because the training process needs its memory.
+def _scan_all(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> dict[str, Scan]:
+    """Decodes all examples of each split once, on all cores, in a separate process."""
+    # Without a GPU, because the training process needs its memory.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tfdist.data.input.scan"],
+        [sys.executable, "-m", "tfdist.data.input.pictures"],
         input=pickle.dumps((spec, dict(files))),
         capture_output=True,
         env=environment,
@@ -69,7 +74,7 @@ def good(spec: DataSpec, files: Mapping[str, Pictures | Records]) -> Found:
     return pickle.loads(done.stdout)
 
 
-def _good_of(spec: DataSpec, files: Pictures | Records) -> tuple[np.ndarray, list[str]]:
+def _scan(spec: DataSpec, files: Pictures | Records) -> Scan:
     from tfdist.data.input import decoding, tf_datasets
 
     decoder = decoding.Decoder(spec, files)
@@ -78,26 +83,12 @@ def _good_of(spec: DataSpec, files: Pictures | Records) -> tuple[np.ndarray, lis
     return numbers, [decoder.problem(number) or f"`{files.name(number)}` cannot be read" for number in bad]
 
 
-if __name__ == "__main__":
-    spec, files = pickle.loads(sys.stdin.buffer.read())
-    sys.stdout.buffer.write(pickle.dumps({split: _good_of(spec, of_split) for split, of_split in files.items()}))
-
-
-# A split that takes at most this share of the memory that is free is decoded once.
-SHARE_OF_MEMORY = 0.25
-# One whose pictures take at most this share of the disk that is free is decoded once onto it.
-SHARE_OF_DISK = 0.5
-CACHES = ("auto", "memory", "disk", "off")
-SHUFFLES = ("examples", "files")
-SHUFFLE_BUFFER = 10_000
-
-
 class PictureSource(Source):
     """A source of picture files; see `Source`.
 
     Attributes:
-        files: the files of each split that there is.
-        cache: "memory" and "disk" decode a split once, "off" each epoch anew, "auto" chooses by its size.
+        files: the files of each split.
+        cache: "memory" and "disk" decode a split once, "off" decodes it in each epoch, "auto" chooses by its size.
     """
 
     def __init__(
@@ -113,17 +104,17 @@ class PictureSource(Source):
         """Makes a source of the examples of `files`.
 
         Args:
-            spec: the facts about the dataset, but for the number of examples.
-            files: the files of each split that there is.
+            spec: the facts about the dataset, without the number of examples.
+            files: the files of each split.
             cache: one of `CACHES`.
-            policy: what to do with a bad example, one of `tfdist.data.input.bad_examples.POLICIES`; to leave them
-                out, all are decoded once at the start, so that every epoch has the same examples.
-            shuffle: one of `SHUFFLES`: "examples" draws an order of all examples; "files" draws one of TFRecord files,
-                which are read one after the other, and shuffles within blocks of `shuffle_buffer` examples.
-            shuffle_buffer: for "files".
+            policy: what to do with a bad example, one of `tfdist.data.input.bad_examples.POLICIES`; to leave out bad
+                examples, all examples are decoded once at the start, so that every epoch has the same examples.
+            shuffle: one of `SHUFFLES`: "examples" shuffles all examples; "files" shuffles TFRecord files, which are
+                read one after the other, and the examples within blocks of `shuffle_buffer` examples.
+            shuffle_buffer: the number of examples per block for "files".
 
         Raises:
-            UsageError: an unknown cache, policy or way to shuffle, or `shuffle="files"` of pictures in a folder.
+            UsageError: an unknown cache, policy or `shuffle`, or `shuffle="files"` for pictures in a folder.
         """
         if cache not in CACHES:
             raise UsageError(f"`cache` is `{cache}`", f"use one of {', '.join(f'`{name}`' for name in CACHES)}")
@@ -134,85 +125,81 @@ class PictureSource(Source):
         self._shuffle_buffer = shuffle_buffer if shuffle == "files" else 0
         self._caches: dict[tuple[str, bool], str] = {}
         self._decoders: dict[tuple[str, Augmentation | None], Decoder] = {}
-        self._decoded: dict[Part, DecodedBatches] = {}
+        self._decoded: dict[PipelineArguments, DecodedBatches] = {}
         self._disk_caches: dict[str, DiskCache] = {}
         if bad.skips:
-            for split, (numbers, problems) in good(spec, self.files).items():
+            for split, (numbers, problems) in _scan_all(spec, self.files).items():
                 self.files[split] = self.files[split].keep(numbers)
                 for problem in problems:
-                    bad.found(problem)
+                    bad.add(problem)
         spec = dataclasses.replace(spec, examples={split: len(pictures) for split, pictures in self.files.items()})
         super().__init__(spec, self._decode_all, skipped=bad.sentences)
 
     def cached(self) -> Self:
         source = self._with_spec()
         source.cache = "memory"
-        source.origin = None if self.origin is None else dataclasses.replace(self.origin, cached=True)
+        source.origin = self._origin_with(cached=True)
         return source
 
-    def _feed(self, asked: Asked, world: World) -> Feed:
-        split, global_batch_size = asked.split, asked.global_batch_size
-        if self.in_memory(split, self.augmentation(asked.augment)):
-            return super()._feed(dataclasses.replace(asked, stream_positions=False), world)
+    def _feed(self, arguments: FeedArguments, world: World) -> Feed:
+        split, batch_size = arguments.split, arguments.global_batch_size
+        arguments = dataclasses.replace(arguments, stream_positions=False)
+        if self.in_memory(split, self.augmentation(arguments.augment)):
+            return super()._feed(arguments, world)
         from tfdist.data.input.file_feed import FileFeed
 
-        order_of = self._order_of(split, global_batch_size, asked.seed, asked.shuffle)
+        order_of = self._order_of(arguments)
 
-        part = Part(split, global_batch_size, world, asked.seed, 0, 0, asked.shuffle, asked.augment, True, False)
-
-        def dataset(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
+        def pipeline(epoch: int, first_batch: int, end_batch: int | None) -> tf.data.Dataset:
             from tfdist.data.input import tf_datasets
 
-            batches = self._decoded_batches(part).of_epoch(epoch, first_batch, end_batch)
-            # The model's operations shall not wait behind decoding, however few threads they have.
-            return tf_datasets.with_options(batches, cores(), True)
+            batches = self._decoded_batches(PipelineArguments(arguments, world))
+            # A pool of its own, so that the operations of the model need not wait for decoding.
+            return tf_datasets.with_options(batches.of_epoch(epoch, first_batch, end_batch), cores(), True)
 
         def problem(epoch: int, first_batch: int, batches: int) -> DataError | None:
-            first, last = first_batch * global_batch_size, (first_batch + batches) * global_batch_size
-            return self._problem_among(split, order_of(epoch)[first:last])
+            first, last = first_batch * batch_size, (first_batch + batches) * batch_size
+            return self._first_problem(split, order_of(epoch)[first:last])
 
-        listing = self.files[split].listing
-        return FileFeed(dataset, problem, self.spec.examples[split], global_batch_size, world, listing)
+        return FileFeed(pipeline, problem, self.spec.examples[split], batch_size, world, self.files[split].listing)
 
-    def _batches(self, part: Part) -> tf.data.Dataset:
-        augmentation = self.augmentation(part.augment)
-        if not part.by_file and self.in_memory(part.split, augmentation):
-            return super()._batches(part)
-        return self._decoded_batches(part).of_epoch(part.epoch, part.first_batch)
+    def _batches(self, arguments: PipelineArguments) -> tf.data.Dataset:
+        augmentation = self.augmentation(arguments.feed.augment)
+        if not arguments.by_file and self.in_memory(arguments.feed.split, augmentation):
+            return super()._batches(arguments)
+        return self._decoded_batches(arguments).of_epoch(arguments.epoch, arguments.first_batch)
 
-    def _decoded_batches(self, part: Part) -> DecodedBatches:
-        """The batches of all epochs; made once."""
-        whole = dataclasses.replace(part, epoch=0, first_batch=0)
-        if whole not in self._decoded:
-            self._decoded[whole] = self._make_decoded_batches(whole)
-        return self._decoded[whole]
+    def _decoded_batches(self, arguments: PipelineArguments) -> DecodedBatches:
+        """The batches of all epochs, whatever the epoch and the first batch in `arguments`."""
+        key = dataclasses.replace(arguments, epoch=0, first_batch=0)
+        if key not in self._decoded:
+            self._decoded[key] = self._make_decoded_batches(key)
+        return self._decoded[key]
 
-    def _make_decoded_batches(self, part: Part) -> DecodedBatches:
+    def _make_decoded_batches(self, arguments: PipelineArguments) -> DecodedBatches:
         from tfdist.data.input import tf_datasets
 
-        files, size = self.files[part.split], part.global_batch_size
-        ranks = part.world.rank, Division.among_processes(part.world)
-        order_of = self._order_of(part.split, size, part.seed, part.shuffle)
-        augmentation = self.augmentation(part.augment)
+        split, batch_size, world = arguments.feed.split, arguments.feed.global_batch_size, arguments.world
+        files, division, deterministic = self.files[split], Division.among_processes(world), arguments.deterministic
+        order_of = self._order_of(arguments.feed)
+        augmentation = self.augmentation(arguments.feed.augment)
 
         def parts_of(epoch: int) -> order.Parts:
-            if part.by_file:
-                return order.parts_by_file(order_of(epoch), files.file_numbers, size, *ranks)
-            return order.Parts(order_of(epoch), size, *ranks)
+            if arguments.by_file:
+                return order.parts_by_file(order_of(epoch), files.file_numbers, batch_size, world.rank, division)
+            return order.Parts(order_of(epoch), batch_size, world.rank, division)
 
-        decoder = self._decoder(part.split, augmentation)
-        kept = self.cache_of(part.split, augmentation) != "off"
-        read_ahead = 0 if kept or part.by_file else self._shuffle_buffer // part.world.world_size
+        decoder = self._decoder(split, augmentation)
+        is_cached = self.cache_of(split, augmentation) != "off"
+        read_ahead = 0 if is_cached or arguments.by_file else self._shuffle_buffer // world.world_size
         if augmentation is None:
-            return tf_datasets.DecodedBatches(
-                decoder, parts_of, deterministic=part.deterministic, read_ahead=read_ahead
-            )
+            return tf_datasets.DecodedBatches(decoder, parts_of, deterministic=deterministic, read_ahead=read_ahead)
         draws = augmentation.draws
 
         def draws_of(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
-            return augmentations.rows(self.spec.examples[part.split], draws, part.seed, epoch)
+            return augmentations.rows(self.spec.examples[split], draws, arguments.feed.seed, epoch)
 
-        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, part.deterministic, read_ahead)
+        return tf_datasets.DecodedBatches(decoder, parts_of, draws, draws_of, deterministic, read_ahead)
 
     def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
         files = self.files[split]
@@ -236,26 +223,26 @@ class PictureSource(Source):
     def cache_of(self, split: str, augmentation: Augmentation | None = None) -> str:
         """Where decoded examples are kept: "memory", "disk" or "off".
 
-        A crop of random size is cut out of the whole picture, so the memory, which has pictures brought to size, is no
-        place for it. What a model sees is the same wherever they are kept.
+        Memory is not used for crops of random size, which are cut from pictures at their original size, because it has
+        resized pictures. What a model sees does not depend on the cache.
         """
-        whole = augmentation is augmentations.RESIZED_CROP
+        original_size = augmentation is augmentations.RESIZED_CROP
         if self.cache != "auto":
-            return "off" if whole and self.cache == "memory" else self.cache
-        # Decided once: what is free changes, and a run shall not change its ways.
-        if (split, whole) not in self._caches:
-            self._caches[split, whole] = self._cache_by_size(split, whole)
-        return self._caches[split, whole]
+            return "off" if original_size and self.cache == "memory" else self.cache
+        # Decided once, because the free memory changes during a run.
+        if (split, original_size) not in self._caches:
+            self._caches[split, original_size] = self._cache_by_size(split, original_size)
+        return self._caches[split, original_size]
 
-    def _cache_by_size(self, split: str, whole: bool) -> str:
+    def _cache_by_size(self, split: str, original_size: bool) -> str:
         self._check_split(split)
         examples = self.spec.examples[split]
         shapes = self.spec.input_shape, self.spec.target_shape
         pixels, targets = (int(np.prod(shape)) for shape in shapes)
         in_memory = examples * (4 * pixels + self._target_type.itemsize * targets)
-        # Each process of the job on this machine keeps all examples.
+        # Each process of the job on this machine keeps all examples in memory.
         available = psutil.virtual_memory().available / World.detect().local_world_size
-        if not whole and in_memory <= SHARE_OF_MEMORY * available:
+        if not original_size and in_memory <= SHARE_OF_MEMORY * available:
             return "memory"
         from tfdist.data.input import decoding
 
@@ -272,15 +259,15 @@ class PictureSource(Source):
 
         if split not in self._disk_caches:
             files = self.files[split]
-            what = [self.spec.task, self.spec.input_shape[2], files.examples_fingerprint]
-            self._disk_caches[split] = DiskCache(what, files.paths, len(files))
+            decoded_as = [self.spec.task, self.spec.input_shape[2], files.examples_fingerprint]
+            self._disk_caches[split] = DiskCache(decoded_as, files.paths, len(files))
         return self._disk_caches[split]
 
     def _decode_all(self, split: str, count: int) -> Arrays:
-        """All examples of a split, by all cores.
+        """Decodes the first `count` examples of a split on all cores.
 
         Raises:
-            DataError: one is bad; names the first.
+            DataError: an example is bad; names the first.
         """
         from tfdist.data.input import decoding, tf_datasets
 
@@ -288,7 +275,7 @@ class PictureSource(Source):
         x = np.empty((count, *self.spec.input_shape), np.float32)
         y = np.empty((count, *self.spec.target_shape), self._target_type)
         done = 0
-        with decoding.explained(lambda: self._problem_among(split, np.arange(done, count))):
+        with decoding.explained(lambda: self._first_problem(split, np.arange(done, count))):
             for pictures, targets in tf_datasets.all_examples(decoding.Decoder(self.spec, files)):
                 end = done + len(pictures)
                 x[done:end], y[done:end] = pictures, targets
@@ -297,13 +284,13 @@ class PictureSource(Source):
 
     @property
     def _target_type(self) -> np.dtype:
-        """The type in which targets are held. Only masks are checked before, so that they fit into a smaller one."""
+        """The type in which targets are stored: a smaller type only for masks, which were checked when decoded."""
         if self.spec.task == "autoencoding":
             return np.dtype(np.float32)
         return label_type(self.spec) if self.spec.task == "segmentation" else np.dtype(np.int32)
 
-    def _problem_among(self, split: str, indices: np.ndarray) -> DataError | None:
-        """The error that names the first bad example among those with these numbers."""
+    def _first_problem(self, split: str, indices: np.ndarray) -> DataError | None:
+        """The error that names the first bad example among those with these numbers; `None` if all are good."""
         from tfdist.data.input import decoding
 
         decoder = decoding.Decoder(self.spec, self.files[split])
@@ -317,9 +304,14 @@ def _check_shuffle(shuffle: str, buffer: int, files: Mapping[str, Pictures | Rec
     if shuffle not in SHUFFLES:
         raise UsageError(f"`shuffle` is `{shuffle}`", f"use one of {', '.join(f'`{name}`' for name in SHUFFLES)}")
     if buffer < 1:
-        raise UsageError(f"`shuffle_buffer` is `{buffer}`", "use the number of examples of a block, from 1")
+        raise UsageError(f"`shuffle_buffer` is `{buffer}`", "use the number of examples per block, at least 1")
     if shuffle == "files" and not all(isinstance(of_split, Records) for of_split in files.values()):
         raise UsageError(
-            "`shuffle` is `files`, and each of these files has one example only",
+            "`shuffle` is `files`, but each of these files has only one example",
             "leave it out, or use a dataset of TFRecord files",
         )
+
+
+if __name__ == "__main__":
+    spec, files = pickle.loads(sys.stdin.buffer.read())
+    sys.stdout.buffer.write(pickle.dumps({split: _scan(spec, of_split) for split, of_split in files.items()}))

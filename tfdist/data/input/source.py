@@ -23,10 +23,19 @@ import numpy as np
 
 from tfdist.data.input import augmentation as augmentations
 from tfdist.data.input import order, padding
-from tfdist.data.input.arrays import Arrays, as_numpy, cast, checked, head, main_input, seen_types, sentence_lengths
+from tfdist.data.input.arrays import (
+    Arrays,
+    ToModelTypes,
+    cast,
+    checked,
+    head,
+    main_input,
+    map_x,
+    model_types,
+    sentence_lengths,
+)
 from tfdist.data.input.division import Division
-from tfdist.data.input.origin import Asked, FeedOrigin, Origin, Part
-from tfdist.data.input.transforms import FromHeld
+from tfdist.data.input.origin import FeedArguments, FeedOrigin, Origin, PipelineArguments
 from tfdist.data.spec import SPLITS, DataSpec
 from tfdist.errors import DataError, UnknownNameError, UsageError
 from tfdist.jobs.world import World
@@ -35,80 +44,80 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tfdist.data.input.array_feed import ArrayFeed, OrderOf
+    from tfdist.data.input.arrays import Transform
     from tfdist.data.input.augmentation import Augmentation
     from tfdist.data.input.feed import Feed
-    from tfdist.data.input.large_feed import LargePasses
-    from tfdist.data.input.transforms import Transform
+    from tfdist.data.input.large_feed import LargeExamples
 
 
-class Held:
-    """x and y of a split.
+class StoredArrays:
+    """x and y of a split in memory.
 
     Args:
-        spec: of the dataset.
-        arrays: x and y as `arrays.checked` gives them.
-        divisor: what a model sees is x divided by it.
+        spec: the spec of the dataset.
+        arrays: x and y as `arrays.checked` returns them.
+        divisor: a model sees x divided by it.
     """
 
     def __init__(self, spec: DataSpec, arrays: Arrays, divisor: int):
         self.arrays = arrays
         self._spec = spec
         self._divisor = divisor
-        self._cast: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
+        self._casts: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
 
     @functools.cached_property
     def tensors(self) -> Any:
-        """x and y as `ArrayFeed` takes them: TensorFlow's copy, which from then on is the only one."""
-        from tfdist.data.input.array_feed import held_once
+        """x and y as `ArrayFeed` takes them: TensorFlow's copy, whose memory `arrays` shares from then on."""
+        from tfdist.data.input.array_feed import tensors_and_views
 
-        tensors, self.arrays = held_once(self.arrays)
+        tensors, self.arrays = tensors_and_views(self.arrays)
         return tensors
 
-    def seen(self) -> Arrays:
-        """x and y as a model sees them; an array that is cast for it is kept as long as it is used."""
-        (x, y), (x_type, y_type) = self.arrays, seen_types(self._spec)
+    def for_model(self) -> Arrays:
+        """x and y as a model sees them; a cast array is kept only while it is used."""
+        (x, y), (x_type, y_type) = self.arrays, model_types(self._spec)
         if isinstance(x, dict):
-            return {name: self._seen(name, one, x_type) for name, one in x.items()}, self._seen("y", y, y_type)
-        seen = self._seen("x", x, x_type, self._divisor)
-        return seen, (seen if x is y else self._seen("y", y, y_type))
+            return {name: self._cast(name, array, x_type) for name, array in x.items()}, self._cast("y", y, y_type)
+        x_for_model = self._cast("x", x, x_type, self._divisor)
+        return x_for_model, (x_for_model if x is y else self._cast("y", y, y_type))
 
-    def _seen(self, name: str, array: np.ndarray, dtype: type[np.generic], divisor: int = 1) -> np.ndarray:
-        found = self._cast.get(name)
-        if found is None:
-            found = cast(array, dtype, divisor)
-            if found is not array:
-                self._cast[name] = found
-        return found
+    def _cast(self, name: str, array: np.ndarray, dtype: type[np.generic], divisor: int = 1) -> np.ndarray:
+        result = self._casts.get(name)
+        if result is None:
+            result = cast(array, dtype, divisor)
+            if result is not array:
+                self._casts[name] = result
+        return result
 
 
-# The first `count` examples of a split, in the split's stored order.
+# The first `count` examples of a split, in stored order.
 Read = Callable[[str, int], Arrays]
 
 ALONE = World()
 
 
 class Source:
-    """A dataset of examples `x` with targets `y`, in memory once it is read, in the type that was read.
+    """A dataset of examples `x` with targets `y`. Once read, it stays in memory in the type that was read.
 
     Attributes:
-        spec: its facts, known without reading an example.
+        spec: the dataset's spec, which is known before any example is read.
         origin: how another process can load it; `None` if it was not made by `tfdist.data.load`.
         skipped: the bad examples that were left out, one sentence each.
         bucketed: whether the batches of sentences have different widths.
-        has_bytes: whether examples that were read are bytes (uint8) above 1, such as pixels that nobody has scaled.
+        has_bytes: whether an example that was read has bytes (uint8) above 1, such as pixels that were not scaled.
     """
 
     def __init__(
         self, spec: DataSpec, read: Read, *, divisor: int = 1, bucketed: bool = False, skipped: Sequence[str] = ()
     ):
-        """Makes a source of `spec.examples[split]` examples a split.
+        """Makes a source of `spec.examples[split]` examples per split.
 
         Args:
             spec: the facts about the dataset.
-            read: `read(split, count)` gives the first `count` examples as `tfdist.data.spec` describes them: numbers
-                of any type, scaled but for `divisor`. It is called once a split.
-            divisor: what a model sees is x divided by it, in float32: 255 for pixels that are read as bytes.
-            bucketed: whether training batches hold sentences of similar lengths, and all batches are cut at their
+            read: `read(split, count)` returns the first `count` examples as `tfdist.data.spec` describes them, but not
+                yet divided by `divisor`, and numbers may be of any type. It is called once per split.
+            divisor: a model sees x divided by it, in float32: 255 for pixels that are read as bytes.
+            bucketed: whether training batches have sentences of similar lengths, and all batches are trimmed to their
                 longest sentence.
             skipped: the bad examples that were left out, one sentence each.
         """
@@ -119,8 +128,8 @@ class Source:
         self._read = read
         self._divisor = divisor
         self.bucketed = bucketed
-        self._held: dict[str, Held] = {}
-        self._made: dict[Any, ArrayFeed | LargePasses] = {}
+        self._stored: dict[str, StoredArrays] = {}
+        self._pipelines: dict[FeedArguments, ArrayFeed | LargeExamples] = {}
 
     @classmethod
     def from_arrays(
@@ -137,7 +146,7 @@ class Source:
         skipped: Sequence[str] = (),
         **facts: Any,
     ) -> Source:
-        """A source of arrays that are already there.
+        """Makes a source of arrays.
 
         Args:
             name: the dataset's name, for messages and the record of a run.
@@ -146,14 +155,14 @@ class Source:
                 the model shall see them, and y `[N]`, integers.
             validation: the same, or None.
             test: the same, or None.
-            task: what is to be learned.
+            task: one of `tfdist.data.spec.TASKS`.
             divisor: see `Source`.
             bucketed: see `Source`.
             skipped: see `Source`.
             **facts: further fields of the `DataSpec`, such as `class_names`.
         """
-        given = {"train": train, "validation": validation, "test": test}
-        splits = {split: (as_numpy(pair[0]), np.asarray(pair[1])) for split, pair in given.items() if pair}
+        by_split = {"train": train, "validation": validation, "test": test}
+        splits = {split: (map_x(np.asarray, pair[0]), np.asarray(pair[1])) for split, pair in by_split.items() if pair}
         counts = {split: len(main_input(x)) for split, (x, _) in splits.items()}
         x, y = splits["train"]
         spec = DataSpec(name, task, main_input(x).shape[1:], classes, counts, **{"target_shape": y.shape[1:]} | facts)
@@ -165,53 +174,53 @@ class Source:
         """All examples of "train", "validation" or "test", read once and then kept; do not write into them.
 
         Returns:
-            x and y as `tfdist.data.spec` describes them: of pictures x is float32 `[N, *spec.input_shape]` in
-            [0, 1], of labels y is int32 `[N]`; all C-contiguous, in stored order. What is held in another type is cast.
+            x and y as `tfdist.data.spec` describes them: for pictures x is float32 `[N, *spec.input_shape]` in
+            [0, 1], for labels y is int32 `[N]`; all C-contiguous, in stored order. Examples that are stored in another
+            type are cast.
 
         Raises:
             UnknownNameError: no such split.
             DataError: the split has no examples, or they do not fit the spec.
         """
-        return self._examples(split).seen()
+        return self._examples(split).for_model()
 
-    def _examples(self, split: str) -> Held:
+    def _examples(self, split: str) -> StoredArrays:
         """All examples of a split, read once and then kept."""
         self._check_split(split)
-        if split not in self._held:
+        if split not in self._stored:
             x, y = self._read(split, self.spec.examples[split])
-            self._held[split] = Held(self.spec, checked(self.spec, split, x, y), self._divisor)
+            self._stored[split] = StoredArrays(self.spec, checked(self.spec, split, x, y), self._divisor)
             bytes_read = self._divisor == 1 and getattr(x, "dtype", None) == np.uint8
             self.has_bytes |= bytes_read and bool(np.max(x, initial=0) > 1)
-        return self._held[split]
+        return self._stored[split]
 
     def limit(self, examples: int) -> Self:
-        """The same dataset with only the first `examples` training examples; no others are read.
+        """The same dataset with only the first `examples` training examples; others are not read.
 
         Raises:
             UsageError: fewer than one, or more than there are.
         """
-        there = self.spec.examples["train"]
-        if not 1 <= examples <= there:
+        available = self.spec.examples["train"]
+        if not 1 <= examples <= available:
             raise UsageError(
-                f"The limit is `{examples}` training examples, dataset `{self.spec.name}` has {there}",
-                f"use `--limit` with a number from 1 to {there}",
+                f"The limit is `{examples}` training examples, dataset `{self.spec.name}` has {available}",
+                f"use `--limit` with a number from 1 to {available}",
             )
         limited = self._with_spec(examples={**self.spec.examples, "train": examples})
-        if self.origin is not None:
-            limited.origin = dataclasses.replace(self.origin, limit=examples)
+        limited.origin = self._origin_with(limit=examples)
         return limited
 
     def for_autoencoding(self) -> Self:
         """The same pictures, each its own target.
 
         Raises:
-            UsageError: the examples are no pictures.
+            UsageError: the examples are not pictures.
         """
         if self.spec.task == "autoencoding":
             return self
         if len(self.spec.input_shape) != 3:
             raise UsageError(
-                f"An example of `{self.spec.name}` has the shape `{self.spec.input_shape}`, which is no picture's",
+                f"An example of `{self.spec.name}` has the shape `{self.spec.input_shape}`, and is not a picture",
                 "use a dataset of pictures for autoencoding",
             )
         source = self._with_spec(
@@ -228,8 +237,7 @@ class Source:
             return x, x
 
         source._read = with_itself
-        if self.origin is not None:
-            source.origin = dataclasses.replace(self.origin, autoencoding=True)
+        source.origin = self._origin_with(autoencoding=True)
         return source
 
     def cached(self) -> Source:
@@ -247,42 +255,36 @@ class Source:
         augment: str = "none",
         stream_positions: bool = False,
     ) -> Feed:
-        """A split as `strategy.fit(model, feed)`, `evaluate` and `predict` take it: all epochs of global batches.
+        """A split as `strategy.fit(model, feed)`, `evaluate` and `predict` take it: the global batches of all epochs.
 
         Args:
             split: "train", "validation" or "test".
-            global_batch_size: examples a step, over all ranks.
-            world: this process' place; examples that are files, or too many for an order that is drawn, are read by
-                the rank that needs them.
-            seed: with the epoch, all that order and augmentation depend on.
-            shuffle: whether to shuffle; None shuffles "train" alone. Characters stay in order.
+            global_batch_size: the number of examples per step over all ranks.
+            world: this process's place in the job; examples that are in files, or too many for an order that is drawn
+                as a whole, are read by the rank that needs them.
+            seed: with the epoch, determines order and augmentation.
+            shuffle: whether to shuffle; None shuffles only "train". Characters stay in order.
             augment: one of `tfdist.data.input.augmentation.NAMES`.
-            stream_positions: of characters, x is a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row in
-                its batch, and "position" `[b]`, how many come before it in that stream: for models that keep a state.
+            stream_positions: for characters, makes x a dict of "tokens" `[b, steps]`, "stream" `[b]`, the example's row
+                in its batch, and "position" `[b]`, the number of examples before it in that stream: for models that
+                keep a state.
 
         Raises:
             UsageError: a batch size below 1, or an augmentation that the examples cannot have.
-            UnknownNameError, DataError: as `arrays`.
+            UnknownNameError, DataError: see `arrays`.
         """
-        asked = Asked(split, global_batch_size, seed, shuffle, augment, stream_positions)
-        feed = self._feed(asked, world)
+        arguments = FeedArguments(split, global_batch_size, seed, shuffle, augment, stream_positions)
+        feed = self._feed(arguments, world)
         if self.origin is not None:
-            feed.origin = FeedOrigin(self.origin, asked)
+            feed.origin = FeedOrigin(self.origin, arguments)
         return feed
 
-    def _feed(self, asked: Asked, world: World) -> Feed:
-        if not self._by_range(asked.split):
-            from tfdist.data.input.array_feed import ArrayFeed
+    def _feed(self, arguments: FeedArguments, world: World) -> Feed:
+        if self._by_range(arguments.split):
+            return self.pipelines(arguments).feed(world)
+        from tfdist.data.input.array_feed import ArrayFeed
 
-            return ArrayFeed(*self._made_of(*self._arguments(asked)))
-        from tfdist.data.input.large_feed import LargeFeed
-
-        return LargeFeed(self._passes(*self._arguments(asked)), world)
-
-    def _arguments(self, asked: Asked) -> tuple[Any, ...]:
-        """The arguments of `_passes` and `_made_of`."""
-        augmentation = self.augmentation(asked.augment)
-        return asked.split, asked.global_batch_size, asked.seed, asked.shuffle, augmentation, asked.stream_positions
+        return ArrayFeed(*self._parts_of_feed(arguments))
 
     def pipeline(
         self,
@@ -302,96 +304,92 @@ class Source:
         """One epoch of a split, as this rank's part of each global batch.
 
         Joined in the order of the ranks, the parts of batch k are the same global batch for any number of
-        ranks; each example comes once. The last batch holds the remainder. Every rank gets the same number of
-        batches, so a part is empty where a batch has fewer examples than there are ranks.
+        ranks; each example comes once. The last batch has the remaining examples. Every rank gets the same number of
+        batches, so a part is empty if a batch has fewer examples than there are ranks.
 
         Args:
             split: "train", "validation" or "test".
-            global_batch_size: examples a step, over all ranks.
-            world: this process' place; alone by default.
-            seed: with `epoch`, all that order and augmentation depend on.
-            epoch: which epoch, from 0.
-            first_batch: the batch to begin with; those before it are not read.
-            shuffle: whether to shuffle; None shuffles "train" alone. Characters stay in order.
+            global_batch_size: the number of examples per step over all ranks.
+            world: this process's place in the job; alone by default.
+            seed: with `epoch`, determines order and augmentation.
+            epoch: the number of the epoch, from 0.
+            first_batch: the batch to begin with; earlier batches are not read.
+            shuffle: whether to shuffle; None shuffles only "train". Characters stay in order.
             augment: one of `tfdist.data.input.augmentation.NAMES`.
-            threads: a private pool of so many threads; None shares TensorFlow's.
+            threads: the size of a private thread pool; None shares TensorFlow's.
             deterministic: False lets a batch that is ready earlier come earlier.
-            by_file: gives each rank whole files, for disks that several ranks had better not read the same of. Each
-                example still comes once, but which examples meet in a global batch depends on the number of ranks.
+            by_file: assigns whole files to each rank, for disks from which several ranks should not read the same
+                files. Each example still comes once, but which examples share a global batch depends on the number of
+                ranks.
 
         Returns:
-            A `tf.data.Dataset` of (x, y), on the CPU; of pictures float32 `[b, *spec.input_shape]` and int32 `[b]`.
+            A `tf.data.Dataset` of (x, y), on the CPU; for pictures float32 `[b, *spec.input_shape]` and int32 `[b]`.
 
         Raises:
-            UsageError: a batch size below 1, an augmentation that the examples cannot have, or `by_file` where they
-                are in no files.
-            UnknownNameError, DataError: as `arrays`.
+            UsageError: a batch size below 1, an augmentation that the examples cannot have, or `by_file` for examples
+                that are not in files.
+            UnknownNameError, DataError: see `arrays`.
         """
         from tfdist.data.input import tf_datasets
 
-        part = Part(split, global_batch_size, world, seed, epoch, first_batch, shuffle, augment, deterministic, by_file)
-        return tf_datasets.with_options(self._batches(part), threads, deterministic)
+        feed = FeedArguments(split, global_batch_size, seed, shuffle, augment)
+        arguments = PipelineArguments(feed, world, deterministic, by_file, epoch, first_batch)
+        return tf_datasets.with_options(self._batches(arguments), threads, deterministic)
 
-    def _batches(self, part: Part) -> tf.data.Dataset:
-        if part.by_file:
+    def _batches(self, arguments: PipelineArguments) -> tf.data.Dataset:
+        if arguments.by_file:
             raise UsageError(
-                f"The examples of `{self.spec.name}` are in no files that could be dealt out", "leave `by_file` out"
+                f"The examples of `{self.spec.name}` are in no files, which `by_file` assigns to ranks",
+                "leave `by_file` out",
             )
-        passes = self.passes(
-            part.split, part.global_batch_size, seed=part.seed, shuffle=part.shuffle, augment=part.augment
+        pipelines, division = self.pipelines(arguments.feed), Division.among_processes(arguments.world)
+        return pipelines.dataset(
+            arguments.world.rank, division, arguments.epoch, arguments.first_batch, arguments.deterministic
         )
-        division = Division.among_processes(part.world)
-        return passes.dataset(part.world.rank, division, part.epoch, part.first_batch, part.deterministic)
 
-    def passes(
-        self, split: str, global_batch_size: int, *, seed: int, shuffle: bool | None = None, augment: str = "none"
-    ) -> ArrayFeed | LargePasses:
-        """As `feed`, for pipelines on the CPU, where `tf.data` works; made once."""
-        return self._passes(split, global_batch_size, seed, shuffle, self.augmentation(augment), False)
-
-    def _passes(self, *asked: Any) -> Any:
-        if asked not in self._made:
+    def pipelines(self, arguments: FeedArguments) -> Any:
+        """The `ArrayFeed` or `LargeExamples` whose method `dataset` makes the pipelines of all epochs; made once."""
+        if arguments not in self._pipelines:
             from tfdist.data.input.array_feed import ArrayFeed
-            from tfdist.data.input.large_feed import LargePasses
+            from tfdist.data.input.large_feed import LargeExamples
 
-            kind = LargePasses if self._by_range(asked[0]) else ArrayFeed
-            self._made[asked] = kind(*self._made_of(*asked))
-        return self._made[asked]
+            kind = LargeExamples if self._by_range(arguments.split) else ArrayFeed
+            self._pipelines[arguments] = kind(*self._parts_of_feed(arguments))
+        return self._pipelines[arguments]
 
     def _by_range(self, split: str) -> bool:
-        """Whether a split has so many examples that their order is never a tensor as a whole."""
+        """Whether a split has so many examples that its order is computed by range, and is never one tensor."""
         self._check_split(split)
         return order.is_computed(self.spec.examples[split])
 
     def augmentation(self, augment: str) -> Augmentation | None:
-        """The augmentation of that name, `None` for "none", after a check that the examples can have it."""
+        """The augmentation with that name, `None` for "none".
+
+        Raises:
+            UsageError: the examples cannot have it.
+        """
         augmentation = augmentations.parse(augment)
         augmentations.check(augmentation, self.spec)
         return augmentation
 
-    def _made_of(
-        self,
-        split: str,
-        batch_size: int,
-        seed: int,
-        shuffle: bool | None,
-        augmentation: Augmentation | None,
-        stream_positions: bool,
-    ) -> tuple[Any, int, OrderOf, FromHeld | None]:
-        """What a feed of arrays is made of."""
+    def _parts_of_feed(self, arguments: FeedArguments) -> tuple[Any, int, OrderOf, ToModelTypes | None]:
+        """The arguments of `ArrayFeed` and `LargeExamples`: examples, batch size, order and transform."""
         from tfdist.data.input.array_feed import tensors
 
-        order_of = self._order_of(split, batch_size, seed, shuffle)
-        held = self._examples(split)
-        transform = FromHeld(self.spec, self._divisor, self._transform(held.arrays, batch_size, augmentation, seed))
-        if stream_positions:
-            stream, position = order.stream_positions(len(held.arrays[1]), batch_size)
-            x = {"tokens": held.arrays[0], "stream": stream, "position": position}
-            return tensors(x, held.arrays[1]), batch_size, order_of, transform
-        return held.tensors, batch_size, order_of, transform
+        augmentation, batch_size = self.augmentation(arguments.augment), arguments.global_batch_size
+        order_of = self._order_of(arguments)
+        stored = self._examples(arguments.split)
+        then = self._transform(stored.arrays, batch_size, augmentation, arguments.seed)
+        transform = ToModelTypes(self.spec, self._divisor, then)
+        if arguments.stream_positions:
+            stream, position = order.stream_positions(len(stored.arrays[1]), batch_size)
+            x = {"tokens": stored.arrays[0], "stream": stream, "position": position}
+            return tensors(x, stored.arrays[1]), batch_size, order_of, transform
+        return stored.tensors, batch_size, order_of, transform
 
-    def _order_of(self, split: str, batch_size: int, seed: int, shuffle: bool | None) -> OrderOf:
-        """The order of each epoch, after a check of what it is asked for."""
+    def _order_of(self, arguments: FeedArguments) -> OrderOf:
+        """The order of each epoch, after a check of the arguments."""
+        split, batch_size, shuffle = arguments.split, arguments.global_batch_size, arguments.shuffle
         self._check_split(split)
         examples = self.spec.examples[split]
         if batch_size < 1:
@@ -399,14 +397,14 @@ class Source:
         if self.spec.task == "characters":
             if 0 < examples < batch_size:
                 raise UsageError(
-                    f"A batch of {batch_size} streams needs as many examples, and `{split}` of `{self.spec.name}` "
-                    f"has {examples}",
-                    f"use a batch size of at most {examples}, or fewer steps an example",
+                    f"A batch of {batch_size} streams needs at least {batch_size} examples, "
+                    f"but `{split}` of `{self.spec.name}` has {examples}",
+                    f"use a batch size of at most {examples}, or fewer steps per example",
                 )
             return lambda epoch: order.streams(examples, batch_size)
         if shuffle is None:
             shuffle = split == "train"
-        return self._shuffled(split, batch_size, seed) if shuffle else lambda epoch: order.as_stored(examples)
+        return self._shuffled(split, batch_size, arguments.seed) if shuffle else lambda epoch: order.as_stored(examples)
 
     def _shuffled(self, split: str, batch_size: int, seed: int) -> OrderOf:
         if self.bucketed:
@@ -420,17 +418,20 @@ class Source:
         if self.bucketed:
             import tensorflow as tf
 
-            # For GPUs XLA compiles the step once per width, and their matrix units work on multiples of 8.
+            # For GPUs, XLA compiles the step once per width, and their matrix units need multiples of 8.
             multiple = 8 if tf.config.list_physical_devices("GPU") else 1
             return padding.Trimmed(sentence_lengths(arrays[0]), batch_size, multiple)
         return None if augmentation is None else augmentations.Augmented(self.spec, augmentation, seed, len(arrays[1]))
 
     def _with_spec(self, **changes: Any) -> Self:
-        """A copy with other facts, which has read nothing yet."""
+        """A copy with changes of the spec, which has read nothing yet."""
         changed = copy.copy(self)
         changed.spec = dataclasses.replace(self.spec, **changes)
-        changed._held, changed._made = {}, {}
+        changed._stored, changed._pipelines = {}, {}
         return changed
+
+    def _origin_with(self, **changes: Any) -> Origin | None:
+        return None if self.origin is None else dataclasses.replace(self.origin, **changes)
 
     def _check_split(self, split: str) -> None:
         if split not in SPLITS:

@@ -1,4 +1,4 @@
-"""Examples in TFRecord files with random access: an example is read without the records before it."""
+"""Random access to the examples in TFRecord files: an example is read without reading earlier records."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Records:
 
     Attributes:
         paths: the files.
-        ranges: the number of the file, the first byte and the length of each example: int64 `[N, 3]`.
+        ranges: the file's number, the first byte and the length of each example: int64 `[N, 3]`.
         target: the feature with the label or the mask.
         masks: whether the target is a mask, encoded as a picture.
-        first_label: the label of the first class in the file.
+        first_label: the label of the first class in the files.
     """
 
     paths: tuple[Path, ...]
@@ -48,8 +48,8 @@ class Records:
         return len(self.ranges)
 
     def keep(self, indices: Sequence[int] | np.ndarray) -> Records:
-        """Only the examples with these numbers."""
-        if isinstance(indices, range) and indices.step == 1:  # a part of what is mapped, not a copy
+        """The records of the examples with these numbers only."""
+        if isinstance(indices, range) and indices.step == 1:  # a view of the memory-mapped array, not a copy
             return dataclasses.replace(self, ranges=self.ranges[indices.start : indices.stop])
         return dataclasses.replace(self, ranges=self.ranges[np.asarray(indices)])
 
@@ -60,17 +60,17 @@ class Records:
 
     @property
     def starts(self) -> np.ndarray:
-        """The number of the first example of each file, and how many there are: int64 `[files + 1]`."""
+        """The number of the first example of each file, and the number of examples: int64 `[files + 1]`."""
         numbers = self.file_numbers
         return np.array([bisect.bisect_left(numbers, file) for file in range(len(self.paths) + 1)], np.int64)
 
     @property
     def examples_fingerprint(self) -> str:
-        """Tells these examples from others of the same files."""
+        """A hash that distinguishes these examples from other examples of the same files."""
         return consensus.fingerprint_of_arrays([np.ascontiguousarray(self.ranges)])
 
     def listing(self) -> str:
-        """A hash of the files' names and of each example's place and length, the same wherever their folder lies."""
+        """A hash of the files' names and of the examples' ranges, which does not depend on where their folder is."""
         return consensus.fingerprint([[path.name for path in self.paths], self.examples_fingerprint])
 
     def name(self, index: int) -> str:
@@ -83,23 +83,23 @@ class Records:
         return f"The mask at {self.name(index)}"
 
     def read(self, index: int) -> bytes:
-        """The bytes of an example in its file."""
+        """Reads the bytes of an example from its file."""
         file, begin, length = self.ranges[index].tolist()
         return os.pread(self._descriptors[file], length, begin)
 
     def will_read(self, indices: np.ndarray) -> None:
-        """Has the operating system read these examples in advance, in the order in which they are stored.
+        """Advises the operating system to read these examples ahead, in the order in which they are stored.
 
-        It is only advice, which systems such as macOS do not take.
+        Systems such as macOS do not support this advice.
         """
         if not hasattr(os, "posix_fadvise"):
             return
         file, begin, length = self.ranges[np.sort(indices)].T
         end = begin + length
-        apart = np.flatnonzero((file[1:] != file[:-1]) | (begin[1:] - end[:-1] > _AFTER + _BEFORE))
-        for first, last in zip([0, *apart + 1], [*apart, len(file) - 1], strict=True) if len(file) else ():
-            place = int(begin[first]), int(end[last] - begin[first])
-            os.posix_fadvise(self._descriptors[file[first]], *place, os.POSIX_FADV_WILLNEED)
+        gaps = np.flatnonzero((file[1:] != file[:-1]) | (begin[1:] - end[:-1] > _AFTER + _BEFORE))
+        for first, last in zip([0, *gaps + 1], [*gaps, len(file) - 1], strict=True) if len(file) else ():
+            offset, length_of_run = int(begin[first]), int(end[last] - begin[first])
+            os.posix_fadvise(self._descriptors[file[first]], offset, length_of_run, os.POSIX_FADV_WILLNEED)
 
     @cached_property
     def _descriptors(self) -> list[int]:
@@ -107,40 +107,41 @@ class Records:
 
 
 def index(paths: Sequence[Path]) -> np.ndarray:
-    """The positions of all records of some files: int64 `[N, 3]`, file, begin, length, mapped into memory.
+    """The ranges of all records in some files: int64 `[N, 3]`, file, begin and length, memory-mapped.
 
-    They are found once, by one process while others wait, and kept in the folder of the caches. Where nothing can be
-    written there, each process finds them and keeps them in memory.
+    One process finds them, while the others wait, and writes them to the cache folder. If it cannot be written, each
+    process finds them and keeps them in memory.
 
     Raises:
         DataError: a file is missing or ends within a record.
     """
     try:
-        kept = cache_folder.root() / f"records-{cache_folder.fingerprint('records', paths)}.npy"
+        cached = cache_folder.root() / f"records-{cache_folder.fingerprint('records', paths)}.npy"
     except OSError as error:
         raise _unreadable(error.filename, error) from error
     with contextlib.suppress(OSError):
-        return np.load(kept, mmap_mode="r")
+        return np.load(cached, mmap_mode="r")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{kept}.lock"):
-            if not kept.exists():
-                files.write_whole(kept, lambda temporary: _write(temporary, paths))
-        return np.load(kept, mmap_mode="r")
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{cached}.lock"):
+            if not cached.exists():
+                files.write_whole(cached, lambda temporary: _write_index(temporary, paths))
+        return np.load(cached, mmap_mode="r")
     except (OSError, NotImplementedError):  # the latter for a file system without locks
-        return _found(paths)
+        ranges = [_records_of(path, number) for number, path in enumerate(paths)]
+        return np.concatenate([np.zeros((0, 3), np.int64), *ranges])
 
 
-def _write(kept: Path, paths: Sequence[Path]) -> None:
-    """Writes the index file by file as an array of NumPy's format, whose header leaves room for the number of rows."""
+def _write_index(path_of_index: Path, paths: Sequence[Path]) -> None:
+    """Writes the ranges file by file in NumPy's format, whose header leaves room for the number of rows."""
     rows = 0
-    with kept.open("wb") as index_file:
+    with path_of_index.open("wb") as index_file:
         for number, path in enumerate(paths):
             _write_header(index_file, rows)
             index_file.seek(0, os.SEEK_END)
-            found = _records_of(path, number)
-            index_file.write(found.data)
-            rows += len(found)
+            ranges = _records_of(path, number)
+            index_file.write(ranges.data)
+            rows += len(ranges)
         _write_header(index_file, rows)
 
 
@@ -149,28 +150,22 @@ def _write_header(index_file: BinaryIO, rows: int) -> None:
     np.lib.format.write_array_header_1_0(index_file, {"descr": "<i8", "fortran_order": False, "shape": (rows, 3)})
 
 
-def _found(paths: Sequence[Path]) -> np.ndarray:
-    return np.concatenate(
-        [np.zeros((0, 3), np.int64), *(_records_of(path, number) for number, path in enumerate(paths))]
-    )
-
-
 def _records_of(path: Path, number: int) -> np.ndarray:
-    """The rows of one file, found without reading its records."""
-    found, place = array.array("q"), 0
+    """The ranges of the records in one file, which reads only their lengths."""
+    ranges, position = array.array("q"), 0
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            while place < size:
-                file.seek(place)
+            while position < size:
+                file.seek(position)
                 (length,) = struct.unpack("<Q", file.read(_BEFORE)[:8])
-                found.extend((number, place + _BEFORE, length))
-                place += _BEFORE + length + _AFTER
+                ranges.extend((number, position + _BEFORE, length))
+                position += _BEFORE + length + _AFTER
     except (OSError, struct.error, OverflowError) as error:
         raise _unreadable(path, error) from error
-    if place != size:
+    if position != size:
         raise DataError(f"`{path}` ends within a record", "remove its folder; the next start prepares it again")
-    return np.frombuffer(found, np.int64).reshape(-1, 3)
+    return np.frombuffer(ranges, np.int64).reshape(-1, 3)
 
 
 def _unreadable(path: Path | str, error: Exception) -> DataError:

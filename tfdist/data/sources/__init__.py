@@ -1,1 +1,1 @@
-"""One dataset a file: `load(data_dir, **options)` returns its `Source`."""
+"""One dataset per file: `load(data_dir, **options)` returns its `Source`."""

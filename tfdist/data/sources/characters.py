@@ -1,4 +1,4 @@
-"""One text as a stream of characters, whose next character is predicted (A. Karpathy's char-rnn, 2015)."""
+"""A text as a stream of characters, for predicting the next character (A. Karpathy's char-rnn, 2015)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def load(
 ) -> Source:
     """x `[N, steps]`: consecutive pieces of the text; y `[N, steps]`: the same pieces one character later.
 
-    A global batch of B reads the text as B streams: row i of a batch is continued by row i of the next batch. The end
-    of the text that does not fill all rows is not used.
+    Global batches of B examples read the text as B streams: row i of a batch is continued by row i of the next batch.
+    The end of the text is not used if it does not fill all rows.
 
     Args:
         data_dir: the folder.
         file: the name of the text file.
-        steps: characters per example.
+        steps: the number of characters per example.
         validation: the fraction of the text, from the end, for validation.
         encoding: the encoding of the text.
 
@@ -63,5 +63,5 @@ def load(
 
 def _pieces(tokens: np.ndarray, steps: int) -> Arrays:
     examples = max(0, len(tokens) - 1) // steps
-    whole = examples * steps
-    return tokens[:whole].reshape(examples, steps), tokens[1 : whole + 1].reshape(examples, steps)
+    used = examples * steps
+    return tokens[:used].reshape(examples, steps), tokens[1 : used + 1].reshape(examples, steps)

@@ -1,4 +1,4 @@
-"""CIFAR's binary files: per example one or two bytes of labels and 3,072 bytes of pixels, as colour planes.
+"""CIFAR's binary files: for each example one or two labels of a byte, and 3,072 bytes of pixels as colour planes.
 
 Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 """
@@ -30,14 +30,13 @@ def load(
     validation: Fraction = 0.1,
     on_bad_example: str = "fail",
 ) -> Source:
-    """x `[N, 32, 32, 3]` in [0, 1] from the files in a folder, uncompressed, `.gz` or `.xz`.
+    """x `[N, 32, 32, 3]` in [0, 1], from files in a folder that are uncompressed, `.gz` or `.xz`.
 
     Args:
         data_dir: the folder.
         train: the names of the training files, or patterns, separated by commas; None uses all but the test files.
         test: the names of the test files.
-        classes: 10 for CIFAR-10; 100 for CIFAR-100, whose files have a coarse and a fine label, of which the fine one
-            is used.
+        classes: 10 for CIFAR-10; 100 for CIFAR-100, whose fine labels are used, not the coarse ones.
         validation: the fraction of the training examples, from the end, for validation.
         on_bad_example: "fail" or "skip".
 
@@ -76,11 +75,11 @@ def _read_file(path: Path, classes: int, bad: BadExamples) -> Arrays:
     data = np.frombuffer(local_files.content(path), np.uint8)
     records, rest = divmod(len(data), labels + _PIXELS)
     if rest:
-        bad.found(f"`{path}` is truncated: {rest} bytes follow its {records} whole examples", "fetch it again")
+        bad.add(f"`{path}` is truncated: {rest} bytes follow its {records} complete examples", "fetch it again")
     examples = data[: len(data) - rest].reshape(records, labels + _PIXELS)
     y = examples[:, labels - 1]
     for index in np.flatnonzero(y >= classes):
-        bad.found(f"Example {index} of `{path}` has the label {y[index]}, outside the {classes} classes")
+        bad.add(f"Example {index} of `{path}` has the label {y[index]}, outside the {classes} classes")
     examples = examples[y < classes]
     pixels = examples[:, labels:].reshape(-1, *_SHAPE).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(pixels), np.ascontiguousarray(examples[:, labels - 1])

@@ -1,6 +1,6 @@
-"""COCO 2017, fetched through TensorFlow Datasets, as semantic segmentation: T.-Y. Lin and others, ECCV 2014.
+"""COCO 2017 from TensorFlow Datasets (TFDS), as semantic segmentation: T.-Y. Lin and others, ECCV 2014.
 
-TFDS' own examples have boxes but no outlines, so this module reads the archives that TFDS downloads: 25 GB.
+The examples of TFDS have boxes but no outlines, so this module reads the archives that TFDS downloads: 25 GB.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from os import PathLike
 
 from tfdist.data.formats import coco, tfds_prepare
 from tfdist.data.input.pictures import PictureSource
-from tfdist.data.sources.coco_folder import of_parts
+from tfdist.data.sources.coco_folder import source_of
 from tfdist.options import Fraction, Size
 
 _ADDRESS = "http://images.cocodataset.org/"
@@ -43,9 +43,9 @@ def load(
     folder = tfds_prepare.data_folder(data_dir)
     import tensorflow_datasets as tfds
 
-    there = tfds_prepare.extracted(tfds.builder("coco/2017", data_dir=folder), folder, ARCHIVES)
+    folders = tfds_prepare.extracted(tfds.builder("coco/2017", data_dir=folder), folder, ARCHIVES)
     parts = {
-        split: coco.read(there["annotations"] / "annotations" / f"instances_{name}.json", there[name] / name)
+        split: coco.read(folders["annotations"] / "annotations" / f"instances_{name}.json", folders[name] / name)
         for split, name in (("train", "train2017"), ("test", "val2017"))
     }
-    return of_parts("coco", parts, size, validation, cache, on_bad_example)
+    return source_of("coco", parts, size, validation, cache, on_bad_example)

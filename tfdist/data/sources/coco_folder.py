@@ -1,4 +1,4 @@
-"""COCO's own folders, as semantic segmentation: masks are drawn from the instance annotations.
+"""Folders in COCO's layout, as semantic segmentation: masks are drawn from the instance annotations.
 
 Source: T.-Y. Lin and others, "Microsoft COCO: Common Objects in Context", ECCV 2014.
 """
@@ -47,10 +47,10 @@ def load(
     """
     directory = local_files.folder(data_dir, "coco_folder")
     parts = {split: _read(directory, f"{name}{year}") for split, name in (("train", "train"), ("test", "val"))}
-    return of_parts("coco_folder", parts, size, validation, cache, on_bad_example)
+    return source_of("coco_folder", parts, size, validation, cache, on_bad_example)
 
 
-def of_parts(
+def source_of(
     name: str, parts: Mapping[str, coco.Part], size: Sequence[int], validation: float, cache: str, policy: str
 ) -> PictureSource:
     """The source `name` from the results of `tfdist.data.formats.coco.read` for "train" and "test"; see `load`."""

@@ -1,8 +1,8 @@
 """A folder of pictures by class: `train/CLASS/NAME.jpg`, with `validation/` (or `val/`) and `test/` beside `train/`.
 
-Without a folder `train` the classes are the folders of the dataset's own folder. A tenth of the pictures, drawn at
-random but always alike, is then for validation and another tenth for the test; the classes have the same proportions in
-all three splits.
+Without a folder `train`, each subfolder of the dataset's folder is a class. A tenth of the pictures, always the same
+random ones, is then for validation, and another tenth for the test; the classes have the same proportions in all three
+splits.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ def load(
     cache: str = "auto",
     on_bad_example: str = "fail",
 ) -> PictureSource:
-    """x float32 `[N, H, W, channels]` in [0, 1], y int32 `[N]`; the classes in the order of the alphabet.
+    """x float32 `[N, H, W, channels]` in [0, 1], y int32 `[N]`; the classes are in alphabetical order.
 
     Args:
         data_dir: the folder.
-        size: height and width to bring the pictures to, or one number for both; None is the size of the first one.
-        channels: 3 for colours, 1 for grey.
+        size: height and width to which the pictures are resized, or one number for both; None is the size of the first
+            picture.
+        channels: 3 for colour, 1 for grey.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
 
     Raises:
-        UsageError: no folder.
-        DataError: no pictures, or a class without training pictures; when it is read, one that cannot be decoded.
+        UsageError: no folder is given.
+        DataError: there are no pictures, or a class has no training pictures; or, during reading, a picture cannot be
+            decoded.
     """
     directory = local_files.folder(data_dir, "image_folder")
     if (directory / "train").is_dir():
-        there = {
+        folders = {
             split: directory / name
             for split, names in _FOLDERS.items()
             for name in names
             if (directory / name).is_dir()
         }
-        classes = _classes(there["train"])
-        files = {split: _pictures(folder, classes) for split, folder in there.items()}
+        classes = _classes(folders["train"])
+        files = {split: _pictures(folder, classes) for split, folder in folders.items()}
     else:
         classes = _classes(directory)
         files = _divided(_pictures(directory, classes))
@@ -65,7 +67,7 @@ def load(
 def _classes(folder: Path) -> list[str]:
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and local_files.pictures_in(path))
     if not classes:
-        raise DataError(f"`{folder}` has no folders with pictures", "make a folder a class, with its pictures")
+        raise DataError(f"`{folder}` has no folders with pictures", "make one folder per class, with its pictures")
     return classes
 
 
@@ -73,14 +75,14 @@ def _pictures(folder: Path, classes: list[str]) -> Pictures:
     unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
     if unknown:
         raise DataError(
-            f"`{folder / unknown[0]}` is no class of the training pictures, which are {', '.join(classes[:10])}",
+            f"`{folder / unknown[0]}` is not a class of the training pictures, which have {', '.join(classes[:10])}",
             "use the same names of classes for all splits",
         )
-    found = [
+    labelled = [
         (str(path), label) for label, name in enumerate(classes) for path in local_files.pictures_in(folder / name)
     ]
-    files = Pictures([path for path, _ in found], np.array([label for _, label in found], np.int32))
-    # The first examples shall have all classes.
+    files = Pictures([path for path, _ in labelled], np.array([label for _, label in labelled], np.int32))
+    # Shuffled, so that the first examples have all classes.
     return files.keep(np.random.default_rng(1).permutation(len(files)).tolist())
 
 
@@ -93,9 +95,9 @@ def _divided(files: Pictures) -> dict[str, Pictures]:
 
 
 def _quantiles(labels: Any) -> np.ndarray:
-    """Where each example stands among those of its class, from 0 for the first to 1 after the last: float `[N]`."""
+    """The position of each example among those of its class, from 0 at the first to 1 after the last: float `[N]`."""
     quantiles = np.empty(len(labels))
     for label in np.unique(labels):
-        those = np.flatnonzero(labels == label)
-        quantiles[those] = (np.arange(len(those)) + 0.5) / len(those)
+        of_class = np.flatnonzero(labels == label)
+        quantiles[of_class] = (np.arange(len(of_class)) + 0.5) / len(of_class)
     return quantiles

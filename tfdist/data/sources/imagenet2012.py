@@ -8,7 +8,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from tfdist.data.formats import tfds_records
+from tfdist.data.formats import tfds_sources
 from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.errors import DataError
 from tfdist.options import Count, Size
@@ -35,15 +35,15 @@ def load(
         size: height and width to which the pictures are resized.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
-        shuffle: "examples", or "files": the files in random order, each from its begin to its end.
-        shuffle_buffer: for "files": examples that are shuffled together.
+        shuffle: "examples", or "files": the files in random order, each read from its begin to its end.
+        shuffle_buffer: for "files": the number of examples that are shuffled together.
 
     Raises:
         DataError: the dataset is not prepared and archives are missing; the error names them and their folder.
     """
-    builder = tfds_records.builder_of("imagenet2012", data_dir, _check_archives)
+    builder = tfds_sources.builder_of("imagenet2012", data_dir, _check_archives)
     label = builder.info.features["label"]
-    return tfds_records.source_of(
+    return tfds_sources.by_record(
         builder,
         "validation",
         size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data.formats import tfds_records
+from tfdist.data.formats import tfds_sources
 from tfdist.data.input.pictures import SHUFFLE_BUFFER, PictureSource
 from tfdist.options import Count, Size
 
@@ -27,14 +27,14 @@ def load(
         size: height and width to which pictures and masks are resized.
         cache: one of `tfdist.data.input.pictures.CACHES`.
         on_bad_example: "fail" or "skip".
-        shuffle: "examples", or "files": the files in random order, each from its begin to its end.
-        shuffle_buffer: for "files": examples that are shuffled together.
+        shuffle: "examples", or "files": the files in random order, each read from its begin to its end.
+        shuffle_buffer: for "files": the number of examples that are shuffled together.
 
     Raises:
         DataError: the dataset is not prepared and cannot be downloaded.
     """
-    builder = tfds_records.builder_of("oxford_iiit_pet", data_dir)
-    return tfds_records.source_of(
+    builder = tfds_sources.builder_of("oxford_iiit_pet", data_dir)
+    return tfds_sources.by_record(
         builder,
         "test",
         size,

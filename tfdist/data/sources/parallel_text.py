@@ -1,4 +1,4 @@
-"""Two texts that are translations of each other line by line, such as Multi30k.
+"""Two texts whose lines are translations of each other, such as Multi30k.
 
 Source: D. Elliott and others, "Multi30K: Multilingual English-German Image Descriptions", 2016.
 """
@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from tfdist.data.formats import local_files
-from tfdist.data.formats.translations import Pairs, source_of
+from tfdist.data.formats.text_sources import Pairs, translated
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.source import Source
 from tfdist.errors import DataError, UsageError
@@ -52,9 +52,9 @@ def load(
         DataError: a file does not exist, the files differ in length, or a line has another encoding.
     """
     directory, bad = local_files.folder(data_dir, "parallel_text"), BadExamples(on_bad_example)
-    given = {"train": train, "validation": validation, "test": test}
-    parts = {split: _read(directory, names, split, encoding, bad) for split, names in given.items() if names}
-    return source_of(
+    names_of = {"train": train, "validation": validation, "test": test}
+    parts = {split: _read(directory, names, split, encoding, bad) for split, names in names_of.items() if names}
+    return translated(
         "parallel_text",
         parts,
         length=length,

@@ -2,7 +2,7 @@
 
 | split | example | content |
 |---|---|---|
-| a list | `train.txt` | one line `picture mask` per example, relative to the list's folder |
+| a list | `train.txt` | one line `picture mask` per example; paths are relative to the list's folder |
 | two folders | `train,trainannot` | pictures, and masks with the same names except for their suffixes |
 
 Source: G. Brostow, J. Fauqueur and R. Cipolla, "Semantic object classes in video", Pattern Recognition Letters, 2009;
@@ -55,8 +55,8 @@ def load(
             decoded, a mask does not have the size of its picture, or a label is outside the classes.
     """
     directory = local_files.folder(data_dir, "segmentation_folder")
-    given = {"train": train, "validation": validation, "test": test}
-    files = {split: _pairs(directory, names, split) for split, names in given.items() if names}
+    names_of = {"train": train, "validation": validation, "test": test}
+    files = {split: _pairs(directory, names, split) for split, names in names_of.items() if names}
     height, width = size or size_of(files["train"].pictures[0])
     spec = DataSpec(
         "segmentation_folder",
@@ -100,12 +100,12 @@ def _of_list(directory: Path, name: str, option: str) -> list[tuple[Path, Path]]
 
 
 def _of_folders(pictures: Path, masks: Path) -> list[tuple[Path, Path]]:
-    of_name = {path.stem: path for path in local_files.pictures_in(masks)}
-    found = local_files.pictures_in(pictures)
-    alone = [path for path in found if path.stem not in of_name]
-    if alone:
+    mask_of = {path.stem: path for path in local_files.pictures_in(masks)}
+    paths = local_files.pictures_in(pictures)
+    without = [path for path in paths if path.stem not in mask_of]
+    if without:
         raise DataError(
-            f"The picture `{alone[0]}` has no mask in `{masks}` ({len(alone)} of {len(found)} pictures have none)",
+            f"The picture `{without[0]}` has no mask in `{masks}` ({len(without)} of {len(paths)} pictures have none)",
             "give each picture a mask of the same name",
         )
-    return [(path, of_name[path.stem]) for path in found]
+    return [(path, mask_of[path.stem]) for path in paths]

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tfdist.data.formats import local_files, text
-from tfdist.data.formats.labelled_text import Sentences, source_of
+from tfdist.data.formats.text_sources import Sentences, labelled
 from tfdist.data.input.bad_examples import BadExamples
 from tfdist.data.input.source import Source
 from tfdist.errors import UsageError
@@ -66,62 +66,60 @@ def load(
     """
     directory, bad = local_files.folder(data_dir, "sentences"), BadExamples(on_bad_example)
     _check_folds(folds, fold, test)
-    given = {"train": train, "validation": validation, "test": test}
+    names_of = {"train": train, "validation": validation, "test": test}
     parts = {
         split: _read_all(local_files.find(directory, names, "sentences", split), classes, encoding, bad)
-        for split, names in given.items()
+        for split, names in names_of.items()
         if names
     }
     if folds:
         parts["train"], parts["test"] = _split(parts["train"], folds, fold)
     if not validation:
         parts["train"], parts["validation"] = _split(parts["train"], 10, 0)
-    return source_of(
+    return labelled(
         "sentences", parts, classes, length=length, words=words, buckets=buckets, vocabulary=vocabulary, bad=bad
     )
 
 
 def _check_folds(folds: int, fold: int, test: str | None) -> None:
     if folds and test:
-        raise UsageError("`folds` and `test` are both set", "use one of them: a fold is the test split of its run")
+        raise UsageError("`folds` and `test` are both set", "use only one of them: a fold is the test split of its run")
     if not 0 <= fold < max(folds, 1) or folds == 1:
         raise UsageError(f"`fold` is {fold} of {folds}", "use 2 folds or more, and a fold from 0 to folds - 1")
 
 
 def _read_all(files: list[Path], classes: int, encoding: str, bad: BadExamples) -> Sentences:
     """The sentences of a split: one file in its order, or several files, one per class, shuffled."""
-    found: Sentences = []
+    sentences: Sentences = []
     for index, path in enumerate(files):
-        found += _read(path, index, len(files), classes, encoding, bad)
-    return found if len(files) == 1 else _mixed(found)
+        sentences += _read(path, index, len(files), classes, encoding, bad)
+    if len(files) == 1:
+        return sentences
+    # Shuffled, so that the first examples have all classes.
+    return [sentences[index] for index in np.random.default_rng(1).permutation(len(sentences))]
 
 
 def _read(
     path: Path, index: int, count: int, classes: int, encoding: str, bad: BadExamples
 ) -> Iterator[tuple[list[str], int]]:
-    """The words and the label of each sentence of a file, which is number `index` of `count` files of a split."""
+    """The words and the label of each sentence in a file, which is number `index` of the `count` files of a split."""
     for number, line in local_files.lines(path, encoding, bad):
         if line is None or not line.strip():
             continue
-        label, sentence = (str(index), line) if count > 1 else _divided(line)
+        label, sentence = (str(index), line) if count > 1 else _label_and_sentence(line)
         if not (label.isdigit() and int(label) < classes):
-            bad.found(f"Line {number} of `{path}` has the label `{label}`, outside the {classes} classes")
+            bad.add(f"Line {number} of `{path}` has the label `{label}`, outside the {classes} classes")
             continue
         yield text.words(sentence), int(label)
 
 
-def _divided(line: str) -> tuple[str, str]:
-    """Label and sentence of a line; with tabs, the first and the last field."""
+def _label_and_sentence(line: str) -> tuple[str, str]:
+    """The label and the sentence in a line: with tabs, the first and the last field; else before and after a space."""
     if "\t" in line:
         label, *_, sentence = line.split("\t")
     else:
         label, _, sentence = line.partition(" ")
     return label, sentence
-
-
-def _mixed(sentences: Sentences) -> Sentences:
-    """The sentences, shuffled so that the first examples have all classes; deterministic for the same sentences."""
-    return [sentences[index] for index in np.random.default_rng(1).permutation(len(sentences))]
 
 
 def _split(sentences: Sentences, parts: int, part: int) -> tuple[Sentences, Sentences]:

@@ -1,12 +1,12 @@
 """Synthetic examples with learnable targets for every task, of any shape, size and number of classes.
 
-- classification, autoencoding: each class has a template of uniform noise; a picture is the mean of it and other noise
-- segmentation: each class has a colour; a picture is a grid of patches of these colours, with noise
-- text_classification: half of the words of a sentence are words of its class
+- classification, autoencoding: each class has a template of uniform noise; a picture is its mean with other noise
+- segmentation: each class has a colour; a picture is a grid of patches in these colours, with noise
+- text_classification: half of the words in a sentence are words of its class
 - translation: each source word has one target word, in the same order
 - characters: each character is followed by one of two others
 
-The more pixels, the easier the classes are to distinguish; a linear classifier suffices.
+With more pixels, the classes are easier to distinguish; a linear classifier suffices.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tfdist.data.spec import END, PADDING, SPLITS, START, TASKS, UNKNOWN, DataSp
 from tfdist.errors import UnknownNameError, UsageError
 from tfdist.options import Count, CountOrZero
 
-# Examples that are generated together: few compared with the dataset, many compared with NumPy's overhead.
+# How many examples are generated together: few compared with the dataset, many compared with NumPy's overhead.
 _CHUNK = 1024
-# A patch of a mask is an eighth of its side.
+# The number of patches along each side of a mask.
 _PATCHES = 8
 
 
@@ -60,7 +60,7 @@ def load(
         seed: the seed of all random numbers.
 
     Raises:
-        UnknownNameError: no such task.
+        UnknownNameError: there is no such task.
         UsageError: there are fewer words than a vocabulary needs, or segmentation has no height and width.
     """
     del data_dir
@@ -152,13 +152,15 @@ def _translations(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
     lengths = _lengths(generator, count, length)
     source[np.arange(length) >= lengths] = PADDING
     sentences = [of_word[row[:words]].tolist() for row, words in zip(source, lengths[:, 0], strict=True)]
-    begun = padding.padded([[START, *sentence] for sentence in sentences], length + 1)
-    return {"source": source, "target": begun}, padding.padded([[*sentence, END] for sentence in sentences], length + 1)
+    shifted = padding.padded([[START, *sentence] for sentence in sentences], length + 1)
+    return {"source": source, "target": shifted}, padding.padded(
+        [[*sentence, END] for sentence in sentences], length + 1
+    )
 
 
 def _characters(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
     (steps,) = spec.input_shape
-    # One of the two is the next number, so that every character occurs.
+    # One of the two followers is the next number, so that every character occurs.
     next_one, other = (np.arange(spec.classes) + 1) % spec.classes, _shared(seed).permutation(spec.classes)
     followers = np.stack([next_one, other], axis=1).tolist()
     choices = np.random.default_rng([seed, stream]).integers(2, size=count * steps).tolist()
@@ -170,7 +172,7 @@ def _characters(spec: DataSpec, seed: int, stream: int, count: int) -> Arrays:
 
 
 def _lengths(generator: np.random.Generator, count: int, length: int) -> np.ndarray:
-    """Random lengths of sentences, from a quarter of the longest to the longest: `[count, 1]`."""
+    """Random lengths of sentences, from a quarter of `length` to `length`: `[count, 1]`."""
     return generator.integers(max(1, length // 4), length + 1, size=(count, 1))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from tfdist.data.formats import tfds_records, translations
+from tfdist.data.formats import text_sources, tfds_sources
 from tfdist.data.input.bad_examples import FAIL, BadExamples
 from tfdist.data.input.source import Source
 from tfdist.errors import UnknownNameError
@@ -29,7 +29,8 @@ def load(
 
     Args:
         data_dir: the folder of prepared datasets; see `tfdist.data.load`.
-        pair: the languages: az, be, es, fr, gl, he, it, pt, ru or tr to another one, with the name of the pair in TFDS.
+        pair: the name of the language pair in TFDS, such as `pt_to_en`; its languages are among az, be, en, es, fr, gl,
+            he, it, pt, ru and tr.
         length: the largest number of words per sentence; longer sentences are cut.
         words: the largest number of words in each vocabulary.
         buckets: make batches of sentences of similar lengths.
@@ -45,15 +46,15 @@ def load(
     pairs = tfds.builder_cls("ted_hrlr_translate").builder_configs
     if pair not in pairs:
         raise UnknownNameError("pair of languages", pair, pairs)
-    builder = tfds_records.builder_of(f"ted_hrlr_translate/{pair}", data_dir)
+    builder = tfds_sources.builder_of(f"ted_hrlr_translate/{pair}", data_dir)
     source, target = builder.info.supervised_keys
     parts = {
         split: [
-            (example[source].decode(), example[target].decode()) for example in tfds_records.examples(builder, split)
+            (example[source].decode(), example[target].decode()) for example in tfds_sources.examples(builder, split)
         ]
         for split in ("train", "validation", "test")
     }
-    return translations.source_of(
+    return text_sources.translated(
         "ted_hrlr_translate",
         parts,
         length=length,

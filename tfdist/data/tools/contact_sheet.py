@@ -1,4 +1,4 @@
-"""A contact sheet: some examples with their labels, masks or words, as one image."""
+"""Draws a contact sheet: some examples with their labels, masks or words in one picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INCHES, _DOTS = 1.6, 100
 
 
 def write(path: Path, spec: DataSpec, x: Any, y: np.ndarray) -> None:
-    """Draws the first examples of (x, y), as `tfdist.data.spec` describes them, into a PNG."""
+    """Writes a PNG of the first examples of (x, y), which `tfdist.data.spec` describes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(COLUMNS * _INCHES, ROWS * _INCHES), dpi=_DOTS, layout="constrained")
@@ -26,20 +26,20 @@ def write(path: Path, spec: DataSpec, x: Any, y: np.ndarray) -> None:
 
 
 def _draw_pictures(figure: Any, spec: DataSpec, x: np.ndarray, y: np.ndarray) -> None:
-    """Each picture with its class as a title, or beside its mask."""
+    """Draws each picture below its class, or beside its mask."""
     masks = spec.task == "segmentation"
-    each = 2 if masks else 1
+    panels = 2 if masks else 1
     axes = figure.subplots(ROWS, COLUMNS).reshape(-1)
     for panel in axes:
         panel.set_axis_off()
-    for number, example in enumerate(x[: len(axes) // each]):
+    for number, example in enumerate(x[: len(axes) // panels]):
         grey = example.shape[-1] == 1
-        panel = axes[number * each]
+        panel = axes[number * panels]
         panel.imshow(example[..., 0] if grey else example, cmap="gray" if grey else None, vmin=0, vmax=1)
         if masks:
             # 20 colours distinguish neighbouring classes; ignored pixels stay white.
             shown = np.ma.masked_equal(y[number], -1 if spec.ignored_class is None else spec.ignored_class)
-            axes[number * each + 1].imshow(shown % 20, cmap="tab20", vmin=0, vmax=19, interpolation="nearest")
+            axes[number * panels + 1].imshow(shown % 20, cmap="tab20", vmin=0, vmax=19, interpolation="nearest")
         elif spec.task == "classification":
             panel.set_title(_class(spec, int(y[number])), size=8)
 
@@ -52,18 +52,13 @@ def _lines(spec: DataSpec, x: Any, y: np.ndarray) -> list[str]:
             for line in (_words(spec.vocabulary, source), "    " + _words(spec.target_vocabulary, target))
         ]
     if spec.task == "characters":
-        return [
-            f"{_characters(spec, one)}  ->  {_characters(spec, two)}"
-            for one, two in zip(x[: ROWS * 6], y, strict=False)
-        ]
-    if spec.task == "text_classification":
-        return [
-            f"{_class(spec, int(label)):>10}  {_words(spec.vocabulary, one)}"
-            for one, label in zip(x[: ROWS * 6], y, strict=False)
-        ]
+        pairs = zip(x[: ROWS * 6], y, strict=False)
+        return [f"{_characters(spec, text)}  ->  {_characters(spec, target)}" for text, target in pairs]
+    words = spec.task == "text_classification"
     return [
-        f"{_class(spec, int(label)):>10}  {np.array2string(one, precision=3)}"
-        for one, label in zip(x[: ROWS * 6], y, strict=False)
+        f"{_class(spec, int(label)):>10}  "
+        + (_words(spec.vocabulary, example) if words else np.array2string(example, precision=3))
+        for example, label in zip(x[: ROWS * 6], y, strict=False)
     ]
 
 
@@ -73,7 +68,7 @@ def _class(spec: DataSpec, label: int) -> str:
 
 def _words(vocabulary: tuple[str, ...], tokens: np.ndarray, longest: int = 150) -> str:
     words = [vocabulary[token] if vocabulary else str(token) for token in tokens if token != PADDING]
-    # Matplotlib would take a dollar for the start of a formula.
+    # A dollar would begin a formula in Matplotlib.
     text = " ".join(words).replace("$", r"\$")
     return text if len(text) <= longest else text[: longest - 1] + "…"
 

@@ -1,6 +1,7 @@
 """Downloads and prepares a dataset: `python -m tfdist.data.tools.fetch NAME [FOLDER [OPTION=VALUE ...]]`.
 
-It runs before the processes of a job start."""
+The launcher runs it before the processes of a job start.
+"""
 
 from __future__ import annotations
 
