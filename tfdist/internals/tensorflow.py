@@ -70,34 +70,6 @@ def without_strategy() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-# Operations whose result has the values of an argument.
-_PASSING_ON = ("Identity", "Reshape", "SelectV2", "Cast")
-
-
-def compute_after(tensor: tf.Tensor, earlier: tf.Tensor) -> None:
-    """Lets the graph compute `tensor` only once it has computed `earlier`, unless that depends on it."""
-    operation = tensor.op
-    while operation.type in _PASSING_ON:
-        same = [one for one in operation.inputs if one.shape.num_elements() == tensor.shape.num_elements()]
-        if not same or tensor.shape.num_elements() is None:
-            break
-        operation = same[0].op
-    if not _depends_on(earlier.op, operation):
-        add_control_input(operation, earlier.op)
-
-
-def _depends_on(operation: tf.Operation, wanted: tf.Operation) -> bool:
-    seen, waiting = {operation.name}, [operation]
-    while waiting:
-        one = waiting.pop()
-        if one.name == wanted.name:
-            return True
-        before = {each.name: each for each in (*(tensor.op for tensor in one.inputs), *one.control_inputs)}
-        waiting += [each for name, each in before.items() if name not in seen]
-        seen |= set(before)
-    return False
-
-
 def serial_calls() -> contextlib.AbstractContextManager[None]:
     """Graphs that are called in this context run their operations one after the other, in the caller's thread.
 
@@ -369,13 +341,3 @@ def placeholders(spec: Any) -> Any:
 
     flat = [placeholder(one) for one in tf.nest.flatten(spec, expand_composites=True)]
     return tf.nest.pack_sequence_as(spec, flat, expand_composites=True)
-
-
-def replace_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Has an operation of a graph take `tensor`, which may have been made after it, as its input number `index`."""
-    operation._update_input(index % len(operation.inputs), tensor)
-
-
-def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
-    """Makes an operation of a graph wait for another one, which may have been made after it."""
-    operation._add_control_input(before)

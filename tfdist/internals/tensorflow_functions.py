@@ -45,6 +45,13 @@ def captured(graph: Any) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     return [outside for outside, _ in graph.captures], [inside for _, inside in graph.captures]
 
 
+def captured_ids(graph: Any) -> list[int | None]:
+    """For each input of a function's graph, the `id` of the tensor that it captures; `None` for an argument."""
+    outside, inside = captured(graph)
+    ids = {id(placeholder): id(tensor) for tensor, placeholder in zip(outside, inside, strict=True)}
+    return [ids.get(id(placeholder)) for placeholder in graph.inputs]
+
+
 def variables_of(graph: Any) -> list[tf.Tensor]:
     """The handles of the variables from outside that a function's graph uses."""
     found = {id(outside): outside for outside, _ in graph.captures if outside.dtype == tf.resource}

@@ -83,8 +83,44 @@ def copy(operation: tf.Operation, inputs: Sequence[tf.Tensor], name: str) -> tf.
 
 
 def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Replaces an input of an operation of a graph by a tensor of the same shape and dtype."""
-    operation._update_input(index, tensor)
+    """Replaces input number `index` of an operation of a graph by a tensor of the same shape and dtype.
+
+    The tensor may have been made after the operation; a negative index counts from the end.
+    """
+    operation._update_input(index % len(operation.inputs), tensor)
+
+
+# Operations whose result has the values of an argument.
+_PASSING_ON = ("Identity", "Reshape", "SelectV2", "Cast")
+
+
+def compute_after(tensor: tf.Tensor, earlier: tf.Tensor) -> None:
+    """Makes the graph compute `tensor` after `earlier`, unless `earlier` depends on it."""
+    operation = tensor.op
+    while operation.type in _PASSING_ON:
+        same = [one for one in operation.inputs if one.shape.num_elements() == tensor.shape.num_elements()]
+        if not same or tensor.shape.num_elements() is None:
+            break
+        operation = same[0].op
+    if not _depends_on(earlier.op, operation):
+        add_control_input(operation, earlier.op)
+
+
+def _depends_on(operation: tf.Operation, wanted: tf.Operation) -> bool:
+    seen, waiting = {operation.name}, [operation]
+    while waiting:
+        visited = waiting.pop()
+        if visited.name == wanted.name:
+            return True
+        predecessors = {predecessor.name: predecessor for predecessor in sources(visited)}
+        waiting += [predecessor for name, predecessor in predecessors.items() if name not in seen]
+        seen |= set(predecessors)
+    return False
+
+
+def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
+    """Makes an operation of a graph wait for another one, which may have been made after it."""
+    operation._add_control_input(before)
 
 
 def sources(operation: tf.Operation) -> list[tf.Operation]:

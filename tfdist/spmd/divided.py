@@ -1,10 +1,10 @@
-"""Variables of which each replica has a part along an axis, as slots of an optimizer whose state is divided.
+"""Sharded variables, such as the slots of an optimizer whose state is sharded (ZeRO).
 
-    variable.assign_sub(rate * slot)       each replica computes the rows that it has, and the rows are gathered
+    variable.assign_sub(rate * slot)       each replica computes its rows, and the rows are gathered
 
-A read gives the part, which rules take further as any other. What is assigned is wanted in the same parts. A kernel of
-an optimizer updates its part of each variable, where all of them are cut alike. All else needs the whole variable;
-`whole_ones` tells before a step is computed which variables are used so.
+Reading such a variable gives a shard, which rules handle as any other; assigned values are resharded to match. A fused
+optimizer kernel updates its shard of each variable, if all variables that it updates are sharded in the same way. Other
+operations need the whole variable; `variables_needed_whole` lists such variables before a step is partitioned.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tfdist.spmd.accumulators import ASSIGN, READ
 from tfdist.spmd.flattening import Slot, flatten
 from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard
 
-# They compute each element from the same element of the gradient and of the variables.
-_OF_KERNELS = """
+# Optimizers whose kernels compute each element from the same element of the gradient and of the variables.
+_OPTIMIZERS = """
     AdaMax Adadelta Adagrad AdagradV2 Adam AdamWithAmsgrad CenteredRMSProp Ftrl FtrlV2 GradientDescent KerasMomentum
     Momentum RMSProp
 """
-_KERNELS = frozenset(f"ResourceApply{name}" for name in _OF_KERNELS.split())
+_KERNELS = frozenset(f"ResourceApply{name}" for name in _OPTIMIZERS.split())
 
 
 def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placement] | None:
-    """Where the inputs must be of an operation on divided variables; `None` for other operations."""
+    """The placements of the inputs of an operation on sharded variables; `None` for other operations."""
     if operation.type != READ and operation.type not in ASSIGN | _KERNELS:
         return None
     shard = values[0].placement
@@ -41,51 +41,51 @@ def placements(operation: tf.Operation, values: Sequence[Placed]) -> list[Placem
 
 
 def require_none(operation: tf.Operation, values: Sequence[Placed]) -> None:
-    """Raises `UsageError` for an operation that needs the whole of a divided variable, which `whole_ones` missed."""
-    if any(isinstance(one.placement, Shard) and one.tensors and one.tensors[0].dtype == tf.resource for one in values):
-        raise UsageError(
-            f"{tensorflow_graphs.place(operation)} needs the whole of a slot of the optimizer, of which each process "
-            "has a part",
-            "leave out `shard`; each process then has the whole state of the optimizer",
-        )
+    """Raises `UsageError` if an operation needs a whole sharded variable, which `variables_needed_whole` missed."""
+    for value in values:
+        if isinstance(value.placement, Shard) and value.tensors and value.tensors[0].dtype == tf.resource:
+            raise UsageError(
+                f"{tensorflow_graphs.place(operation)} needs the whole of a slot of the optimizer, and each process "
+                "has only a shard of it",
+                "leave out `shard`; each process then has the whole state of the optimizer",
+            )
 
 
-def whole_ones(traced: tf.types.experimental.ConcreteFunction, shards: Mapping[int, Shard]) -> set[int]:
-    """The divided variables of which a step needs the whole, by the `id` of the handle.
+def variables_needed_whole(traced: tf.types.experimental.ConcreteFunction, shards: Mapping[int, Shard]) -> set[int]:
+    """The sharded variables that a step needs whole, by the `id` of the handle.
 
     Args:
         traced: the step of one device.
-        shards: how the variables are cut, by the `id` of the handle.
+        shards: the placement of each sharded variable, by the `id` of the handle.
     """
-    outside, inside = tensorflow_functions.captured(traced.graph)
-    handles = {id(placeholder): id(tensor) for tensor, placeholder in zip(outside, inside, strict=True)}
-    given = [handles.get(id(placeholder)) for placeholder in traced.graph.inputs]
-    divided = dict(shards)
-    while found := _whole_ones(traced.graph, given, divided):
-        for handle in found:
-            del divided[handle]
-    return set(shards) - set(divided)
+    handles = tensorflow_functions.captured_ids(traced.graph)
+    sharded = dict(shards)
+    # A kernel needs its other variables whole if one of them is whole, so this is repeated until nothing changes.
+    while needed := _needed_whole(traced.graph, handles, sharded):
+        for handle in needed:
+            del sharded[handle]
+    return set(shards) - set(sharded)
 
 
-def _whole_ones(graph: tf.Graph, given: Sequence[int | None], divided: Mapping[int, Shard]) -> set[int]:
-    """Those of the `divided` variables, which a graph is `given` by handles, of which it needs the whole."""
-    slots = [Slot() for _ in given]
-    handles = dict(zip(slots, given, strict=True))
-    found: set[int] = set()
+def _needed_whole(graph: tf.Graph, handles: Sequence[int | None], sharded: Mapping[int, Shard]) -> set[int]:
+    """The `sharded` variables that a graph needs whole; `handles` are those of its inputs."""
+    slots = [Slot() for _ in handles]
+    handle_of = dict(zip(slots, handles, strict=True))
+    needed: set[int] = set()
     for node in flatten(graph, slots).nodes:
-        reads = [handles.get(slot) for slot in node.inputs]
-        own = {one for one in reads if one is not None and one in divided}
+        reads = [handle_of.get(slot) for slot in node.inputs]
+        used = {handle for handle in reads if handle is not None and handle in sharded}
         kind = node.operation.type
-        if kind in control_flow.TYPES and own:
+        if kind in control_flow.TYPES and used:
             for name, arguments in control_flow.arguments(node.operation, reads).items():
-                found |= _whole_ones(tensorflow_functions.body(node.operation, name), arguments, divided)
+                needed |= _needed_whole(tensorflow_functions.body(node.operation, name), arguments, sharded)
         elif kind in _KERNELS:
-            resources = [
-                None if one is None else divided.get(one)
-                for one, tensor in zip(reads, node.operation.inputs, strict=True)
+            shards = {
+                None if handle is None else sharded.get(handle)
+                for handle, tensor in zip(reads, node.operation.inputs, strict=True)
                 if tensor.dtype == tf.resource
-            ]
-            found |= own if len(set(resources)) > 1 else set()
+            }
+            needed |= used if len(shards) > 1 else set()
         elif kind != READ and kind not in ASSIGN:
-            found |= own
-    return found
+            needed |= used
+    return needed
