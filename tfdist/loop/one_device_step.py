@@ -79,7 +79,7 @@ class OneDeviceStep:
         if self._traced is None:
             assert tf.executing_eagerly()
             own_batch_norm = self._strategy.batch_norm == "per_replica"
-            norms = keras_batch_norm.of_each_replica(PER_REPLICA_PREFIX) if own_batch_norm else contextlib.nullcontext()
+            norms = keras_batch_norm.per_replica(PER_REPLICA_PREFIX) if own_batch_norm else contextlib.nullcontext()
             with building.traced(self._strategy, self._steps.model), keras_variables.looking_up_rows(), norms:
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfdist import spmd
 from tfdist.groups import ProcessGroup
 from tfdist.groups.parts import Part
-from tfdist.internals import keras_optimizers, tensorflow_variables
+from tfdist.internals import keras_optimizers, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.optimizers.divided import DividedOptimizer, divide, local, undivide
 
@@ -88,7 +88,7 @@ class ShardedOptimizer(DividedOptimizer):
 
     def _build(self, variables: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         """Builds the optimizer, with slots for parts if it computes by elements; returns their whole shapes by `id`."""
-        if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.BY_ELEMENT:
+        if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.ELEMENTWISE:
             self.optimizer.build(list(variables))
             return {}
         parts = []
@@ -130,7 +130,7 @@ class ShardedOptimizer(DividedOptimizer):
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """The context in which a step is traced, with stand-ins for the slots of which this process has a part."""
-        with keras_optimizers.standing_for([one.variable for one in self._slots], [one.whole for one in self._slots]):
+        with keras_variables.backed_by([one.variable for one in self._slots], [one.whole for one in self._slots]):
             yield
 
     def place(self, variable: tf.Variable) -> tf.Variable | None:

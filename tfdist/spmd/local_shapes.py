@@ -42,9 +42,9 @@ def placement_of(sharding: Sharding, shard: Shard) -> Placement:
     return sharding if isinstance(sharding, Shard) else shard.moved(sharding)
 
 
-def is_divisible(operation: Operation, found: OpSharding, shard: Shard) -> bool:
+def is_divisible(operation: Operation, op_sharding: OpSharding, shard: Shard) -> bool:
     """Whether the axes that a rule shards are known to be divisible in these proportions."""
-    for index, sharding in enumerate(found.inputs):
+    for index, sharding in enumerate(op_sharding.inputs):
         placement, shape = placement_of(sharding, shard), operation.input_shapes[index]
         if not isinstance(placement, Shard) or operation.placements[index] == placement:
             continue
@@ -52,7 +52,7 @@ def is_divisible(operation: Operation, found: OpSharding, shard: Shard) -> bool:
             shape is None or not placement.divides(shape[placement.axis])
         ):
             return False
-    for index, output in enumerate(found.outputs):
+    for index, output in enumerate(op_sharding.outputs):
         shape = operation.output_shapes[index]
         if isinstance(output, str):
             continue
