@@ -173,7 +173,6 @@ def _refuse(model: Any) -> None:
 
 
 def _refusing(name: str, model: Any, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    del name
     _refuse(model)
     return method(*arguments, **named)
 

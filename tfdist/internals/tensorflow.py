@@ -52,7 +52,6 @@ def without_strategy() -> Iterator[None]:
     """Within this context, in a cross-replica context, code runs as without a strategy, on variables with one copy."""
 
     def plain(next_creator: Any, **arguments: Any) -> tf.Variable:
-        del next_creator  # the strategy's
         return resource_variable_ops.default_variable_creator_v2(None, **arguments)
 
     # An optimizer that is not built yet makes its variables here, and Keras makes them outside of the graph.
@@ -256,16 +255,13 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
             return fn(*args, **kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del options
         flat = tf.nest.flatten(value)
         return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, flat))
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del destinations, options
         return self._reduced(reduce_op, [value])[0]
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        del options
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs])
 
     def _reduced(self, reduce_op: Any, flat: Sequence[Any]) -> list[Any]:

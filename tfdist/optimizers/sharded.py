@@ -6,8 +6,8 @@
 
 An update costs each of N processes an N-th of the time and of the memory for slots, and the two exchanges together send
 as many bytes as the all-reduce in their place. The update is traced as one device computes it, with a stand-in of the
-whole shape for each slot. For the partitioner a slot is a variable that is cut along an axis (`tfdist.spmd.divided`),
-so that whatever a step computes of it is that of one device.
+whole shape for each slot. For the partitioner a slot is a variable that is cut along an axis
+(`tfdist.spmd.sharded_variables`), so that whatever a step computes of it is that of one device.
 
 A kernel that updates a variable in place does so in a variable beside it, which the partitioner can cut, too; it has
 memory only meanwhile.

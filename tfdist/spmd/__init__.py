@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
-from tfdist.spmd.divided import variables_needed_whole
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.meshes import Mesh, broadcast_by_gathering, gathered_by_rows, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Shard
+from tfdist.spmd.sharded_variables import variables_needed_whole
 
 __all__ = [
     "Cost",
@@ -69,7 +69,7 @@ def compute(
         streams: the state of random operations, which the graphs of a step share; see `tfdist.spmd.draws`.
         variables: by the `id` of a captured handle, the handles of the variables that replace it, one per replica of
             this process; each variable has a term of the value (`tfdist.spmd.accumulators`) or a shard of it
-            (`tfdist.spmd.divided`).
+            (`tfdist.spmd.sharded_variables`).
 
     Returns:
         The results of the traced function, replicated; the first copy of this process.

@@ -94,7 +94,6 @@ def _matmul(operation: tf.Operation, inputs: Shapes, outputs: Shapes, transposed
 
 
 def _einsum(operation: tf.Operation, inputs: Shapes, outputs: Shapes) -> int:
-    del outputs
     labels = operation.get_attr("equation").decode().split("->")[0].replace(".", "").split(",")
     lengths: dict[str, int] = {}
     for letters, shape in zip(labels, inputs, strict=True):

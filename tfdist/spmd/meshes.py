@@ -90,7 +90,6 @@ class Mesh:
             operation: of the one-device step.
             inputs: the first tensor of each of its inputs in the partitioned step.
         """
-        del operation, inputs
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -103,7 +102,6 @@ class Mesh:
 
     def terms(self, variable: Any) -> list[tf.Tensor] | None:
         """The handles of the replicas' variables whose sum is the metric variable `variable`; `None` if it has none."""
-        del variable
         return None
 
     def captured(self, tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -112,7 +110,6 @@ class Mesh:
 
     def is_common(self, handle: tf.Tensor) -> bool:
         """Whether all processes of the job have the variable with this handle, with the same value."""
-        del handle
         return True
 
     def all_reduce(
@@ -128,7 +125,6 @@ class Mesh:
         Returns:
             The copies of each reduced value.
         """
-        del gradients
         with self.on_copy(0):
             return [[reduced(terms, reduction)] for terms in values]
 
@@ -139,7 +135,6 @@ class Mesh:
 
     def parts(self, shape: tf.TensorShape) -> Shard | None:
         """How updates of a variable of this shape are sharded; `None` if every replica updates the whole variable."""
-        del shape
         return None
 
     def reduce_scatter(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[Shard]) -> list[list[tf.Tensor]]:
@@ -170,7 +165,6 @@ class Mesh:
             compute: builds the operation in the current graph.
             like: tensors with the dtypes, ranks and known lengths of the results.
         """
-        del like
         with self.on_copy(0):
             return [[tensor] for tensor in compute()]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd import accumulators, constants, control_flow, divided, draws, linear, tensor_lists
+from tfdist.spmd import accumulators, constants, control_flow, draws, linear, sharded_variables, tensor_lists
 from tfdist.spmd import local_shapes as shapes
 from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
@@ -134,7 +134,7 @@ class Partitioner:
         known = constants.known(node.operation, values)
         if known is not None:
             return Plan([value.placement for value in values], lambda _: known)
-        for kind in (accumulators, divided, linear):
+        for kind in (accumulators, sharded_variables, linear):
             placements = kind.placements(node.operation, values)
             if placements is not None:
                 return Plan(placements, lambda inputs: self._on_each_replica(node, inputs))
@@ -163,7 +163,7 @@ class Partitioner:
 
     def _plan_by_rule(self, node: Node, values: Sequence[Placed]) -> Plan:
         placements = [self.conversions.summed(value) for value in values]  # a nonlinear operation needs the sum
-        divided.require_none(node.operation, values)
+        sharded_variables.require_none(node.operation, values)
         operation = Operation(node.operation, values, placements)
         per_replica = None if self.rows is None else per_replica_sharding(node.operation)
         if per_replica is not None and self.rows is not None:

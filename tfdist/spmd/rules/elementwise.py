@@ -97,7 +97,6 @@ def select(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
     ranks = [operation.rank(n) for n in range(3)]
     if None in ranks or ranks[1] != ranks[2] or ranks[0] not in (0, 1, ranks[1]):
         return None
-    del index
     whole_condition = not ranks[0] or (ranks[0] == 1 and shard.axis)
     return OpSharding([None if whole_condition else shard.axis] + [shard.axis] * 2, [shard.axis])
 
@@ -108,14 +107,12 @@ _QUANTIZATION = "num_bits narrow_range"
 @rule("FakeQuantWithMinMaxVars", attributes=_QUANTIZATION)
 def quantized(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
     """All elements have the same range."""
-    del operation
     return None if index else OpSharding([shard.axis, None, None], [shard.axis])
 
 
 @rule("FakeQuantWithMinMaxVarsGradient", attributes=_QUANTIZATION)
 def quantized_gradient(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
     """The gradients of the range are sums over all elements."""
-    del operation
     return None if index > 1 else OpSharding([shard.axis, shard.axis, None, None], [shard.axis, "sum", "sum"])
 
 

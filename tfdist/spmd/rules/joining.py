@@ -12,7 +12,6 @@ from tfdist.spmd.rules.registry import OpSharding, Rule, Sharding, rule
 @rule("Pack", attributes="N axis")
 def pack(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
     """Joins along a new axis."""
-    del index
     rank = operation.output_rank()
     if rank is None:
         return None
@@ -91,7 +90,6 @@ def of_list(sharded: Sequence[bool], outputs: int = 1, shift: int = 0, element_s
     """
 
     def sharding(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
-        del operation
         axis = shard.axis + min(shift, 0)  # of an element
         if not sharded[index] or axis < 0:
             return None

@@ -123,7 +123,6 @@ _WITH_ARGMAX = "ksize strides padding include_batch_in_index"
 @rule("MaxPoolGradWithArgmax", attributes=_WITH_ARGMAX)
 def max_pool_with_argmax(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
     """The returned positions must count within each row."""
-    del index
     if shard.axis or operation.attribute("include_batch_in_index"):
         return None
     return OpSharding([0] * len(operation.placements), [0] * len(operation.output_shapes))
@@ -151,7 +150,6 @@ def batch_normalization_gradient(operation: Operation, index: int, shard: Shard)
 @rule("SoftmaxCrossEntropyWithLogits")
 def cross_entropy(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
     """Logits and targets must have the same number of rows, because a single row of either would be broadcast."""
-    del index
     if shard.axis or operation.rank(0) != 2 or operation.rank(1) != 2:
         return None
     if operation.length(0, 0) != operation.length(1, 0):

@@ -38,11 +38,10 @@ def _along_sharded_axis(operation: Operation, shard: Shard) -> OpSharding | None
     return OpSharding([shard.axis, None], [_REDUCTIONS[operation.type]], mean=operation.type == "Mean")
 
 
-@rule("L2Loss")
-def l2_loss(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
-    """Half the sum of squares."""
-    del operation, index
-    return OpSharding([shard.axis], ["sum"])
+@rule("L2Loss", "HistogramFixedWidth")
+def sums(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Half the sum of squares, and the number of values in each bin of a histogram."""
+    return None if index else OpSharding([shard.axis] + [None] * (len(operation.placements) - 1), ["sum"])
 
 
 @rule("ArgMax", "ArgMin")
@@ -84,10 +83,3 @@ def along_last(operation: Operation, index: int, shard: Shard) -> OpSharding | N
         return None
     others: list[Sharding] = [None] * (len(operation.placements) - 1)
     return OpSharding([shard.axis, *others], [shard.axis] * len(operation.output_shapes))
-
-
-@rule("HistogramFixedWidth")
-def histogram(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
-    """The counts of the values in each bin."""
-    del operation
-    return None if index else OpSharding([shard.axis, None, None], ["sum"])
