@@ -111,7 +111,7 @@ def test_a_strategy_and_a_distributed_optimizer_do_not_both_reduce():
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile(hvd.DistributedOptimizer(SGD(name="mine")), "mse")
-    with pytest.raises(UsageError, match="`mine` are reduced by the strategy, and by `DistributedOptimizer`"):
+    with pytest.raises(UsageError, match="`mine` are reduced both by the strategy and by `DistributedOptimizer`"):
         strategy.fit(model, np.ones((4, 2)), np.ones((4, 1)), verbose=0)
 
 

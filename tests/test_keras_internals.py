@@ -230,7 +230,7 @@ def test_an_optimizer_applies_gradients_as_it_is_told_within_a_context_alone():
 
 def test_variables_stand_for_others_within_a_context_alone():
     weight, other = keras.Variable([1.0, 2.0]), tf.Variable([5.0])
-    with keras_variables.in_place_of([weight], [other]):
+    with keras_variables.backed_by([weight], [other]):
         weight.assign_add([1.0])
         assert weight.shape == (1,)
     assert weight.numpy().tolist() == [1.0, 2.0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tfdist import spmd
 from tfdist.groups.parts import Part
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_graphs
 from tfdist.spmd.process_mesh import Segments
 
 SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
@@ -38,9 +38,9 @@ def test_what_is_packed_for_all_processes_and_unpacked_by_each_is_the_whole(shap
     wholes = [tf.constant(np.random.default_rng(0).random(shape, "float32")) for shape in shapes]
     frame = Segments(shapes, [spmd.Shard.evenly(shape, ranks) for shape in shapes])
     buffer = frame.packed(wholes)
-    mine = [frame.own(segment, rank) for rank, segment in enumerate(tf.split(buffer, ranks))]
-    segments = [frame.packed_own(parts, rank) for rank, parts in enumerate(mine)]
-    for found, whole in zip(frame.wholes(tf.concat(segments, 0)), wholes, strict=True):
+    mine = [frame.parts(segment, rank) for rank, segment in enumerate(tf.split(buffer, ranks))]
+    segments = [frame.packed_parts(parts, rank) for rank, parts in enumerate(mine)]
+    for found, whole in zip(frame.values(tf.concat(segments, 0)), wholes, strict=True):
         np.testing.assert_array_equal(found, whole)
 
 
@@ -56,8 +56,8 @@ def test_a_graph_computes_a_tensor_after_another_unless_that_depends_on_it():
     @tf.function(autograph=False)
     def graph(x):
         first, second = tf.square(x), tf.reshape(tf.sin(x), [2])
-        tensorflow_internals.compute_after(second, first)
-        tensorflow_internals.compute_after(first, second + first)  # would be a circle
+        tensorflow_graphs.compute_after(second, first)
+        tensorflow_graphs.compute_after(first, second + first)  # would be a circle
         return first + second
 
     made = graph.get_concrete_function(tf.TensorSpec([2])).graph

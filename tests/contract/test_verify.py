@@ -14,7 +14,7 @@ from tests.contract import cases, contestants, test_steps
 from tests.planted_rules import mean_of_means, plant
 from tfdist import spmd
 from tfdist.errors import DifferenceWarning, UsageError, VerificationError
-from tfdist.spmd.rules import Local
+from tfdist.spmd.rules import OpSharding
 from tfdist.strategies import base
 
 REPLICAS = contestants.FEW
@@ -157,7 +157,7 @@ def test_what_several_examples_make_together_is_that_of_one_device(name, contest
 
 
 def running_sum_of_each_part(rule, operation, index, shard):
-    return Local([shard.axis, None], [shard.axis])
+    return OpSharding([shard.axis, None], [shard.axis])
 
 
 class RunningSum(layers.Layer):

@@ -218,7 +218,7 @@ def test_keras_own_loop_refuses_to_run_a_step_of_a_prepared_model(name, contesta
         pytest.skip("Keras' own loop is its loop")
     model = made(contestant)
     data = {} if name.startswith("predict") else {"y": Y}
-    with pytest.raises(UsageError, match=r"prepared for the strategy `.*`, and .* loop does not run\n\nhint: "):
+    with pytest.raises(UsageError, match=r"prepared for the strategy `.*`, outside of the strategy's loop\n\nhint: "):
         getattr(keras.Model, name)(model, X, **data)
 
 

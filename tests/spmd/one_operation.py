@@ -205,7 +205,7 @@ def _parts(partitioner: Partitioner, tensor: tf.Tensor, placement: Placement) ->
     if isinstance(placement, Replicate):
         return [tensor]
     if isinstance(placement, Shard):
-        return partitioner.conversions.cut(spmd.replicated([tensor]), placement).tensors
+        return partitioner.conversions.split(spmd.replicated([tensor]), placement).tensors
     # Terms of which none is zero.
     others = [tf.cast(number + 2, tensor.dtype) for number in range(partitioner.mesh.count - 1)]
     rest = [tf.ones_like(tensor) * other for other in others]

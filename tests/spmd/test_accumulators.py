@@ -99,7 +99,7 @@ def test_only_what_is_added_to_can_be_added_afterwards(step):
     added = before + state.numpy()
     state.assign(before)
     result = graph(tf.constant(BATCHES[0]))
-    is_alone = accumulators.added_to_alone(graph, handles) == handles
+    is_alone = accumulators.only_added_to(graph, handles) == handles
     assert is_alone == (step in (adds, adds_what_all_have))
     if is_alone:
         assert result is None

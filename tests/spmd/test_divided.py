@@ -105,7 +105,7 @@ class InParts(spmd.Mesh):
     def reduce_scatter(self, values, shards):
         self.scattered += len(values)
         return [
-            [meshes.cut(spmd.reduced(terms, "sum"), shard, replica) for replica in self.local]
+            [meshes.part_of(spmd.reduced(terms, "sum"), shard, replica) for replica in self.local]
             for terms, shard in zip(values, shards, strict=True)
         ]
 
@@ -122,7 +122,7 @@ def traced(step, weights, slot):
 
 
 def cut(variable, shard):
-    return [tf.Variable(meshes.cut(tf.convert_to_tensor(variable), shard, replica)) for replica in range(2)]
+    return [tf.Variable(meshes.part_of(tf.convert_to_tensor(variable), shard, replica)) for replica in range(2)]
 
 
 @pytest.mark.sampled(5)
@@ -132,7 +132,7 @@ def test_its_parts_make_up_the_value_of_one_device(step):
     assert shard.lengths(3) == [2, 1]
     graph, on_two, mesh = traced(step, *expected[:2]), traced(step, *divided[:2]), InParts()
     parts = {id(one.handle): cut(one, shard) for one in divided[1:]}
-    assert not spmd.whole_ones(on_two, dict.fromkeys(parts, shard))
+    assert not spmd.variables_needed_whole(on_two, dict.fromkeys(parts, shard))
     held = {key: spmd.Placed(shard, [one.handle for one in pair]) for key, pair in parts.items()}
 
     @tf.function(autograph=False)
@@ -190,4 +190,4 @@ def by_a_kernel_with_one_that_is_whole(weights, slot, x):
 def test_it_is_told_of_which_variable_the_whole_is_needed(step):
     weights, slot, _ = made()
     key = id(slot.handle)
-    assert spmd.whole_ones(traced(step, weights, slot), {key: spmd.Shard(1, (2, 1))}) == {key}
+    assert spmd.variables_needed_whole(traced(step, weights, slot), {key: spmd.Shard(1, (2, 1))}) == {key}

@@ -13,9 +13,9 @@ from tfdist.spmd import meshes
 def test_parts_are_joined_along_the_axis_that_is_cut(axis, blocks):
     whole = np.arange(6 * 12 * 18, dtype="f").reshape(6, 12, 18)
     shard = spmd.Shard(axis, (2, 1), blocks)
-    parts = [meshes.cut(tf.constant(whole), shard, replica) for replica in (0, 1)]
+    parts = [meshes.part_of(tf.constant(whole), shard, replica) for replica in (0, 1)]
     assert [part.shape[axis] for part in parts] == shard.lengths(whole.shape[axis])
-    for found in (spmd.joined(parts, shard), *spmd.joined_by_rows(parts, shard, lambda rows: [tf.concat(rows, 0)])):
+    for found in (spmd.joined(parts, shard), *spmd.gathered_by_rows(parts, shard, lambda rows: [tf.concat(rows, 0)])):
         np.testing.assert_array_equal(found, whole)
 
 
@@ -25,6 +25,6 @@ def test_rows_of_unknown_rank_are_joined():
     @tf.function(input_signature=[tf.TensorSpec(None)] * 2, autograph=False)
     def join(first, second):
         shard = spmd.Shard(0, (2, 1))
-        return spmd.joined_by_rows([first, second], shard, lambda rows: [tf.concat(rows, 0)])
+        return spmd.gathered_by_rows([first, second], shard, lambda rows: [tf.concat(rows, 0)])
 
     np.testing.assert_array_equal(join(whole[:2], whole[2:])[0], whole)

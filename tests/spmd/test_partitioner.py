@@ -254,9 +254,9 @@ def test_losses_and_gradients_that_are_added_up_take_one_exchange(step):
 
 
 def test_a_rule_whose_parts_do_not_add_up_is_not_followed(monkeypatch):
-    from tfdist.spmd.rules import Local, registry
+    from tfdist.spmd.rules import OpSharding, registry
 
-    wrong = lambda operation, index, shard: Local([shard.axis, None], [0])  # noqa: E731
+    wrong = lambda operation, index, shard: OpSharding([shard.axis, None], [0])  # noqa: E731
     monkeypatch.setitem(registry._rules, "Sum", (wrong, frozenset(["keep_dims"])))
     expected, found, cost = both(lambda x: tf.reduce_sum(x, 0), np.ones((8, 4)))
     assert_equal(found, expected)

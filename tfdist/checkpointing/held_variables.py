@@ -44,8 +44,8 @@ def restore(model: Any, entries: Iterable[Entry]) -> None:
 
 
 def _held(model: Any) -> list[Any]:
-    generators = keras_internals.held(model, tf.random.Generator)
-    found = [*keras_internals.held(model, tf.Variable), *(generator.state for generator in generators)]
+    generators = keras_internals.instances_of(tf.random.Generator, model)
+    found = [*keras_internals.instances_of(tf.Variable, model), *(generator.state for generator in generators)]
     return list({id(one): one for one in found}.values())
 
 

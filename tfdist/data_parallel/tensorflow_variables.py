@@ -48,7 +48,7 @@ class TensorFlowVariables(Variables):
         # other processes take part in its batches.
         inside = tf.distribute.get_strategy() is self.strategy and tf.distribute.in_cross_replica_context()
         outside_of_scope = tensorflow_internals.without_strategy() if inside else contextlib.nullcontext()
-        with keras_routes.led_to(model, strategy), outside_of_scope:
+        with keras_routes.routed_to(model, strategy), outside_of_scope:
             yield
 
     def check(self, model: Any, is_divided: Callable[[Any], bool]) -> None:

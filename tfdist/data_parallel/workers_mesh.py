@@ -88,7 +88,7 @@ class WorkersMesh(MirroredMesh):
         return found
 
     def all_gather(self, values: Sequence[Sequence[tf.Tensor]], shards: Sequence[spmd.Shard]) -> list[list[tf.Tensor]]:
-        return [spmd.joined_by_rows(parts, shard, self._gather) for parts, shard in zip(values, shards, strict=True)]
+        return [spmd.gathered_by_rows(parts, shard, self._gather) for parts, shard in zip(values, shards, strict=True)]
 
     def gathered(self, structure: Any) -> Any:
         rank = self.local[0] // self.copies
@@ -98,7 +98,8 @@ class WorkersMesh(MirroredMesh):
         with self.on_copy(0):
             results = compute() if self._is_chief else [None] * len(like)
         return [
-            spmd.of_one_process(result, one, self._gather_of_first) for result, one in zip(results, like, strict=True)
+            spmd.broadcast_by_gathering(result, one, self._gather_of_first)
+            for result, one in zip(results, like, strict=True)
         ]
 
     def _gather_of_first(self, rows: tf.Tensor) -> list[tf.Tensor]:

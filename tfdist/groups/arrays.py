@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.groups import ExchangeTotals, ProcessGroup, opaque
 from tfdist.groups.sockets import messages
-from tfdist.internals import tensorflow as tensorflow_internals
+from tfdist.internals import tensorflow_graphs
 from tfdist.profiling import breakdown
 
 
@@ -166,7 +166,7 @@ class ArrayGroup(ProcessGroup):
             done: the scalars that `send_in_graph` and `receive_in_graph` have returned.
         """
         for before, after in itertools.pairwise([begin, *done]):
-            tensorflow_internals.replace_input(after.op, -1, before)
+            tensorflow_graphs.set_input(after.op, -1, before)
         if done:
             self._call(lambda values: values, done[-1], [])
 

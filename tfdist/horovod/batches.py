@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.internals import keras_loops
+from tfdist.internals import keras_patches
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ _thread = _Thread()
 @functools.cache
 def install() -> None:
     """From now on the training steps of Keras' own loop know their batches."""
-    keras_loops.around_steps(_knowing_batch)
+    keras_patches.around_steps(_knowing_batch)
 
 
 def current() -> Batch | None:

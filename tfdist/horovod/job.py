@@ -25,7 +25,7 @@ from tfdist.errors import ClusterError, DisagreementError
 from tfdist.groups import ProcessGroup
 from tfdist.groups import horovod as engine
 from tfdist.horovod import operations
-from tfdist.internals import keras_loops, keras_patches
+from tfdist.internals import keras_patches
 from tfdist.jobs import process_exit
 from tfdist.jobs.connections import gone
 from tfdist.jobs.heartbeat import Heartbeat, Limits
@@ -226,8 +226,8 @@ def end() -> None:
 
 @functools.cache
 def _install() -> None:
-    keras_loops.around_steps(around_call=_guarded)
-    keras_loops.add_to_callback_lists(
+    keras_patches.around_steps(around_call=_guarded)
+    keras_patches.add_to_callback_lists(
         Follow, lambda callbacks: Follow(_current[0].progress, callbacks) if _current else None
     )
     before = sys.excepthook

@@ -1,6 +1,6 @@
-"""What tfdist remembers of a user's object: one record, in one hidden attribute of the model, optimizer or variable.
+"""Values that tfdist attaches to a user's model, optimizer or variable, in one record in one hidden attribute.
 
-Each value has a name and a type where it is used, and lives as long as the object does:
+Each value has a name and a type, and lives as long as the object:
 
 >>> import types
 >>> from tfdist.internals.attached import Attached
@@ -21,21 +21,19 @@ Value = TypeVar("Value")
 
 
 class Attached(Generic[Value]):
-    """One value of the record, by its `name`."""
+    """The value of the record with this `name`."""
 
     def __init__(self, name: str):
         self.name = name
 
     def get(self, owner: Any) -> Value | None:
-        """The value that `owner` has, or `None`."""
+        """The value of `owner`; `None` if it has none."""
         value: Value | None = getattr(owner, "__dict__", {}).get(_RECORD, {}).get(self.name)
         return value
 
     def set(self, owner: Any, value: Value | None) -> None:
         """Sets the value for `owner`; `None` removes it."""
-        record = {
-            **getattr(owner, "__dict__", {}).get(_RECORD, {}),
-            self.name: value,
-        }  # a new one: copies of `owner` keep theirs
-        # Past Keras' attribute tracking, so that nothing of it is saved with the model.
+        # A new dictionary, because copies of `owner` share the old one.
+        record = {**getattr(owner, "__dict__", {}).get(_RECORD, {}), self.name: value}
+        # Bypasses Keras' attribute tracking, so that the record is not saved with the model.
         object.__setattr__(owner, _RECORD, {name: kept for name, kept in record.items() if kept is not None})

@@ -1,8 +1,8 @@
 """The private parts of Keras' models, layers, metrics and optimizers that tfdist calls, reads and sets.
 
-`keras_patches` and `keras_loops` replace functions of Keras, `keras_routes` leads those of a prepared model to its
-strategy, `keras_variables` reads and protects variables, and `keras_data` reads the data of `fit`. All of these modules
-were written for Keras 3.15.1, and `tests/test_keras_internals.py` fails when Keras changes a part that they use.
+`keras_patches` replaces functions of Keras, `keras_routes` routes those of a prepared model to its strategy,
+`keras_variables` reads and protects variables, and `keras_data` reads the data of `fit`. All of these modules were
+written for Keras 3.15.1, and `tests/test_keras_internals.py` fails when Keras changes a part that they use.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from tfdist.errors import UsageError
 from tfdist.internals import keras_routes
 from tfdist.internals.attached import Attached
 from tfdist.internals.keras_data import unpack_x_y_sample_weight
+from tfdist.internals.tensorflow_patches import with_attributes
 
 SEEN_IN = "3.15.1"
 
 __all__ = ["ProgbarLogger", "global_state", "tree"]
 
-# Functions that the loop uses as Keras' own `fit` does.
+# Functions of Keras' own `fit` that tfdist's loop uses too.
 concatenate = tensorflow_trainer.potentially_ragged_concat
 is_default = keras.src.utils.is_default
 join = tensorflow_trainer.concat
@@ -44,7 +45,7 @@ pythonify_logs = python_utils.pythonify_logs
 to_numpy = tensorflow_trainer.convert_to_np_if_not_ragged
 
 # Losses and metrics whose value for a batch is not a mean over its examples.
-OF_WHOLE_BATCH = {
+_OF_WHOLE_BATCH = {
     keras.losses.Dice,
     keras.losses.Tversky,
     keras.losses.Circle,
@@ -60,30 +61,30 @@ def is_of_keras(kind: Any) -> bool:
 
 
 def metrics_of(model: Any) -> list[Any]:
-    """The metrics of `model`, with each compiled metric in place of the container that holds them."""
-    found: list[Any] = []
+    """The metrics of `model`, with the compiled metrics in place of their container."""
+    metrics: list[Any] = []
     for metric in model.metrics:
-        found += metric.metrics if isinstance(metric, CompileMetrics) else [metric]
-    return found
+        metrics += metric.metrics if isinstance(metric, CompileMetrics) else [metric]
+    return metrics
 
 
 def compiled_metrics_are_built(model: Any) -> bool:
-    """Whether the compiled metrics of `model`, if any, are built; a custom step may leave them unused."""
+    """Whether the compiled metrics of `model` are built or it has none; a custom step may leave them unused."""
     return model._compile_metrics is None or bool(model._compile_metrics.built)
 
 
 def is_additive(metric: Any) -> bool:
-    """Whether a metric's state is a sum over the examples: its `additive` decides, else whether Keras defines it."""
+    """Whether a metric's state is a sum over the examples: what its `additive` says, else whether Keras defines it."""
     function = metric._fn if isinstance(metric, keras.metrics.MeanMetricWrapper) else None
     declared = getattr(function, "additive", getattr(metric, "additive", None))
     if declared is not None:
         return bool(declared)
     of_keras = is_of_keras(type(metric))
-    return of_keras and (function is None or (is_of_keras(function) and function not in OF_WHOLE_BATCH))
+    return of_keras and (function is None or (is_of_keras(function) and function not in _OF_WHOLE_BATCH))
 
 
 def gives_values_per_example(metric: Any, *arguments: Any, **named: Any) -> bool:
-    """Whether `metric` is a mean of what a function gives for each example, updated with these arguments."""
+    """Whether `metric`, updated with these arguments, is the mean of a function that returns a value per example."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
         return False
     names = dict(zip(("y_true", "y_pred"), arguments, strict=False)) | named
@@ -97,12 +98,12 @@ def tf_variable(variable: Any) -> Any:
 
 
 def set_tf_variable(variable: Any, value: Any) -> None:
-    """Replaces the `tf.Variable` behind a Keras variable by one of the same dtype and of any shape."""
+    """Replaces the `tf.Variable` behind a Keras variable by one of the same dtype and any shape."""
     variable._value, variable._shape = value, tuple(value.shape)
 
 
 def all_layers(model: Any) -> list[Any]:
-    """`model` and all layers in it."""
+    """`model` and all of its layers, also nested ones."""
     return list(model._flatten_layers())
 
 
@@ -136,14 +137,14 @@ def learning_rate(optimizer: Any) -> Any:
 
 
 def variable_index(optimizer: Any, variable: Any) -> int:
-    """The index of `variable` among the variables that `optimizer` was built for."""
+    """The index of `variable` among those that `optimizer` was built for."""
     return int(optimizer._get_variable_index(variable))
 
 
 def slots(optimizer: Any, name: str) -> list[Any]:
     """The slots called `name`, such as "velocities", one per trainable variable; `None` for a variable without one."""
-    found: list[Any] = getattr(optimizer, name if hasattr(optimizer, name) else f"_{name}")
-    return found
+    values: list[Any] = getattr(optimizer, name if hasattr(optimizer, name) else f"_{name}")
+    return values
 
 
 def strategy_of(optimizer: Any) -> Any:
@@ -152,13 +153,13 @@ def strategy_of(optimizer: Any) -> Any:
 
 
 class _OnOneDevice:
-    """What an optimizer asks of its strategy, answered as without one: a copy of a variable is updated where it is."""
+    """A stand-in for an optimizer's strategy, with which each copy of a variable is updated where it is."""
 
     def __init__(self) -> None:
         self.extended = self
 
     def colocate_vars_with(self, variable: Any) -> contextlib.AbstractContextManager[Any]:
-        """A scope makes the slots of a variable on the devices of all of its copies in any case."""
+        """Does nothing: a scope makes the slots of a variable on the devices of all of its copies anyway."""
         return contextlib.nullcontext(variable)
 
     def update(self, *arguments: Any, **named: Any) -> Any:
@@ -167,17 +168,13 @@ class _OnOneDevice:
 
 @contextlib.contextmanager
 def updating_on_one_device(model: Any) -> Iterator[None]:
-    """In this context the optimizers of `model` update variables as without a strategy of TensorFlow."""
-    given = [getattr(one, "inner_optimizer", one) for one in optimizers(model)]
-    held = [one for one in given if hasattr(one, "_distribution_strategy")]
-    before = [one._distribution_strategy for one in held]
-    try:
-        for one in held:
-            one._distribution_strategy = _OnOneDevice()
+    """Within this context the optimizers of `model` update variables as without a strategy of TensorFlow."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers(model):
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            if hasattr(inner, "_distribution_strategy"):
+                stack.enter_context(with_attributes(inner, {"_distribution_strategy": _OnOneDevice()}))
         yield
-    finally:
-        for one, strategy in zip(held, before, strict=True):
-            one._distribution_strategy = strategy
 
 
 def in_order_of_metrics(model: Any, logs: Any) -> Any:
@@ -191,18 +188,18 @@ def validates(model: Any, epoch: int, frequency: Any) -> bool:
 
 
 def initial_epoch(model: Any) -> int | None:
-    """The epoch at which a callback has made `fit` begin, see `set_initial_epoch`; `None` if none has."""
+    """The epoch at which a callback has made `fit` start, see `set_initial_epoch`; `None` if none has."""
     epoch: int | None = model._initial_epoch
     return epoch
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """Makes `fit` begin at `epoch`, as `keras.callbacks.BackupAndRestore` does; with `None` its argument decides."""
+    """Makes `fit` start at `epoch`, as `keras.callbacks.BackupAndRestore` does; `None` leaves it to the argument."""
     model._initial_epoch = epoch
 
 
 def trainable_variables(optimizer: Any) -> list[Any]:
-    """The variables that `optimizer` was built for."""
+    """The variables for which `optimizer` was built."""
     return list(optimizer._trainable_variables)
 
 
@@ -213,20 +210,20 @@ def reduction_axes(normalization: keras.layers.BatchNormalization) -> list[int]:
 
 def has_own_step(model: Any, kind: str) -> bool:
     """Whether `model` overrides the step of `kind`: "train", "test" or "predict"."""
-    return _is_own(model, f"{kind}_step")
+    return _overrides(model, f"{kind}_step")
 
 
 def has_own_logs(model: Any) -> bool:
-    """Whether `model` overrides `compute_metrics`, which makes the logs of Keras' own steps."""
-    return _is_own(model, "compute_metrics")
+    """Whether `model` overrides `compute_metrics`, which returns the logs of Keras' own steps."""
+    return _overrides(model, "compute_metrics")
 
 
-def _is_own(model: Any, name: str) -> bool:
+def _overrides(model: Any, name: str) -> bool:
     return getattr(getattr(model, name), "__func__", None) is not getattr(keras.Model, name)
 
 
 def is_built(model: Any, kind: str) -> bool:
-    """Whether everything that Keras' own step of `kind` needs has its variables."""
+    """Whether the layers, metrics, loss and optimizers that Keras' own step of `kind` needs have their variables."""
     parts = [] if kind == "predict" else [model._compile_metrics, model._compile_loss]
     if kind == "train":
         parts += optimizers(model)
@@ -234,15 +231,15 @@ def is_built(model: Any, kind: str) -> bool:
 
 
 def layers_to_build(model: Any) -> list[Any]:
-    """`model` and its layers; without `model` itself if it has no `call`, because it is then never built."""
+    """`model` and its layers; without `model` itself if it has no `call`, because then it is never built."""
     has_call = type(model).call is not keras.Model.call
     return [layer for layer in model._flatten_layers() if has_call or layer is not model]
 
 
 def step_function(model: Any, kind: str) -> Any:
-    """The function that Keras' own loop calls for the steps of `kind`, made if there is none.
+    """The function that Keras' own loop calls for the steps of `kind`; it is made if it does not exist.
 
-    When it is replaced, graphs must be traced again: after `compile`, `quantize` and
+    When Keras replaces it, graphs must be traced again: after `compile`, `quantize` and
     `make_train_function(force=True)`, but not after a change of `trainable` alone.
     """
     getattr(model, f"make_{kind}_function")()
@@ -264,46 +261,45 @@ def forward(model: Any, data: Any) -> Any:
 
 
 def optimizers(model: Any) -> list[Any]:
-    """All optimizers that `model` and its layers hold: the compiled one first, then those in attributes, lists, dicts.
+    """All optimizers of `model` and its layers: the compiled one first, then those in attributes, lists and dicts.
 
     The inner optimizer of another one, such as of `LossScaleOptimizer`, is left out.
     """
-    found = held(model, BaseOptimizer, first=getattr(model, "optimizer", None))
-    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found}
-    return [optimizer for optimizer in found if id(optimizer) not in inner]
+    instances = instances_of(BaseOptimizer, model, first=getattr(model, "optimizer", None))
+    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in instances}
+    return [optimizer for optimizer in instances if id(optimizer) not in inner]
 
 
 def tensorflow_variables(model: Any) -> list[Any]:
-    """The `tf.Variable`s that `model` and its layers hold besides Keras variables."""
-    return held(model, tf.Variable)
+    """The `tf.Variable`s of `model` and its layers that are not Keras variables."""
+    return instances_of(tf.Variable, model)
 
 
-def held(model: Any, kind: type, first: Any = None) -> list[Any]:
-    """The instances of `kind` that `model` and its layers hold in attributes, lists and dicts, after `first`."""
-    found = {} if first is None else {id(first): first}
-    return list(
-        (found | {id(container[key]): container[key] for container, key in containers_of(model, kind)}).values()
-    )
+def instances_of(kind: type, model: Any, first: Any = None) -> list[Any]:
+    """The instances of `kind` in attributes, lists and dicts of `model` and its layers, after `first`."""
+    instances = {} if first is None else {id(first): first}
+    instances |= {id(container[key]): container[key] for container, key in containers_of(model, kind)}
+    return list(instances.values())
 
 
 def containers_of(model: Any, kind: type) -> list[tuple[Any, Any]]:
-    """Where `model` and its layers hold instances of `kind`: pairs of a list or dict (or `vars` of a layer) and key."""
-    found: list[tuple[Any, Any]] = []
+    """Where `model` and its layers have instances of `kind`: a list or dict, or `vars` of a layer, and the key."""
+    places: list[tuple[Any, Any]] = []
     seen: set[int] = set()
 
-    def look_into(container: Any) -> None:
+    def visit(container: Any) -> None:
         container = vars(container) if isinstance(container, keras.Layer) else container
         if id(container) in seen:
             return
         seen.add(id(container))
         for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
             if isinstance(value, kind):
-                found.append((container, key))
+                places.append((container, key))
             elif isinstance(value, list | tuple | dict | keras.Layer):
-                look_into(value)
+                visit(value)
 
-    look_into(model)
-    return found
+    visit(model)
+    return places
 
 
 _to_verify: Attached[bool] = Attached("to_verify")
@@ -322,9 +318,9 @@ def take_to_verify(model: Any) -> bool:
 
 
 def fixed_batch_size(model: Any) -> int | None:
-    """The batch size that the inputs of a model fix, `None` if any size is allowed."""
+    """The batch size that the inputs of a model prescribe; `None` if any size is allowed."""
     inputs = tree.flatten(getattr(model, "inputs", None) or [])
-    sizes = [one.shape[0] for one in inputs if len(one.shape) > 0]
+    sizes = [tensor.shape[0] for tensor in inputs if len(tensor.shape) > 0]
     return next((size for size in sizes if size is not None), None)
 
 
@@ -334,12 +330,12 @@ def traces_batches(tensorboard: keras.callbacks.TensorBoard) -> bool:
 
 
 def wants_xla(model: Any) -> bool:
-    """Whether Keras would compile the steps with XLA; its "auto" does where there is a GPU and the layers allow it."""
+    """Whether Keras would compile the steps with XLA; "auto" does with a GPU if the layers allow it."""
     return bool(model.jit_compile)
 
 
 def layers(model: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The class of each layer in `model`, and its settings that are plain values, except its name."""
+    """The class name of each layer in `model`, with the settings that are plain values, except its name."""
     return [(type(layer).__name__, _plain_settings(layer)) for layer in model._flatten_layers()]
 
 

@@ -1,13 +1,12 @@
 """Keras' `BatchNormalization` with the statistics of each replica's examples; written for Keras 3.15.1.
 
-What the layer computes of several examples together is traced as calls of functions, which the partitioner computes on
-each replica's part (`tfdist.spmd.per_replica`). `tests/contract/test_batch_norm.py` fails when Keras' layer changes.
+What the layer computes over several examples is traced as calls of functions, which the partitioner runs on each
+replica's shard (`tfdist.spmd.rules.neural`). `tests/contract/test_batch_norm.py` fails when Keras' layer changes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,31 +15,29 @@ import tensorflow as tf
 from keras import ops
 from keras.src import backend
 
+from tfdist.internals.tensorflow_patches import surrounded
+
 
 @contextlib.contextmanager
-def of_each_replica(prefix: str) -> Iterator[None]:
-    """In this context layers that are not `synchronized` are traced so, in training, without masks and renorm.
+def per_replica(prefix: str) -> Iterator[None]:
+    """Within this context layers that are not `synchronized` are traced this way in training.
 
-    The names of the functions are `prefix` and "moments", "normalized", "gradient".
+    Layers with `renorm`, and calls with a mask, are left out. The names of the functions are `prefix` and "moments",
+    "normalized", "gradient".
     """
-    original = keras.layers.BatchNormalization.call
 
-    @functools.wraps(original)
-    def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+    def call(original: Any, layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         left_out = layer.synchronized or layer.renorm or mask is not None
         if not training or not layer.trainable or left_out:
             return original(layer, inputs, training=training, mask=mask)
         return _called(layer, inputs, prefix)
 
-    keras.layers.BatchNormalization.call = call
-    try:
+    with surrounded(keras.layers.BatchNormalization, "call", call):
         yield
-    finally:
-        keras.layers.BatchNormalization.call = original
 
 
 def _called(layer: Any, inputs: Any, prefix: str) -> Any:
-    """What the layer's own `call` computes in training."""
+    """Computes what the layer's own `call` computes in training."""
     x = ops.cast(inputs, backend.result_type(inputs.dtype, "float32"))
     channels = x.shape[layer.axis]
     gamma = ops.cast(layer.gamma, x.dtype) if layer.scale else tf.ones([channels], x.dtype)
@@ -55,29 +52,29 @@ def _called(layer: Any, inputs: Any, prefix: str) -> Any:
 
 
 class _Functions:
-    """The functions of a layer, of any number of rows.
+    """The functions of a layer, for any number of rows.
 
     Args:
-        rank: of its inputs.
-        axis: of their channels.
-        channels: how many there are.
-        epsilon: is added to the variance.
-        dtype: of the inputs.
-        prefix: of the names of the functions.
+        rank: the rank of its inputs.
+        axis: the axis of their channels.
+        channels: the number of channels.
+        epsilon: the constant that is added to the variance.
+        dtype: the dtype of the inputs.
+        prefix: the prefix of the names of the functions.
     """
 
     def __init__(self, rank: int, axis: int, channels: int, epsilon: float, dtype: tf.DType, prefix: str):
-        self._axes = [one for one in range(rank) if one != axis]
-        self._along = [channels if one == axis else 1 for one in range(rank)]
+        self._axes = [n for n in range(rank) if n != axis]
+        self._broadcast_shape = [channels if n == axis else 1 for n in range(rank)]
         self._epsilon = epsilon
-        rows = tf.TensorSpec([channels if one == axis else None for one in range(rank)], dtype)
-        of_channels = tf.TensorSpec([channels], dtype)
+        rows = tf.TensorSpec([channels if n == axis else None for n in range(rank)], dtype)
+        per_channel = tf.TensorSpec([channels], dtype)
         self.moments = _named(f"{prefix}moments", self._moments, rows)
-        self._forward = _named(f"{prefix}normalized", self._normalized, rows, of_channels, of_channels)
-        self._backward = _named(f"{prefix}gradient", self._gradient, rows, of_channels, rows)
+        self._forward = _named(f"{prefix}normalized", self._normalized, rows, per_channel, per_channel)
+        self._backward = _named(f"{prefix}gradient", self._gradient, rows, per_channel, rows)
 
     def normalized(self, x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> tf.Tensor:
-        """`x`, normalized over the examples."""
+        """Normalizes `x` over its examples; differentiable."""
 
         @tf.custom_gradient
         def differentiable(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> Any:
@@ -89,23 +86,23 @@ class _Functions:
         return tf.nn.moments(x, self._axes)
 
     def _centered(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The inputs less their mean, and the reciprocal of their deviation, which broadcasts to them."""
+        """The inputs minus their mean, and the reciprocal of their standard deviation, which broadcasts to them."""
         mean, variance = tf.nn.moments(x, self._axes, keepdims=True)
         return x - mean, tf.math.rsqrt(variance + self._epsilon)
 
     def _normalized(self, x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> tf.Tensor:
         centered, scale = self._centered(x)
-        return centered * (scale * tf.reshape(gamma, self._along)) + tf.reshape(beta, self._along)
+        return centered * (scale * tf.reshape(gamma, self._broadcast_shape)) + tf.reshape(beta, self._broadcast_shape)
 
     def _gradient(self, x: tf.Tensor, gamma: tf.Tensor, upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The gradients of `_normalized` (Ioffe and Szegedy, arXiv:1502.03167, section 3)."""
         centered, scale = self._centered(x)
         unit = centered * scale
-        of_unit = upstream * tf.reshape(gamma, self._along)
-        mean = tf.reduce_mean(of_unit, self._axes, keepdims=True)
-        along = tf.reduce_mean(of_unit * unit, self._axes, keepdims=True)
-        of_x = scale * (of_unit - mean - unit * along)
-        return of_x, tf.reduce_sum(upstream * unit, self._axes), tf.reduce_sum(upstream, self._axes)
+        unit_gradient = upstream * tf.reshape(gamma, self._broadcast_shape)
+        mean = tf.reduce_mean(unit_gradient, self._axes, keepdims=True)
+        projection = tf.reduce_mean(unit_gradient * unit, self._axes, keepdims=True)
+        x_gradient = scale * (unit_gradient - mean - unit * projection)
+        return x_gradient, tf.reduce_sum(upstream * unit, self._axes), tf.reduce_sum(upstream, self._axes)
 
 
 def _named(name: str, function: Callable[..., Any], *signature: tf.TensorSpec) -> Any:

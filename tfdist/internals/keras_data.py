@@ -1,4 +1,4 @@
-"""How Keras reads the data that `fit` is given: its adapters, and the arrays inside them."""
+"""How Keras reads the data for `fit`: its adapters, and the arrays inside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 
 __all__ = ["ArrayDataAdapter", "GeneratorDataAdapter"]
 
-# Functions that the loop uses as Keras' own `fit` does.
+# Functions of Keras' own `fit` that tfdist's loop uses too.
 class_weight_to_sample_weights = data_adapter_utils.class_weight_to_sample_weights
 get_data_adapter = data_adapters.get_data_adapter
 is_tf_dataset = data_adapters.is_tf_dataset
@@ -24,20 +24,20 @@ unpack_x_y_sample_weight = data_adapter_utils.unpack_x_y_sample_weight
 
 def without_optionals(spec: Any) -> Any:
     """`spec` with `None` in place of the empty optionals that Keras' generators yield."""
-    return tree.map_structure(lambda one: None if isinstance(one, tf.OptionalSpec) else one, spec)
+    return tree.map_structure(lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, spec)
 
 
 def traced_spec(spec: Any, examples: int | None) -> Any:
-    """The spec of the batches that a step is traced for; `examples` is their number in every batch, if it is known."""
+    """The spec of the batches for which a step is traced; `examples` is the size of every batch, if it is known."""
 
-    def of_one(one: Any) -> Any:
-        if one is None or isinstance(one, tf.OptionalSpec):
+    def with_examples(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, tf.OptionalSpec):
             return None
-        if examples is None or not isinstance(one, tf.TensorSpec) or not one.shape.rank:
-            return one
-        return tf.TensorSpec([examples, *one.shape[1:]], one.dtype)
+        if examples is None or not isinstance(leaf, tf.TensorSpec) or not leaf.shape.rank:
+            return leaf
+        return tf.TensorSpec([examples, *leaf.shape[1:]], leaf.dtype)
 
-    return tree.map_structure(of_one, spec)
+    return tree.map_structure(with_examples, spec)
 
 
 def standardized(adapter: Any, batch: Any) -> Any:
@@ -69,7 +69,7 @@ def gather(arrays: Any, indices: tf.Tensor) -> Any:
 
 
 def batch_spec(arrays: Any) -> Any:
-    """The specs of a batch, of any size, of the arrays that `sliceable` made."""
+    """The specs of a batch of any size, from the arrays that `sliceable` made."""
 
     def spec_one(array: Any) -> Any:
         if isinstance(array, array_slicing.TensorflowSparseWrapper):

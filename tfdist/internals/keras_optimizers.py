@@ -1,4 +1,4 @@
-"""The private parts of Keras' optimizers that an update in parts reads and replaces; written for Keras 3.15.1.
+"""The private parts of Keras' optimizers that sharded updates read and replace; written for Keras 3.15.1.
 
     slots_of(optimizer)                       the slots of each variable
     updating(optimizer, variables, values)    an update reads and writes other values in place of the variables'
@@ -16,11 +16,13 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from tfdist.internals.keras_variables import backed_by
+from tfdist.internals.tensorflow_patches import with_attributes
 from tfdist.internals.tensorflow_variables import copies
 
-# Optimizers that compute each element of an update from the same element of gradient, variable and slots alone. The
-# others take norms, means or products over a variable.
-BY_ELEMENT: tuple[type, ...] = (
+# Optimizers that update each element from the same element of the gradient, the variable and the slots only. The
+# others compute norms, means or products over a variable.
+ELEMENTWISE: tuple[type, ...] = (
     keras.optimizers.SGD,
     keras.optimizers.Adam,
     keras.optimizers.AdamW,
@@ -37,25 +39,25 @@ _NO_SLOTS = ("_variables", "_trainable_variables")
 
 
 def inner(optimizer: Any) -> Any:
-    """The optimizer that updates variables: the one inside of a `LossScaleOptimizer`."""
+    """The optimizer that updates variables: the inner one of a `LossScaleOptimizer`, else `optimizer` itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def slots_of(optimizer: Any) -> list[list[Any]]:
-    """The slots of each variable that a built optimizer updates; no other variable of it has more than one element.
+    """The slots of each variable that a built optimizer updates; its other variables are scalars.
 
     Raises:
-        LookupError: it has variables whose use is not known.
+        LookupError: it has other variables that are not scalars.
     """
     optimizer = inner(optimizer)
     count = len(optimizer._trainable_variables)
-    lists = [
+    slot_lists = [
         value
         for name, value in vars(optimizer).items()
         if name not in _NO_SLOTS and isinstance(value, list) and len(value) == count and _are_slots(value)
     ]
-    slots = [[one[index] for one in lists if one[index] is not None] for index in range(count)]
-    known = {id(slot) for of_variable in slots for slot in of_variable}
+    slots = [[slot_list[n] for slot_list in slot_lists if slot_list[n] is not None] for n in range(count)]
+    known = {id(slot) for slots_of_variable in slots for slot in slots_of_variable}
     for variable in optimizer.variables:
         if id(variable) not in known and len(variable.shape):
             raise LookupError(variable.path)
@@ -67,51 +69,47 @@ def _are_slots(values: Sequence[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def standing_for(variables: Sequence[Any], values: Sequence[tf.Variable]) -> Iterator[None]:
-    """In this context the `tf.Variable` of each of the Keras `variables` is another one, perhaps of another shape."""
-    before = [(variable._value, variable._shape) for variable in variables]
-    try:
-        for variable, value in zip(variables, values, strict=True):
-            variable._value, variable._shape = value, tuple(value.shape)
-        yield
-    finally:
-        for variable, (value, shape) in zip(variables, before, strict=True):
-            variable._value, variable._shape = value, shape
-
-
-@contextlib.contextmanager
 def updating(optimizer: Any, variables: Sequence[Any], values: Sequence[tf.Variable]) -> Iterator[None]:
-    """In this context an update of `variables` by `optimizer` reads and writes `values` in their place.
+    """Within this context an update of `variables` by `optimizer` reads and writes `values` in their place.
 
-    Its other variables are plain ones, the copy of this process, and it belongs to no `tf.distribute.Strategy`.
+    The optimizer's other variables are plain ones, this process's copy, and it has no `tf.distribute.Strategy`.
 
     Args:
-        optimizer: built.
-        variables: those of its Keras variables that it may update; with moving averages, it averages all of these.
-        values: in the place of each of them.
+        optimizer: a built optimizer.
+        variables: the Keras variables that it may update; with moving averages, it averages all of them.
+        values: one for each of the variables.
     """
     updates, keys = inner(optimizer), {}
     for variable, value in zip(variables, values, strict=True):
         keys[value._unique_id] = updates._var_key(variable)
-    replaced: dict[str, Any] = {"_var_key": _known_by(updates._var_key, keys)}
-    if updates.use_ema:  # Keras pairs them by their order
+    attributes: dict[str, Any] = {"_var_key": _with_keys(updates._var_key, keys)}
+    if updates.use_ema:  # Keras pairs variables and averages by their order
         averages = getattr(updates, _AVERAGES)
-        replaced[_AVERAGES] = [averages[updates._get_variable_index(variable)] for variable in variables]
-        replaced["_trainable_variables"] = list(variables)
-    own = [one for one in optimizer.variables if len(copies(one)) and one._value is not copies(one)[0]]
+        attributes[_AVERAGES] = [averages[updates._get_variable_index(variable)] for variable in variables]
+        attributes["_trainable_variables"] = list(variables)
+    mirrored = [v for v in optimizer.variables if len(copies(v)) and v._value is not copies(v)[0]]
+    with (
+        _without_strategy(optimizer),
+        with_attributes(updates, attributes),
+        backed_by(mirrored, [copies(variable)[0] for variable in mirrored]),
+        backed_by(variables, values),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_strategy(optimizer: Any) -> Iterator[None]:
+    """Within this context the optimizer and its inner one belong to no `tf.distribute.Strategy`."""
     with contextlib.ExitStack() as stack:
-        for one in {id(optimizer): optimizer, id(updates): updates}.values():
-            stack.enter_context(_replaced(one, {"_distribution_strategy": _NO_STRATEGY}))
-        stack.enter_context(_replaced(updates, replaced))
-        stack.enter_context(standing_for(own, [copies(one)[0] for one in own]))
-        stack.enter_context(standing_for(variables, values))
+        for part in {id(optimizer): optimizer, id(inner(optimizer)): inner(optimizer)}.values():
+            stack.enter_context(with_attributes(part, {"_distribution_strategy": _NO_STRATEGY}))
         yield
 
 
 _NO_STRATEGY = tf.distribute.get_strategy()
 
 
-def _known_by(original: Callable[[Any], Any], keys: dict[Any, Any]) -> Callable[[Any], Any]:
+def _with_keys(original: Callable[[Any], Any], keys: dict[Any, Any]) -> Callable[[Any], Any]:
     def var_key(variable: Any) -> Any:
         key = original(variable)
         return keys.get(key, key)
@@ -119,33 +117,13 @@ def _known_by(original: Callable[[Any], Any], keys: dict[Any, Any]) -> Callable[
     return var_key
 
 
-@contextlib.contextmanager
-def _replaced(thing: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """In this context `thing` has these attributes, past Keras' tracking of them."""
-    absent = object()
-    before = {name: vars(thing).get(name, absent) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            object.__setattr__(thing, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is absent:
-                object.__delattr__(thing, name)
-            else:
-                object.__setattr__(thing, name, value)
-
-
 def build(optimizer: Any, variables: Sequence[Any], values: Sequence[tf.Variable]) -> None:
-    """Builds `optimizer` for Keras `variables`, with slots for `values` in the place of theirs.
+    """Builds `optimizer` for Keras `variables`, with slots for `values` in place of theirs.
 
     Its slots are plain variables, whatever strategy it was made in.
     """
     keys = [inner(optimizer)._var_key(variable) for variable in variables]
-    with contextlib.ExitStack() as stack:
-        for one in {id(optimizer): optimizer, id(inner(optimizer)): inner(optimizer)}.values():
-            stack.enter_context(_replaced(one, {"_distribution_strategy": _NO_STRATEGY}))
-        stack.enter_context(standing_for(variables, values))
+    with _without_strategy(optimizer), backed_by(variables, values):
         optimizer.build(list(variables))
     inner(optimizer)._trainable_variables_indices = {key: index for index, key in enumerate(keys)}
     if inner(optimizer) is not optimizer:

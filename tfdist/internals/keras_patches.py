@@ -10,13 +10,14 @@ from typing import Any
 
 import keras
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import trainer as trainer_module
 
 from tfdist.errors import UsageError
 from tfdist.internals.attached import Attached
-from tfdist.internals.tensorflow_patches import surrounded
+from tfdist.internals.tensorflow_patches import surround, surrounded, with_attributes
 
 
 class _Thread(threading.local):
@@ -36,19 +37,16 @@ REPLACEABLE: dict[str, tuple[Any, str]] = {
 
 def around(function: str, call: Callable[..., Any]) -> None:
     """From now on the function of Keras with this name in `REPLACEABLE` returns `call(original, *args, **named)`."""
-    owner, name = REPLACEABLE[function]
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **named: Any) -> Any:
-        return call(original, *args, **named)
-
-    setattr(owner, name, replaced)
+    surround(*REPLACEABLE[function], call)
 
 
 @contextlib.contextmanager
 def replaced(calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """In this context functions of Keras return `call(original, *args, **named)`; their names are in `REPLACEABLE`."""
+    """Within this context functions of `REPLACEABLE` return `call(original, *args, **named)`.
+
+    Args:
+        calls: each `call`, by the name of the function.
+    """
     with contextlib.ExitStack() as stack:
         for function, call in calls.items():
             stack.enter_context(surrounded(*REPLACEABLE[function], call))
@@ -58,23 +56,38 @@ def replaced(calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 @functools.cache
 def install() -> None:
     """Makes optimizers obey `applying_reduced_gradients` and `set_around_apply`."""
-    for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
-        _patch_around_apply(kind)
-    _patch_supports_xla()
-    all_reduce = TFOptimizer._all_reduce_sum_gradients
 
-    @functools.wraps(all_reduce)
-    def once(optimizer: Any, grads_and_vars: Any) -> Any:
-        return grads_and_vars if _thread.applies_reduced_gradients else all_reduce(optimizer, grads_and_vars)
+    def apply(original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        around = None if _thread.applies_reduced_gradients else around_apply(optimizer)
+        if around is None:
+            return original(optimizer, grads, trainable_variables)
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
 
-    TFOptimizer._all_reduce_sum_gradients = once
+        def update(gradients: Sequence[Any]) -> None:
+            with applying_reduced_gradients():
+                original(optimizer, gradients, trainable_variables)
+
+        return around(optimizer, list(grads), list(variables), update)
+
+    def all_reduce(original: Callable[..., Any], optimizer: Any, grads_and_vars: Any) -> Any:
+        return grads_and_vars if _thread.applies_reduced_gradients else original(optimizer, grads_and_vars)
+
+    def model_supports_jit(original: Callable[..., Any], model: Any) -> bool:
+        # XLA does not know Horovod's operations.
+        optimizer = getattr(model, "optimizer", None)
+        return (optimizer is None or around_apply(optimizer) is None) and original(model)
+
+    surround(BaseOptimizer, "apply", apply)
+    surround(keras.optimizers.LossScaleOptimizer, "apply", apply)
+    surround(TFOptimizer, "_all_reduce_sum_gradients", all_reduce)
+    surround(trainer_module, "model_supports_jit", model_supports_jit)
 
 
 @contextlib.contextmanager
 def updating_with(
     optimizer: Any, update_step: Callable[[Any, Any, Any], None], before_each: Callable[[], None]
 ) -> Iterator[None]:
-    """In this context `optimizer` updates a variable by `update_step(gradient, variable, learning_rate)`.
+    """Within this context `optimizer` updates a variable by `update_step(gradient, variable, learning_rate)`.
 
     `before_each` is called before each update of all variables.
     """
@@ -84,19 +97,13 @@ def updating_with(
         before_each()
         update_all(*arguments)
 
-    # Set on the instance and past Keras' attribute tracking, so that nothing of it is saved with the model.
-    object.__setattr__(optimizer, "update_step", update_step)
-    object.__setattr__(optimizer, "_backend_update_step", update)
-    try:
+    with with_attributes(optimizer, {"update_step": update_step, "_backend_update_step": update}):
         yield
-    finally:
-        object.__delattr__(optimizer, "_backend_update_step")
-        object.__delattr__(optimizer, "update_step")
 
 
 @contextlib.contextmanager
 def applying_reduced_gradients() -> Iterator[None]:
-    """In this context optimizers treat the gradients that they are given as reduced over all replicas."""
+    """Within this context optimizers take the gradients that they receive as already reduced over all replicas."""
     _thread.applies_reduced_gradients = True
     try:
         yield
@@ -125,83 +132,46 @@ def require_reduced_once(optimizer: Any) -> None:
     """Raises `UsageError` for an optimizer that reduces gradients itself, in a step of a strategy, which does so."""
     if around_apply(optimizer) is not None:
         raise UsageError(
-            f"The gradients of `{optimizer.name}` are reduced by the strategy, and by `DistributedOptimizer`",
-            "leave out the one or the other",
+            f"The gradients of `{optimizer.name}` are reduced both by the strategy and by `DistributedOptimizer`",
+            "use only one of them",
         )
-
-
-def _patch_around_apply(kind: Any) -> None:
-    original = kind.apply
-
-    @functools.wraps(original)
-    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        around = None if _thread.applies_reduced_gradients else around_apply(optimizer)
-        if around is None:
-            return original(optimizer, grads, trainable_variables)
-        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-
-        def update(gradients: Sequence[Any]) -> None:
-            with applying_reduced_gradients():
-                original(optimizer, gradients, trainable_variables)
-
-        return around(optimizer, list(grads), list(variables), update)
-
-    kind.apply = apply
-
-
-def _patch_supports_xla() -> None:
-    """Keras does not use XLA for an optimizer with `around`: XLA does not know Horovod's operations."""
-    original = trainer_module.model_supports_jit
-
-    @functools.wraps(original)
-    def model_supports_jit(model: Any) -> bool:
-        optimizer = getattr(model, "optimizer", None)
-        return (optimizer is None or around_apply(optimizer) is None) and original(model)
-
-    trainer_module.model_supports_jit = model_supports_jit
 
 
 @contextlib.contextmanager
 def counting(optimizer: Any, count: Callable[[Any], None]) -> Iterator[None]:
-    """In this context `count(variable)` adds one to the `iterations` of `optimizer`; Keras reads, then writes it."""
+    """Within this context `count(variable)` adds one to the `iterations` of `optimizer`.
+
+    Keras reads and then writes the variable, so that concurrent updates may be lost.
+    """
     iterations = optimizer._iterations
-    object.__setattr__(iterations, "assign_add", lambda value: count(iterations._value))
-    try:
+    with with_attributes(iterations, {"assign_add": lambda value: count(iterations._value)}):
         yield
-    finally:
-        object.__delattr__(iterations, "assign_add")
 
 
 @contextlib.contextmanager
 def applying_with(optimizer: Any, apply: Callable[..., None]) -> Iterator[None]:
-    """In this context `optimizer` applies gradients by `apply(original, gradients, variables)`.
+    """Within this context `optimizer` applies gradients by `apply(original, gradients, variables)`.
 
-    `variables` are `None` for all that it was built for; `original` is Keras' method.
+    `variables` is `None` for all variables that it was built for; `original` is Keras' method.
     """
-    original, before = optimizer.apply, vars(optimizer).get("apply")
+    original = optimizer.apply
 
     def applied(grads: Any, trainable_variables: Any = None) -> None:
         apply(original, list(grads), trainable_variables)
 
-    object.__setattr__(optimizer, "apply", applied)
-    try:
+    with with_attributes(optimizer, {"apply": applied}):
         yield
-    finally:
-        if before is None:
-            object.__delattr__(optimizer, "apply")
-        else:
-            object.__setattr__(optimizer, "apply", before)
 
 
-# `see(kind, of, value)` receives the values that a step computes; for gradients it returns those to apply.
+# `see(kind, source, value)` receives the values that a step computes; for gradients it returns those to apply.
 See = Callable[[str, Any, Any], Any]
 
 
 @contextlib.contextmanager
 def watching(model: Any, see: See) -> Iterator[None]:
-    """In this context `see` receives the values that the steps of `model` compute.
+    """Within this context `see` receives the values that the steps of `model` compute.
 
-    | kind | of | value |
+    | kind | source | value |
     |---|---|---|
     | "output" | a layer | the result of its call |
     | "added loss" | a layer | the argument of `add_loss` |
@@ -210,10 +180,10 @@ def watching(model: Any, see: See) -> Iterator[None]:
     | "gradients" | the variables | the gradients that an optimizer applies to them |
     """
 
-    def returned(kind: str) -> Callable[..., Any]:
-        def call(original: Callable[..., Any], of: Any, *args: Any, **named: Any) -> Any:
-            value = original(of, *args, **named)
-            see(kind, of, value)
+    def result_of(kind: str) -> Callable[..., Any]:
+        def call(original: Callable[..., Any], source: Any, *args: Any, **named: Any) -> Any:
+            value = original(source, *args, **named)
+            see(kind, source, value)
             return value
 
         return call
@@ -223,26 +193,26 @@ def watching(model: Any, see: See) -> Iterator[None]:
         return original(layer, loss)
 
     def apply(original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        of = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-        return original(optimizer, see("gradients", list(of), list(grads)), trainable_variables)
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        return original(optimizer, see("gradients", list(variables), list(grads)), trainable_variables)
 
-    around: list[tuple[Any, str, Callable[..., Any]]] = [
-        (keras.Layer, "__call__", returned("output")),
+    calls: list[tuple[Any, str, Callable[..., Any]]] = [
+        (keras.Layer, "__call__", result_of("output")),
         (keras.Layer, "add_loss", add_loss),
-        (keras.losses.Loss, "__call__", returned("loss")),
-        (type(model), "compute_loss", returned("whole loss")),
+        (keras.losses.Loss, "__call__", result_of("loss")),
+        (type(model), "compute_loss", result_of("whole loss")),
         (BaseOptimizer, "apply", apply),
         (keras.optimizers.LossScaleOptimizer, "apply", apply),
     ]
     with contextlib.ExitStack() as stack:
-        for owner, name, call in around:
+        for owner, name, call in calls:
             stack.enter_context(surrounded(owner, name, call))
         yield
 
 
 @contextlib.contextmanager
 def noting_outputs(names: Iterable[str], note: Callable[[str, Any], None]) -> Iterator[None]:
-    """In this context `note(name, outputs)` receives the result of each call of a layer with one of these `names`."""
+    """Within this context `note(name, outputs)` receives the result of each call of a layer with one of the `names`."""
     wanted = set(names)
 
     def call(original: Callable[..., Any], layer: Any, *args: Any, **named: Any) -> Any:
@@ -255,22 +225,55 @@ def noting_outputs(names: Iterable[str], note: Callable[[str, Any], None]) -> It
         yield
 
 
+Unary = Callable[[Any], Any]
+
+
+def around_steps(
+    around_step: Callable[[Any, Unary], Unary] = lambda model, step: step,
+    around_call: Callable[[Unary], Unary] = lambda call: call,
+) -> None:
+    """From now on Keras' own loop runs other steps, except for models whose functions it has already made.
+
+    Args:
+        around_step: takes a model and its `train_step`, `test_step` or `predict_step`, and returns the step to run.
+        around_call: takes the function that runs the steps of a call from an iterator, and returns another one.
+    """
+
+    def make_function(original: Callable[..., Any], model: Any, step: Unary) -> Any:
+        return around_call(original(model, around_step(model, step)))
+
+    surround(TensorFlowTrainer, "_make_function", make_function)
+
+
+def add_to_callback_lists(kind: type, make: Callable[[Any], Any]) -> None:
+    """From now on a callback list of a model ends with `make(callback_list)`, unless this is `None`.
+
+    Lists that have a callback of the class `kind` stay as they are.
+    """
+
+    def set_model(original: Callable[..., Any], callback_list: Any, model: Any) -> None:
+        exists = any(isinstance(callback, kind) for callback in callback_list.callbacks)
+        if model is not None and not exists and (callback := make(callback_list)) is not None:
+            callback_list.callbacks.append(callback)
+        original(callback_list, model)
+
+    surround(keras.callbacks.CallbackList, "set_model", set_model)
+
+
 @functools.cache
 def tell_callbacks_of_their_list() -> None:
     """From now on a callback that has `set_callback_list` receives its callback list, before its model.
 
-    Keras gives a callback its model, but never the other callbacks, whose state a checkpoint must hold.
+    Keras gives a callback its model, but never the other callbacks, whose state a checkpoint must contain.
     """
-    original = keras.callbacks.CallbackList.set_model
 
-    @functools.wraps(original)
-    def set_model(callback_list: Any, model: Any) -> None:
+    def set_model(original: Callable[..., Any], callback_list: Any, model: Any) -> None:
         for callback in with_wrapped(callback_list.callbacks):
             if hasattr(callback, "set_callback_list"):
                 callback.set_callback_list(callback_list)
         original(callback_list, model)
 
-    keras.callbacks.CallbackList.set_model = set_model
+    surround(keras.callbacks.CallbackList, "set_model", set_model)
 
 
 def with_wrapped(callbacks: Iterable[Any]) -> Iterator[Any]:

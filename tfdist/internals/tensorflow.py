@@ -33,7 +33,7 @@ ShardedVariable = sharded_variable.ShardedVariable
 
 
 def set_container(part: tf.Variable, whole: Any) -> None:
-    """Marks `part` as a part of `whole`: Keras' optimizers then use the slots of `whole` for it."""
+    """Marks `part` as a part of the variable `whole`: Keras' optimizers then use the slots of `whole` for it."""
     part._distributed_container = weakref.ref(whole)
 
 
@@ -49,13 +49,12 @@ def slices_by_part(whole: Any, slices: tf.IndexedSlices) -> list[tf.IndexedSlice
 
 @contextlib.contextmanager
 def without_strategy() -> Iterator[None]:
-    """Within a cross-replica context, code runs here as without a strategy, for variables that have one copy."""
+    """Within this context, in a cross-replica context, code runs as without a strategy, on variables with one copy."""
 
     def plain(next_creator: Any, **arguments: Any) -> tf.Variable:
-        del next_creator  # the strategy's
         return resource_variable_ops.default_variable_creator_v2(None, **arguments)
 
-    # An optimizer that is not built makes its variables now; Keras makes them outside of the graph.
+    # An optimizer that is not built yet makes its variables here, and Keras makes them outside of the graph.
     creators = tf.variable_creator_scope(plain)
     distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
     try:
@@ -70,39 +69,11 @@ def without_strategy() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-# Operations whose result has the values of an argument.
-_PASSING_ON = ("Identity", "Reshape", "SelectV2", "Cast")
-
-
-def compute_after(tensor: tf.Tensor, earlier: tf.Tensor) -> None:
-    """Lets the graph compute `tensor` only once it has computed `earlier`, unless that depends on it."""
-    operation = tensor.op
-    while operation.type in _PASSING_ON:
-        same = [one for one in operation.inputs if one.shape.num_elements() == tensor.shape.num_elements()]
-        if not same or tensor.shape.num_elements() is None:
-            break
-        operation = same[0].op
-    if not _depends_on(earlier.op, operation):
-        add_control_input(operation, earlier.op)
-
-
-def _depends_on(operation: tf.Operation, wanted: tf.Operation) -> bool:
-    seen, waiting = {operation.name}, [operation]
-    while waiting:
-        one = waiting.pop()
-        if one.name == wanted.name:
-            return True
-        before = {each.name: each for each in (*(tensor.op for tensor in one.inputs), *one.control_inputs)}
-        waiting += [each for name, each in before.items() if name not in seen]
-        seen |= set(before)
-    return False
-
-
 def serial_calls() -> contextlib.AbstractContextManager[None]:
-    """Graphs that are called in this context run their operations one after the other, in the caller's thread.
+    """Within this context, graphs that are called run their operations one after the other, in the caller's thread.
 
-    TensorFlow's usual executor passes operations between threads even if only one thread computes. The serial executor
-    refuses graphs that span devices or hold collectives, and hangs in a graph that is not `flat`.
+    TensorFlow's default executor passes operations between threads even if only one thread computes. The serial
+    executor rejects graphs that span devices or contain collectives, and hangs in a graph that is not `flat`.
     """
     return context.function_executor_type("SINGLE_THREADED_EXECUTOR")
 
@@ -110,16 +81,16 @@ def serial_calls() -> contextlib.AbstractContextManager[None]:
 def flat(graph: tf.Graph) -> bool:
     """Whether no operation in `graph` calls a function, except loops whose bodies call none.
 
-    A nested call blocks its thread and runs on another one, and no other thread may be left.
+    A nested call blocks its thread and runs in another one, and there may be no other free thread.
     """
     definition = graph.as_graph_def()
-    inside = [node for function in definition.library.function for node in function.node_def]
-    outside = [node for node in definition.node if node.op not in ("While", "StatelessWhile")]
-    return not any(value.HasField("func") for node in inside + outside for value in node.attr.values())
+    in_functions = [node for function in definition.library.function for node in function.node_def]
+    in_graph = [node for node in definition.node if node.op not in ("While", "StatelessWhile")]
+    return not any(value.HasField("func") for node in in_functions + in_graph for value in node.attr.values())
 
 
 def light(graph: tf.Graph) -> bool:
-    """Whether `graph` has no work for oneDNN: no convolution, no pooling, no product of matrices too large for a cache.
+    """Whether `graph` has no work for oneDNN: no convolution, no pooling, no matrix product too large for a cache.
 
     The serial executor uses TensorFlow's plain kernels, which take up to three times as long for these.
     """
@@ -147,8 +118,8 @@ def _elements(node: Any) -> int:
 def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds: float) -> None:
     """Limits how long processes wait for each other: `timeout_seconds` at the start, five seconds at the end.
 
-    By default TensorFlow waits an hour for a peer that does not register, and its heartbeats end a process that was
-    only suspended for a while before the timeout of a collective can report it.
+    By default TensorFlow waits an hour for a peer that does not register, and its heartbeats terminate a process that
+    was merely suspended, before the timeout of a collective can report it.
     """
     jobs = [
         coordination_config_pb2.CoordinatedJob(name=role, num_tasks=len(addresses))
@@ -170,69 +141,70 @@ def configure_coordination(cluster: Mapping[str, Sequence[str]], timeout_seconds
 def sigterm_as_it_was() -> Iterator[None]:
     """Restores the handler of SIGTERM at the end of this context.
 
-    In a process that joins a TensorFlow cluster, `PreemptionWatcher` takes SIGTERM, and the process does not end.
+    In a process that joins a TensorFlow cluster, `PreemptionWatcher` catches SIGTERM, and the process does not exit.
     """
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def abort_collectives(reason: str) -> None:
-    """Ends all present and future collective operations of this process with a `tf.errors.DeadlineExceededError`."""
+    """Makes all current and future collectives of this process fail with a `tf.errors.DeadlineExceededError`."""
     context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, reason)
 
 
 def silent_peers(world: World, seconds: float) -> list[int]:
-    """Ranks of `world` that do not answer, or where another process runs now; some of them if there are many.
+    """The ranks of `world` whose process does not answer or was replaced by another one.
 
-    TensorFlow holds the interpreter's lock while it waits for an answer, so that neither can several be asked at once,
-    nor the heartbeat of this process go on. All together are waited for `seconds`; those that have ended cost no time.
+    TensorFlow holds the GIL while it waits for an answer, so peers are queried one after the other, and this process
+    sends no heartbeats meanwhile. The time limit of `seconds` is for all peers together, so some may be missing if many
+    are silent; peers that have exited take no time.
     """
     silent = []
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     for rank, task in enumerate(world.tasks):
         if rank == world.rank:
             continue
         name = f"/job:{task.role}/replica:0/task:{task.index}"
-        left_ms = int(1000 * (until - time.monotonic()))
-        if left_ms <= 0:
+        remaining_ms = int(1000 * (deadline - time.monotonic()))
+        if remaining_ms <= 0:
             break
         try:
-            context.context().check_collective_ops_peer_health(name, timeout_in_ms=left_ms)
+            context.context().check_collective_ops_peer_health(name, timeout_in_ms=remaining_ms)
         except tf.errors.OpError:
             silent.append(rank)
     return silent
 
 
 def runtime_started() -> bool:
-    """Whether TensorFlow has fixed its devices and threads for the life of this process."""
+    """Whether TensorFlow has initialized its devices and threads, which can then no longer be configured."""
     return context.context()._initialized
 
 
 def global_seed() -> int | None:
-    """The last argument of `tf.random.set_seed`; `None` before it is called."""
+    """The seed of `tf.random.set_seed`; `None` before it is called."""
     return context.global_seed()
 
 
 def eager_random_state() -> Any:
-    """The state of the generator that seeds operations outside of graphs; `None` before `tf.random.set_seed`."""
+    """The state of the generator that seeds eager operations; `None` before `tf.random.set_seed`."""
     generator = getattr(context.context(), "_rng", None)
     return None if generator is None else generator.getstate()
 
 
 def restore_eager_random_state(state: Any) -> None:
-    """Restores an `eager_random_state`; an operation that has drawn with one of its seeds does not start over."""
+    """Restores an `eager_random_state`; an operation that has already drawn with one of its seeds is not reset."""
     if state is not None:
         context.context()._rng.setstate(state)
 
 
 def close_pools(error: BaseException) -> None:
-    """Closes the thread pool that a collective of TensorFlow left open when it raised `error` between two graphs.
+    """Closes the thread pool that a TensorFlow collective left open when it raised `error` outside of graphs.
 
-    Otherwise Python prints a traceback about the pool when the process ends.
+    Otherwise Python prints a traceback about the pool when the process exits.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         pool = frame.f_locals.get("pool")
@@ -241,29 +213,29 @@ def close_pools(error: BaseException) -> None:
 
 
 def profiling() -> bool:
-    """Whether a trace is being taken in this process."""
+    """Whether the TensorFlow profiler is tracing this process."""
     return profiler_v2._profiler is not None
 
 
 def per_replica(tensors: Sequence[tf.Tensor]) -> Any:
-    """The tensors of the replicas of this process as one value of TensorFlow's strategies."""
+    """The tensors of the replicas of this process as a `PerReplica` value of TensorFlow's strategies."""
     return values.PerReplica(list(tensors))
 
 
 def local_copy(variable: Any) -> Any:
-    """The current replica's copy of a mirrored variable; any other variable itself."""
+    """The current replica's copy of a mirrored variable; any other variable unchanged."""
     return variable._get() if isinstance(variable, values.MirroredVariable) else variable
 
 
 class ReducingExtended(one_device_strategy.OneDeviceExtended):
-    """One replica in each of several processes, which communicate by `reduce`; the rest is as on one device.
+    """One replica per process, which communicate by `reduce`; everything else is as on one device.
 
     Args:
         strategy: the strategy that this extends.
-        device: the device of this process' replica.
+        device: the device of this process's replica.
         rank: the rank of this process.
-        size: the number of processes.
-        reduce: `reduce(tensors)` returns their sums over the processes; they may include `tf.IndexedSlices`.
+        size: the world size.
+        reduce: `reduce(tensors)` returns the sums over the processes; tensors may be `tf.IndexedSlices`.
     """
 
     def __init__(self, strategy: Any, device: str, rank: int, size: int, reduce: Callable[[list[Any]], list[Any]]):
@@ -283,16 +255,13 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
             return fn(*args, **kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        del options
         flat = tf.nest.flatten(value)
         return tf.nest.pack_sequence_as(value, self._reduced(reduce_op, flat))
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        del destinations, options
         return self._reduced(reduce_op, [value])[0]
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        del options
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs])
 
     def _reduced(self, reduce_op: Any, flat: Sequence[Any]) -> list[Any]:
@@ -308,13 +277,13 @@ class ReducingExtended(one_device_strategy.OneDeviceExtended):
 
 @contextlib.contextmanager
 def collected_graphs() -> Iterator[list[Any]]:
-    """Collects the graphs, as `GraphDef`s of one device each, that TensorFlow makes in this context to run functions.
+    """Collects the graphs, a `GraphDef` per device, that TensorFlow makes in this context to run functions.
 
-    The list is filled at the end. Functions that have run before are not in it.
+    The list is filled at the end of the context. It lacks functions that have run before.
     """
     graphs: list[Any] = []
     context.context().enable_run_metadata()
-    context.context().export_run_metadata()  # what others, such as a trace of TensorBoard's, have collected before
+    context.context().export_run_metadata()  # discards what others, such as TensorBoard, have collected
     try:
         yield graphs
         graphs += context.context().export_run_metadata().partition_graphs
@@ -324,10 +293,10 @@ def collected_graphs() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """A graph that is never run; variables that are made here are made outside of it, with their initial values.
+    """A graph that never runs; variables are made outside of it, in the context `scope()`, with their initial values.
 
-    Yields what `variables_made_in` yields. `tf.function` would keep the initial values as a part of its graph, and
-    TensorFlow's strategies cannot copy those to their devices.
+    Yields what `variables_made_in` yields. `tf.function` would make the initial values a part of its graph, from where
+    TensorFlow's strategies cannot copy them to their devices.
     """
     with tf.__internal__.FuncGraph("scratch").as_default(), variables_made_in(scope) as outside:
         yield outside
@@ -335,21 +304,21 @@ def scratch_graph(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
 
 @contextlib.contextmanager
 def variables_made_in(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """In this context variables are made outside of all graphs, in the context `scope()`.
+    """Within this context variables are made outside of all graphs, in the context `scope()`.
 
-    Yields a function that returns a context, in which all code runs there.
+    Yields a function that returns a context for running any code outside of all graphs, in `scope()`.
     """
     inside = False
 
     @contextlib.contextmanager
     def outside() -> Iterator[None]:
         nonlocal inside
-        before, inside = inside, True
+        previous, inside = inside, True
         try:
             with tf.init_scope(), scope():
                 yield
         finally:
-            inside = before
+            inside = previous
 
     def make(next_creator: Callable[..., Any], **options: Any) -> Any:
         if inside:
@@ -362,20 +331,9 @@ def variables_made_in(scope: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
 
 
 def placeholders(spec: Any) -> Any:
-    """The inputs of a graph, in the structure of `spec`; `None` stays `None`."""
-
-    def placeholder(one: Any) -> Any:
-        return None if one is None else tf.compat.v1.placeholder(one.dtype, one.shape)
-
-    flat = [placeholder(one) for one in tf.nest.flatten(spec, expand_composites=True)]
+    """Placeholders for the inputs of a graph, in the structure of `spec`; `None` stays `None`."""
+    flat = [
+        None if leaf is None else tf.compat.v1.placeholder(leaf.dtype, leaf.shape)
+        for leaf in tf.nest.flatten(spec, expand_composites=True)
+    ]
     return tf.nest.pack_sequence_as(spec, flat, expand_composites=True)
-
-
-def replace_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Has an operation of a graph take `tensor`, which may have been made after it, as its input number `index`."""
-    operation._update_input(index % len(operation.inputs), tensor)
-
-
-def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
-    """Makes an operation of a graph wait for another one, which may have been made after it."""
-    operation._add_control_input(before)

@@ -1,4 +1,4 @@
-"""The private parts of TensorFlow's datasets that tfdist calls: the state of iterators, and iterators over devices.
+"""The private parts of `tf.data` that tfdist calls: the state of iterators, and iterators over several devices.
 
 Written for TensorFlow 2.21.0; `tests/test_tensorflow_internals.py` fails when TensorFlow changes a part that is used.
 """
@@ -17,10 +17,10 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 
 
 def iterator_state(iterator: Any) -> bytes:
-    """The state of an iterator over a `tf.data.Dataset`: its position and buffers, such as that of a shuffle.
+    """The state of an iterator over a `tf.data.Dataset`: its position and buffers, such as the shuffle buffer.
 
-    The state inside the functions of the pipeline, such as that of random numbers, is left out. The public
-    `tf.train.Checkpoint` refuses pipelines with stateful functions; a decoder in Python counts as one.
+    State inside functions of the input pipeline, such as a random generator, is left out. The public
+    `tf.train.Checkpoint` rejects pipelines with stateful functions, such as a decoder in Python.
 
     Raises:
         tf.errors.OpError: a part of the pipeline cannot save its state, such as a Python generator.
@@ -37,10 +37,10 @@ def iterator_state(iterator: Any) -> bytes:
 
 
 def restore_iterator(iterator: Any, state: bytes) -> None:
-    """Restores the `iterator_state` of another iterator over the same pipeline.
+    """Restores the `iterator_state` of another iterator over the same input pipeline.
 
     Raises:
-        tf.errors.OpError: a part of the pipeline has no state in `state`, which is thus of another pipeline.
+        tf.errors.OpError: `state` lacks a part of the pipeline, because it is from another pipeline.
     """
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(io.BytesIO(state)) as archive:
@@ -55,9 +55,9 @@ _IGNORE_FUNCTIONS = 1  # the value in `ExternalStatePolicy` of TensorFlow's data
 
 
 def device_iterator(dataset: tf.data.Dataset, devices: Sequence[str]) -> Any:
-    """An iterator whose elements go to `devices` in turn, each copied to its device before it is asked for.
+    """An iterator that distributes elements to `devices` in turn, each prefetched to its device.
 
-    `get_next()` returns a list of one element per device. It is what `tf.distribute.MirroredStrategy` reads; the public
-    `tf.data.experimental.prefetch_to_device` is for one device.
+    `get_next()` returns a list of one element per device. `tf.distribute.MirroredStrategy` reads this iterator; the
+    public `tf.data.experimental.prefetch_to_device` supports only one device.
     """
     return multi_device_iterator_ops.OwnedMultiDeviceIterator(dataset, list(devices))

@@ -1,4 +1,4 @@
-"""Reads and fills variables without a second copy of a large one in memory.
+"""Reads and writes variables without a second copy of a large one in memory, and finds the copies of a variable.
 
 Synopsis:
 
@@ -31,18 +31,18 @@ _NUMBERS = {"__float__": float, "__int__": int, "__complex__": complex}
 
 @functools.cache
 def _with_numbers(kind: type) -> type:
-    """A class of variables with copies, with what plain variables have: scalars convert to numbers of Python."""
+    """A class of mirrored variables whose scalars, like those of plain variables, convert to Python numbers."""
 
     def converting(to: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda variable: to(variable.numpy())
 
-    described = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), described | {name: converting(to) for name, to in _NUMBERS.items()})
+    metadata = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), metadata | {name: converting(to) for name, to in _NUMBERS.items()})
 
 
 @contextlib.contextmanager
 def converting_to_numbers() -> Iterator[None]:
-    """In this context, inside the scope of a strategy, `float` and `int` take the variables that are made.
+    """Variables that are made in this context, inside the scope of a strategy, can be converted by `float` and `int`.
 
     So `float(optimizer.learning_rate)` works in a callback, as it does with a plain variable.
     """
@@ -61,18 +61,18 @@ def converting_to_numbers() -> Iterator[None]:
 def without_value(
     shape: Sequence[int], dtype: tf.DType, device: str, name: str | None = None, trainable: bool = False
 ) -> tf.Variable:
-    """A variable that belongs to no strategy and takes no memory before something is assigned to it."""
+    """A variable without a strategy, which takes no memory until a value is assigned."""
     lengths = list(shape)
     with tf.init_scope(), tf.device(device):
         return resource_variable_ops.UninitializedVariable(trainable=trainable, shape=lengths, dtype=dtype, name=name)
 
 
-# Longer ones are slower: the C library asks the system for the memory of each, and every page of it is zeroed first.
+# Larger pieces are slower: the C library allocates each from the system, which zeroes every page first.
 PIECE_BYTES = 1 << 24
 
 
 def in_words(dtype: Any, shape: Iterable[int]) -> str:
-    """How messages and checkpoints describe a variable, such as "float32 [4,3]"."""
+    """The description of a variable in messages and checkpoints, such as "float32 [4,3]"."""
     return f"{tf.as_dtype(dtype).name} [{','.join(map(str, shape))}]"
 
 
@@ -85,34 +85,34 @@ def copies(variable: Any) -> list[Any]:
 
 
 def container(handle: tf.Tensor) -> Any:
-    """The variable of a `tf.distribute.Strategy`, one of whose copies has this handle; `None` if there is none."""
+    """The variable of a `tf.distribute.Strategy` that has a copy with this handle; `None` if there is none."""
     reference = getattr(handle, "_distributed_container", None)
     return None if reference is None else reference()
 
 
 def is_sum_of_copies(variable: Any) -> bool:
-    """Whether the value of a strategy's variable is the sum of its copies, as that of a metric is."""
+    """Whether the value of a strategy's variable is the sum of its copies, as for the variables of metrics."""
     on_read, of_sum = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
     return variable.synchronization == on_read and variable.aggregation == of_sum
 
 
 @contextlib.contextmanager
 def first_copies() -> Iterator[None]:
-    """Code that is traced in this context reads and assigns the first copy of each variable of a strategy alone.
+    """Code that is traced in this context reads and assigns only the first copy of each variable of a strategy.
 
-    It is the context in which TensorFlow exports a model for one device. Methods that TensorFlow has not written for a
-    strategy's variables are those of the first copy meanwhile.
+    It is the context in which TensorFlow exports a model for one device. Methods that a strategy's variables lack are
+    those of the first copy meanwhile.
     """
-    own = vars(values.DistributedVariable)
+    existing = vars(values.DistributedVariable)
     with save_context.save_context(tf.saved_model.SaveOptions()), contextlib.ExitStack() as stack:
-        for name in _OF_PLAIN_VARIABLES:
-            if name not in own:
+        for name in _PLAIN_METHODS:
+            if name not in existing:
                 setattr(values.DistributedVariable, name, _of_first_copy(name))
                 stack.callback(delattr, values.DistributedVariable, name)
         yield
 
 
-_OF_PLAIN_VARIABLES = (
+_PLAIN_METHODS = (
     *("batch_scatter_update", "gather_nd", "scatter_nd_add", "scatter_nd_max", "scatter_nd_min", "scatter_nd_sub"),
     *("scatter_nd_update", "sparse_read", "count_up_to"),
 )
@@ -126,14 +126,14 @@ def _of_first_copy(name: str) -> Any:
 
 
 def size_bytes(variable: tf.Variable) -> int:
-    """The size of its values."""
+    """The size of a variable's value."""
     return math.prod(variable.shape) * np.dtype(variable.dtype.as_numpy_dtype).itemsize
 
 
 def read(variable: tf.Variable) -> np.ndarray:
-    """The values. They may be in the memory of the variable: use them before it changes."""
+    """The value of a variable, which may share the memory of the variable: use it before the variable changes."""
     value = tf.convert_to_tensor(variable)
-    return np.asarray(value if value.shape.rank else value.numpy())  # NumPy refuses scalars of bfloat16
+    return np.asarray(value if value.shape.rank else value.numpy())  # NumPy rejects bfloat16 scalars
 
 
 def memory(values: np.ndarray) -> np.ndarray:
@@ -143,26 +143,22 @@ def memory(values: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def filled(variable: tf.Variable) -> Iterator[np.ndarray]:
-    """The context in which a new value is written, as an array `[n]` of bytes; the variable has it at the end.
+    """Yields an array `[n]` of bytes for a new value, which is assigned at the end of the context.
 
-    The old value is freed before, so that the two are not in memory together. An assignment of a part of a variable
-    would not do: TensorFlow then copies all of it at each later read.
+    The old value is freed first, so that the two are never in memory together. Assigning slices of a variable would not
+    do, because TensorFlow would then copy all of it at each later read.
     """
     free(variable)
     with tf.device("CPU:0"):
         value = tf.raw_ops.Empty(shape=variable.shape.as_list(), dtype=variable.dtype)
-    # The tensor is new and nobody else has it, so that its memory may be written to, which NumPy does not allow.
+    # The tensor is new and not shared, so its memory may be written to, although NumPy does not allow it.
     yield np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes(variable)).from_address(_address(value)))
-    _assign_any_shape(variable, value)
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
 def free(variable: tf.Variable) -> None:
-    """Frees the memory of a value that nobody reads any more."""
-    _assign_any_shape(variable, tf.zeros([0], variable.dtype))
-
-
-def _assign_any_shape(variable: tf.Variable, value: tf.Tensor) -> None:
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+    """Frees the memory of a value that is no longer read."""
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
 
 
 def _address(value: tf.Tensor) -> int:
@@ -170,7 +166,7 @@ def _address(value: tf.Tensor) -> int:
 
 
 def fill(variable: tf.Variable, values: np.ndarray) -> None:
-    """Assigns `values`, which have its shape and dtype."""
+    """Assigns `values`, which have the shape and dtype of the variable."""
     if values.nbytes <= PIECE_BYTES:
         variable.assign(values)
         return
@@ -179,17 +175,17 @@ def fill(variable: tf.Variable, values: np.ndarray) -> None:
 
 
 def packs(variables: Iterable[Any], most_bytes: int) -> Iterator[list[Sequence[tf.Variable]]]:
-    """The copies of all variables, in their order, in lists of at most `most_bytes`; a larger one is alone in its list.
+    """Groups variables, given as their copies and in order, into lists of at most `most_bytes`.
 
-    The size is that of one copy.
+    The size of a variable is that of one copy; a larger variable has a list of its own.
     """
     pack: list[Sequence[tf.Variable]] = []
     size = 0
-    for held in map(copies, variables):
-        if pack and size + size_bytes(held[0]) > most_bytes:
+    for variable_copies in map(copies, variables):
+        if pack and size + size_bytes(variable_copies[0]) > most_bytes:
             yield pack
             pack, size = [], 0
-        pack.append(held)
-        size += size_bytes(held[0])
+        pack.append(variable_copies)
+        size += size_bytes(variable_copies[0])
     if pack:
         yield pack

@@ -25,9 +25,10 @@ from tfdist.internals import (
 from tfdist.loop import building, captured_variables, metrics
 from tfdist.loop.recomputation import Recomputation
 from tfdist.optimizers import fused as fused_optimizers
-from tfdist.spmd import accumulators, per_replica
+from tfdist.spmd import accumulators
 from tfdist.spmd.draws import Streams
 from tfdist.spmd.placements import Partial, Placed, Shard
+from tfdist.spmd.rules import PER_REPLICA_PREFIX
 
 # The share of a step's operations that may be repeated on every replica without a word.
 _MUCH = 0.05
@@ -78,7 +79,7 @@ class OneDeviceStep:
         if self._traced is None:
             assert tf.executing_eagerly()
             own_batch_norm = self._strategy.batch_norm == "per_replica"
-            norms = keras_batch_norm.of_each_replica(per_replica.PREFIX) if own_batch_norm else contextlib.nullcontext()
+            norms = keras_batch_norm.per_replica(PER_REPLICA_PREFIX) if own_batch_norm else contextlib.nullcontext()
             with building.traced(self._strategy, self._steps.model), keras_variables.looking_up_rows(), norms:
                 spec = keras_data.traced_spec(self._steps.spec, self._steps.batches.size)
                 self._traced = tf.function(self._step, autograph=False).get_concrete_function(spec)
@@ -92,7 +93,7 @@ class OneDeviceStep:
         model = self._steps.model
         placed = self._strategy.variables_in_parts(model)
         shards = {key: one.placement for key, one in placed.items() if isinstance(one.placement, Shard)}
-        needed = spmd.whole_ones(self._traced, shards) if shards else set()
+        needed = spmd.variables_needed_whole(self._traced, shards) if shards else set()
         if needed:
             self._strategy.keep_whole(model, needed)
 

@@ -6,8 +6,8 @@
 
 An update costs each of N processes an N-th of the time and of the memory for slots, and the two exchanges together send
 as many bytes as the all-reduce in their place. The update is traced as one device computes it, with a stand-in of the
-whole shape for each slot. For the partitioner a slot is a variable that is cut along an axis (`tfdist.spmd.divided`),
-so that whatever a step computes of it is that of one device.
+whole shape for each slot. For the partitioner a slot is a variable that is cut along an axis
+(`tfdist.spmd.sharded_variables`), so that whatever a step computes of it is that of one device.
 
 A kernel that updates a variable in place does so in a variable beside it, which the partitioner can cut, too; it has
 memory only meanwhile.
@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfdist import spmd
 from tfdist.groups import ProcessGroup
 from tfdist.groups.parts import Part
-from tfdist.internals import keras_optimizers, tensorflow_variables
+from tfdist.internals import keras_optimizers, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.optimizers.divided import DividedOptimizer, divide, local, undivide
 
@@ -88,7 +88,7 @@ class ShardedOptimizer(DividedOptimizer):
 
     def _build(self, variables: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         """Builds the optimizer, with slots for parts if it computes by elements; returns their whole shapes by `id`."""
-        if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.BY_ELEMENT:
+        if type(keras_optimizers.inner(self.optimizer)) not in keras_optimizers.ELEMENTWISE:
             self.optimizer.build(list(variables))
             return {}
         parts = []
@@ -130,7 +130,7 @@ class ShardedOptimizer(DividedOptimizer):
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """The context in which a step is traced, with stand-ins for the slots of which this process has a part."""
-        with keras_optimizers.standing_for([one.variable for one in self._slots], [one.whole for one in self._slots]):
+        with keras_variables.backed_by([one.variable for one in self._slots], [one.whole for one in self._slots]):
             yield
 
     def place(self, variable: tf.Variable) -> tf.Variable | None:

@@ -36,7 +36,7 @@ class Held:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """In this context, what is traced computes with the closure's own variables."""
-        with keras_variables.in_place_of([*self._metrics, *self._states], self._own):
+        with keras_variables.backed_by([*self._metrics, *self._states], self._own):
             yield
 
     def metrics_changed(self) -> set[int]:

@@ -205,7 +205,7 @@ class Copies:
         """In this context, what is traced computes with the copies, and updates them."""
         variables = [*self._weights, *self._slots, *self._read]
         self._centre = list(map(tf_variable, self._weights))
-        with keras_variables.in_place_of(variables, [*self._own, *self._own_slots, *self._own_read]):
+        with keras_variables.backed_by(variables, [*self._own, *self._own_slots, *self._own_read]):
             yield
 
     def exchange(self) -> tf.Tensor:

@@ -124,7 +124,7 @@ def above(size_bytes: float) -> Iterator[None]:
 def by_part(optimizer: Any) -> Iterator[None]:
     """Updates that are traced in this context are made by part, where the optimizer's formula allows it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if type(inner) in keras_optimizers.BY_ELEMENT:
+    if type(inner) in keras_optimizers.ELEMENTWISE:
         _thread.slots = [slot for slot in inner.variables if isinstance(tf_variable(slot), Table)]
     try:
         yield

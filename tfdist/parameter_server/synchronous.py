@@ -161,7 +161,7 @@ class _StepOfSizes:
         self.is_divisible = self._shard is not None
         self._places = Places(_Servers(model))
         self._metrics = [(id(_handle(one)), one) for one in model.metrics_variables]
-        alone = accumulators.added_to_alone(self._traced, self._step.terms)
+        alone = accumulators.only_added_to(self._traced, self._step.terms)
         self._terms = {key: terms for key, terms in self._step.terms.items() if key in alone}
         outside, inside = tensorflow_functions.captured(self._traced.graph)
         self._handles = {id(handle): handle for handle in outside}
@@ -233,9 +233,9 @@ class _StepOfSizes:
         early = {key: _copy(self._handles[key]) for key in self._early}
         places = {
             name: tensorflow_coordinator.variable_of_execution(place)
-            for name, place in self._program.streams.places.items()
+            for name, place in self._program.streams.counters.items()
         }
-        streams = dataclasses.replace(self._program.streams, places=places)
+        streams = dataclasses.replace(self._program.streams, counters=places)
         with tensorflow_internals.without_strategy():
             try:
                 self._compute(mesh, batch, streams, held.variables | early)

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals import tensorflow_graphs as graphs
 from tfdist.pipeline_parallel import placement, schedule
 from tfdist.pipeline_parallel.schedule import Task
@@ -32,7 +31,7 @@ def order(graph: Any, name: str, devices: Sequence[str], micro_batches: int) -> 
         with tf.device(devices[stage]), tf.control_dependencies(last):
             done = tf.no_op()
         for operation in first:
-            tensorflow_internals.add_control_input(operation, done)
+            graphs.add_control_input(operation, done)
     return True
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.internals import keras_optimizers, tensorflow_variables
+from tfdist.internals import keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.attached import Attached
 from tfdist.internals.keras import tf_variable
@@ -65,7 +65,7 @@ class PreviousWeights:
         """In this context, of the code of a step, the variables stand for the weights of before the last update."""
         before, _thread.current = _thread.current, self
         try:
-            with keras_optimizers.standing_for(self._variables, self._previous):
+            with keras_variables.backed_by(self._variables, self._previous):
                 yield
         finally:
             _thread.current = before
@@ -75,7 +75,7 @@ class PreviousWeights:
 
         def updated(*arguments: Any) -> None:
             self.begin()
-            with keras_optimizers.standing_for(self._variables, self._newest):
+            with keras_variables.backed_by(self._variables, self._newest):
                 update(*arguments)
 
         return updated

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.internals import tensorflow_functions
 from tfdist.pipeline_parallel import placement
-from tfdist.spmd import effects
+from tfdist.spmd.operation import runs_once
 
 Place = int | None  # a stage; `None` for all of them
 Key = tuple[str, int]  # of a tensor in its graph
@@ -135,7 +135,7 @@ class Region:
     def _of_values(self, operation: tf.Operation) -> Place:
         known = [(tensor, place) for tensor in operation.inputs if (place := self.of(tensor)) is not None]
         if not known:
-            return 0 if effects.once(operation) else None
+            return 0 if runs_once(operation) else None
         named = placement.task_of(operation.name)
         if named is not None:
             return named[0]

@@ -25,7 +25,7 @@ from tfdist.groups.parts import Part
 from tfdist.interface.program import AtNan, Outcome, Program, Steps
 from tfdist.interface.variables import Variables
 from tfdist.internals import keras as keras_internals
-from tfdist.internals import keras_optimizers, keras_stages, tensorflow_variables
+from tfdist.internals import keras_optimizers, keras_stages, keras_variables, tensorflow_variables
 from tfdist.internals import tensorflow as tensorflow_internals
 from tfdist.internals.attached import Attached
 from tfdist.jobs import consensus
@@ -66,13 +66,13 @@ def free_others(plan: Plan, world: World, shared: Sequence[Any]) -> None:
                 continue
             parts.mark(variable, whole_part(variable.shape, stage, world.rank, world.world_size))
             if stage != world.rank:
-                keras_stages.leave(variable, place)
+                keras_stages.evict(variable, place)
 
 
 def gather(model: Any, exchange: Callable[[bytes], list[bytes]], is_chief: bool) -> list[tuple[Any, str]]:
     """Gives the chief the variables of the other stages; returns these in the chief, with their places.
 
-    All processes call it. They are freed again by `keras_stages.leave(variable, place)`.
+    All processes call it. They are freed again by `keras_stages.evict(variable, place)`.
     """
     found = []
     for variable in model.variables:
@@ -81,7 +81,7 @@ def gather(model: Any, exchange: Callable[[bytes], list[bytes]], is_chief: bool)
             continue
         value = parts.gathered(variable, exchange)
         if is_chief and not part.size:
-            found.append((variable, keras_stages.come_back(variable, value)))
+            found.append((variable, keras_stages.restore(variable, value)))
     return found
 
 
@@ -108,14 +108,14 @@ class StageOptimizer(DividedOptimizer):
     def _make_slots(self, variables: list[Any]) -> None:
         if not self.optimizer.built:
             # An optimizer that computes by elements has slots of the shapes of what it is built for.
-            by_element = type(keras_optimizers.inner(self.optimizer)) in keras_optimizers.BY_ELEMENT
+            by_element = type(keras_optimizers.inner(self.optimizer)) in keras_optimizers.ELEMENTWISE
             plain = [
                 local(variable)
                 if self._parts[id(variable)].size or not by_element
                 else tf.Variable(tf.zeros(self._parts[id(variable)].shape, local(variable).dtype), trainable=False)
                 for variable in variables
             ]
-            with keras_stages.known(variables):
+            with keras_stages.accessible(variables):
                 keras_optimizers.build(self.optimizer, variables, plain)
         for variable, slots in zip(variables, self._slots(), strict=True):
             part = self._parts[id(variable)]
@@ -137,7 +137,7 @@ class StageOptimizer(DividedOptimizer):
     def as_if_whole(self) -> Iterator[None]:
         """The context in which an update of all variables is traced, with slots that other processes have."""
         elsewhere = [slot for slots in self._slots() for slot in slots if not _has(slot)]
-        with keras_optimizers.standing_for(elsewhere, [self._stand_in(one) for one in elsewhere]):
+        with keras_variables.backed_by(elsewhere, [self._stand_in(one) for one in elsewhere]):
             yield
 
     def _stand_in(self, slot: Any) -> tf.Variable:
@@ -320,7 +320,7 @@ class StagesOfProcesses(JobStrategy):
         """The context in which a step is traced as if this process had all variables."""
         functional = keras_stages.functional_of(model)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(keras_stages.known(model.variables))
+            stack.enter_context(keras_stages.accessible(model.variables))
             if id(functional) in self._plans:
                 stack.enter_context(placement.on_stages(self._plans, [self.devices[0]] * self.world.world_size))
                 for optimizer in keras_internals.optimizers(model):
@@ -451,7 +451,7 @@ class StagesOfProcesses(JobStrategy):
                 yield
             finally:
                 for variable, place in away:
-                    keras_stages.leave(variable, place)
+                    keras_stages.evict(variable, place)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         for callback in callbacks:

@@ -1,4 +1,4 @@
-"""The partitioner: the step of one device, traced once for the global batch, as that of N replicas.
+"""The partitioner: turns the step of one device, traced once for the global batch, into that of N replicas.
 
 Synopsis:
 
@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.cost import Cost
-from tfdist.spmd.divided import whole_ones
 from tfdist.spmd.draws import Streams
-from tfdist.spmd.meshes import Mesh, joined, joined_by_rows, of_one_process, reduced
+from tfdist.spmd.meshes import Mesh, broadcast_by_gathering, gathered_by_rows, joined, reduced
 from tfdist.spmd.partitioner import Partitioner
 from tfdist.spmd.placements import REPLICATE, Partial, Placed, Shard
+from tfdist.spmd.sharded_variables import variables_needed_whole
 
 __all__ = [
     "Cost",
@@ -33,19 +33,19 @@ __all__ = [
     "Partial",
     "Placed",
     "Shard",
+    "broadcast_by_gathering",
     "compute",
+    "gathered_by_rows",
     "joined",
-    "joined_by_rows",
-    "of_one_process",
     "partitioned",
     "reduced",
     "replicated",
-    "whole_ones",
+    "variables_needed_whole",
 ]
 
 
 def replicated(tensors: Sequence[tf.Tensor], repeated: bool = False) -> Placed:
-    """A value that all replicas have whole, given as the copies of a mesh; `repeated` if it belongs to the batch."""
+    """A replicated value from its copies on a mesh; `repeated` if it belongs to the batch."""
     return Placed(REPLICATE, tensors, repeated=repeated)
 
 
@@ -58,55 +58,55 @@ def compute(
     streams: Streams | None = None,
     variables: Mapping[int, Placed] | None = None,
 ) -> Any:
-    """Computes the step of one device on the replicas of a mesh, in the present graph.
+    """Computes the step of one device on the replicas of a mesh, in the current graph.
 
     Args:
-        traced: a `tf.types.experimental.ConcreteFunction` for the whole batch.
+        traced: the step, a `tf.types.experimental.ConcreteFunction` for the global batch.
         mesh: the replicas.
-        batch: its arguments, flat.
+        batch: the arguments of the step, flat.
         rows: the number of examples of each replica of the job; `None` if the batch is not sharded.
         cost: counts what is computed and exchanged.
-        streams: of random draws, which the graphs of a step share; see `tfdist.spmd.draws`.
-        variables: by the `id` of a handle that the step captures, the handles of variables in its place, one for each
-            replica of this process, which hold terms of the variable's value (`tfdist.spmd.accumulators`), or parts of
-            it (`tfdist.spmd.divided`).
+        streams: the state of random operations, which the graphs of a step share; see `tfdist.spmd.draws`.
+        variables: by the `id` of a captured handle, the handles of the variables that replace it, one per replica of
+            this process; each variable has a term of the value (`tfdist.spmd.accumulators`) or a shard of it
+            (`tfdist.spmd.sharded_variables`).
 
     Returns:
-        What the traced function returns, replicated; this process' first copy.
+        The results of the traced function, replicated; the first copy of this process.
     """
     mesh.compute()
     captured, _ = tensorflow_functions.captured(traced.graph)
     variables = variables or {}
-    outside = [variables.get(id(tensor)) or replicated(mesh.captured(tensor)) for tensor in captured]
+    captures = [variables.get(id(tensor)) or replicated(mesh.captured(tensor)) for tensor in captured]
     sharded = None if rows is None else (Shard.of_rows(rows), sum(rows))
     partitioner = Partitioner(mesh, sharded, cost, streams)
-    outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *outside]))
+    outputs = partitioner.conversions.whole(partitioner.run(traced.graph, [*batch, *captures]))
     mesh.computed()
-    flat = iter([partitioner.mesh.tensors(output)[0] for output in outputs])
+    flat = iter([mesh.tensors(output)[0] for output in outputs])
     return tf.nest.map_structure(
-        lambda one: None if one is None else next(flat), traced.structured_outputs, expand_composites=True
+        lambda output: None if output is None else next(flat), traced.structured_outputs, expand_composites=True
     )
 
 
 def partitioned(traced: Any, mesh: Mesh, rows: Sequence[int], cost: Cost | None = None) -> Callable[..., Any]:
-    """The step of one device as a function of the whole batch, computed by replicas that have `rows` examples each.
+    """The step of one device as a function of the global batch, computed by replicas that have `rows` examples each.
 
-    Of the batch, tensors with `sum(rows)` examples are sharded; others are replicated.
+    Tensors of the batch with `sum(rows)` examples are sharded; the others are replicated.
     """
-
     streams = Streams()
+    shard, examples = Shard.of_rows(rows), sum(rows)
 
     def on_replicas(*batch: Any) -> Any:
-        whole = [replicated([tf.convert_to_tensor(one)] * mesh.copies) for one in tf.nest.flatten(batch, True)]
-        shard, examples = Shard.of_rows(rows), sum(rows)
         conversions = Partitioner(mesh, None).conversions
 
-        def placed(value: Placed) -> Placed:
+        def placed(tensor: Any) -> Placed:
+            value = replicated([tf.convert_to_tensor(tensor)] * mesh.copies)
             shape = value.tensors[0].shape
             if not shape.rank or shape[0] != examples:
                 return value
             return Placed(shard, conversions.placed(value, shard).tensors, replica=mesh.local[0])
 
-        return compute(traced, mesh, [placed(value) for value in whole], rows, cost or Cost(), streams)
+        values = [placed(tensor) for tensor in tf.nest.flatten(batch, True)]
+        return compute(traced, mesh, values, rows, cost or Cost(), streams)
 
     return tf.function(on_replicas, autograph=False)

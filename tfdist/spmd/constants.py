@@ -1,7 +1,7 @@
-"""What is known of values while the graph is made: constants, and lengths that are multiples of others.
+"""Constant propagation: constants, and symbolic lengths, that are known while the graph is built.
 
-Shapes are computed in the graph from the shapes of other values. Rules need to know them, so integers that follow from
-known integers are computed at once, on the host.
+A graph computes shapes from the shapes of other values. Rules need to know them, so integers that depend on known
+integers only are computed immediately, on the host.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tfdist.internals import tensorflow_functions
 from tfdist.spmd.lengths import ONE, Lengths, product
 from tfdist.spmd.placements import REPLICATE, Placed, dimensions
 
-# Larger constants stay operations of the graph.
-_ELEMENTS = 4096
-_FOLDED = 1024
-# Operations that move the entries of these inputs without changing them.
+# Constants with more elements than this stay operations of the graph.
+_MAX_CONSTANT = 4096
+_MAX_FOLDED = 1024
+# Operations that move entries of their inputs without changing them, and the numbers of these inputs.
 _MOVES: dict[str, Callable[[int], range]] = {
     "Cast": lambda count: range(1),
     "ConcatV2": lambda count: range(count - 1),
@@ -34,12 +34,12 @@ _MOVES: dict[str, Callable[[int], range]] = {
 
 
 def known(operation: tf.Operation, values: Sequence[Placed]) -> list[Placed] | None:
-    """The outputs of an operation whose results are known; `None` if they are not."""
+    """The outputs of an operation if they are constants; `None` if they are unknown."""
     shapes = [value.shape for value in values]
     dtypes = [tensor.dtype for tensor in operation.outputs]
     if operation.type == "Const":
         tensor = operation.outputs[0]
-        if tensor.dtype == tf.string or (tensor.shape.num_elements() or 0) > _ELEMENTS:
+        if tensor.dtype == tf.string or (tensor.shape.num_elements() or 0) > _MAX_CONSTANT:
             return None
         value = tf.get_static_value(tensor)
         return None if value is None else [_constant(value, dtypes[0])]
@@ -53,73 +53,76 @@ def known(operation: tf.Operation, values: Sequence[Placed]) -> list[Placed] | N
 
 
 def _folded(operation: tf.Operation, values: Sequence[Placed]) -> list[Placed] | None:
-    constants = [value.constant for value in values if value.constant is not None and value.constant.size <= _FOLDED]
-    if not values or len(constants) < len(values) or not _can_fold(operation):
+    constants = [value.constant for value in values if value.constant is not None]
+    if not values or len(constants) < len(values) or not _can_fold(operation, constants):
         return None
-    try:
-        found = tensorflow_functions.evaluated(operation, constants)
-    except (tf.errors.OpError, ValueError, TypeError):  # as in the graph, it fails if it is reached when the step runs
+    results = _evaluated(operation, constants)
+    if results is None:
         return None
-    return [_constant(value, tensor.dtype) for value, tensor in zip(found, operation.outputs, strict=True)]
+    return [_constant(value, tensor.dtype) for value, tensor in zip(results, operation.outputs, strict=True)]
 
 
-def _can_fold(operation: tf.Operation) -> bool:
-    """Whether an operation computes few integers or truth values from its inputs alone."""
-    whole_numbers = all(tensor.dtype.is_integer or tensor.dtype.is_bool for tensor in operation.outputs)
+def _can_fold(operation: tf.Operation, constants: Sequence[np.ndarray]) -> bool:
+    """Whether an operation computes a few integers or booleans from its inputs alone."""
     shapes = [tensor.shape for tensor in operation.outputs]
-    small = all(not shape.is_fully_defined() or shape.num_elements() <= _FOLDED for shape in shapes)
     return (
-        whole_numbers
-        and small
+        all(constant.size <= _MAX_FOLDED for constant in constants)
+        and all(tensor.dtype.is_integer or tensor.dtype.is_bool for tensor in operation.outputs)
+        and all(not shape.is_fully_defined() or shape.num_elements() <= _MAX_FOLDED for shape in shapes)
         and not operation.op_def.is_stateful
         and not tensorflow_functions.calls_functions(operation)
     )
+
+
+def _evaluated(operation: tf.Operation, inputs: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+    """The results of an operation; `None` if it fails, as it then does in the graph if the step reaches it."""
+    try:
+        return tensorflow_functions.evaluated(operation, inputs)
+    except (tf.errors.OpError, ValueError, TypeError):
+        return None
 
 
 def _constant(value: object, dtype: tf.DType) -> Placed:
     return Placed(REPLICATE, constant=np.asarray(value, dtype.as_numpy_dtype))
 
 
-def lengths(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths | None]:
-    """What is known of the entries of the outputs of an operation that computes lengths from `values`."""
-    nothing: list[Lengths | None] = [None] * len(operation.outputs)
-    if operation.type == "Shape":
-        found = dimensions(values[0])
-        return nothing if found is None else [[*found]]
-    if operation.type == "Prod" and values[0].lengths is not None and operation.outputs[0].shape.rank == 0:
-        return [[product(values[0].lengths)]]
-    if operation.type == "Mul" and all(value.lengths is not None and len(value.lengths) == 1 for value in values):
-        return [[product([value.lengths[0] for value in values if value.lengths is not None])]]
-    if operation.type in _MOVES:
-        return _moved(operation, values) or nothing
-    return nothing
-
-
 def note(operation: tf.Operation, values: Sequence[Placed], outputs: Sequence[Placed]) -> None:
-    """Notes what follows of `outputs` from what is known of the inputs, besides what an operation computes."""
-    for value, found in zip(outputs, lengths(operation, values), strict=True):
-        if found is not None and value.lengths is None:
-            value.lengths = found
+    """Records on `outputs` the lengths and axes that follow from what is known of the inputs."""
+    for value, lengths in zip(outputs, _lengths(operation, values), strict=True):
+        if lengths is not None and value.lengths is None:
+            value.lengths = lengths
     if operation.type == "BroadcastGradientArgs":
         _note_axes(values, outputs)
 
 
-def _note_axes(values: Sequence[Placed], outputs: Sequence[Placed]) -> None:
-    """Notes the axes along which the gradient of a broadcast value is summed, as far as its shape is known.
+def _lengths(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths | None]:
+    """What is known of the entries of each output of an operation that computes lengths from `values`."""
+    if operation.type == "Shape" and (axes := dimensions(values[0])) is not None:
+        return [[*axes]]
+    if operation.type == "Prod" and values[0].lengths is not None and operation.outputs[0].shape.rank == 0:
+        return [[product(values[0].lengths)]]
+    if operation.type == "Mul" and all(value.lengths is not None and len(value.lengths) == 1 for value in values):
+        return [[product([value.lengths[0] for value in values if value.lengths is not None])]]
+    moved = _moved(operation, values) if operation.type in _MOVES else None
+    return [None] * len(operation.outputs) if moved is None else [moved]
 
-    Those are the axes of length 1, and those that it has not, of the shape that both values are broadcast to.
+
+def _note_axes(values: Sequence[Placed], outputs: Sequence[Placed]) -> None:
+    """Records the axes along which the gradient of each broadcast value is summed, as far as they are known.
+
+    These are the axes of the common shape in which the value has length 1, or which it does not have.
     """
     if any(value.lengths is None for value in values):
         return
     rank = max(len(value.lengths or ()) for value in values)
     for value, output in zip(values, outputs, strict=True):
-        own = [ONE] * (rank - len(value.lengths or ())) + list(value.lengths or ())
-        output.included = frozenset(axis for axis, length in enumerate(own) if length == ONE)
-        output.excluded = frozenset(axis for axis, length in enumerate(own) if length is not None and length.factor > 1)
+        lengths = [ONE] * (rank - len(value.lengths or ())) + list(value.lengths or ())
+        output.included = frozenset(axis for axis, length in enumerate(lengths) if length == ONE)
+        output.excluded = frozenset(axis for axis, length in enumerate(lengths) if length and length.factor > 1)
 
 
-def _moved(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths | None] | None:
-    """The entries of moved lengths: the operation is computed on their numbers in a list."""
+def _moved(operation: tf.Operation, values: Sequence[Placed]) -> Lengths | None:
+    """The moved lengths: the operation is computed on the indices of the lengths in a list."""
     if not operation.outputs[0].dtype.is_integer or len(operation.outputs) > 1:
         return None
     entries: Lengths = []
@@ -136,8 +139,5 @@ def _moved(operation: tf.Operation, values: Sequence[Placed]) -> list[Lengths | 
         numbers = np.arange(len(entries), len(entries) + len(value.lengths))
         entries += value.lengths
         inputs.append(numbers.reshape(value.shape.as_list()).astype(tensor.dtype.as_numpy_dtype))
-    try:
-        (found,) = tensorflow_functions.evaluated(operation, inputs)
-    except (tf.errors.OpError, ValueError, TypeError):
-        return None
-    return [[entries[number] for number in found.ravel()]]
+    results = _evaluated(operation, inputs)
+    return None if results is None else [entries[number] for number in results[0].ravel()]

@@ -1,7 +1,7 @@
-"""Loops and conditions of the one-device step, whose bodies are partitioned in their turn.
+"""Loops and conditions of the one-device step, whose bodies are partitioned as the step is.
 
-What a loop carries keeps one placement through all iterations. It is found by trial: the body is computed in a scratch
-graph from the placements of what goes in, and again with those that came out, until they stay the same.
+A value that a loop carries has the same placement in all iterations, which is a fixed point: the body is partitioned in
+a scratch graph from the placements of the inputs, and again from those of its outputs, until they no longer change.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from tfdist.internals import tensorflow_functions
 from tfdist.spmd.conversions import Conversions
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.meshes import Mesh
-from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard
-from tfdist.spmd.tensor_lists import Empty
+from tfdist.spmd.placements import REPLICATE, Partial, Placed, Placement, Replicate, Shard, part_shape
+from tfdist.spmd.tensor_lists import EmptyList
 
 LOOPS = frozenset(("While", "StatelessWhile"))
-CONDITIONS = frozenset(("If", "StatelessIf"))
-TYPES = LOOPS | CONDITIONS
+TYPES = LOOPS | {"If", "StatelessIf"}
 Compute = Callable[[list[Placed]], list[Placed]]
 
 
 class Partitions(Protocol):
-    """The partitioner of a step, which also computes the graphs inside of it."""
+    """The partitioner of a step, which also partitions the graphs of its loops and conditions."""
 
     mesh: Mesh
     cost: Cost
@@ -38,25 +37,25 @@ class Partitions(Protocol):
         ...
 
     def counting(self, cost: Cost) -> contextlib.AbstractContextManager[None]:
-        """What is computed in this context is counted in `cost`."""
+        """Counts in `cost` what is computed in this context."""
         ...
 
 
 def plan(
     partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]
 ) -> tuple[list[Placement], Compute] | None:
-    """Where the inputs of a loop or a condition must be, and how it is computed; `None` if it is computed whole."""
+    """The placements of the inputs of a loop or condition, and its computation; `None` if it is computed whole."""
     kind = Loop if operation.type in LOOPS else Condition
     try:
-        made = kind(partitioner, operation, values)
-    except Exception as error:  # whatever was not thought of is right when it is computed whole
+        partitioned = kind(partitioner, operation, values)
+    except Exception as error:  # an unforeseen case is still correct when it is computed whole
         partitioner.cost.refused.append(f"{operation.type}: {error}")
         return None
-    return made.placements, made.compute
+    return partitioned.placements, partitioned.compute
 
 
 def arguments(operation: tf.Operation, inputs: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """Which of the `inputs` of a loop or a condition each of its functions is given, by the attribute that names it."""
+    """The arguments of each function of a loop or condition, by the attribute that names the function."""
     if operation.type in LOOPS:
         return {"cond": inputs, "body": inputs}
     return {"then_branch": inputs[1:], "else_branch": inputs[1:]}
@@ -64,7 +63,7 @@ def arguments(operation: tf.Operation, inputs: Sequence[Any]) -> dict[str, Seque
 
 @contextlib.contextmanager
 def _trial(partitioner: Partitions) -> Iterator[Any]:
-    """A scratch graph, in which nothing is counted."""
+    """A scratch graph, whose computation is not counted."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
     graph = FuncGraph("trial")
@@ -73,38 +72,38 @@ def _trial(partitioner: Partitions) -> Iterator[Any]:
 
 
 class _Carried:
-    """One value that a loop carries, or a condition returns.
+    """The placement of one value that a loop carries.
 
     Attributes:
-        placement: of the value in all iterations; `None` for a list that is still empty.
-        settled: it is replicated, since an iteration did not keep another placement.
-        filled: replicated elements are put into the empty list.
+        placement: in all iterations; `None` for a list that is still empty.
+        settled: it stays replicated, because an iteration did not keep another placement.
+        filled: replicated elements are appended to the empty list.
     """
 
     def __init__(self, placement: Placement | None):
         self.placement = placement
         self.settled = self.filled = False
 
-    def meet(self, found: Placement | None, can_be: Callable[[Placement], bool]) -> bool:
-        """Takes the placement that an iteration has `found` into account; returns whether it changes."""
-        if found is None or found == self.placement:
+    def update(self, result: Placement | None, is_possible: Callable[[Placement], bool]) -> bool:
+        """Updates the placement for the next trial from that after an iteration; returns whether it changes."""
+        if result is None or result == self.placement:
             return False
         if self.placement is None:
-            if isinstance(found, Replicate):  # what is put in may still turn out to be sharded
+            if isinstance(result, Replicate):  # a later trial may still append sharded elements
                 self.filled = True
                 return False
-            self.placement = found
+            self.placement = result
         elif isinstance(self.placement, Replicate):
-            if self.settled or not can_be(found):
+            if self.settled or not is_possible(result):
                 return False
-            self.placement = found
+            self.placement = result
         else:
             self.placement, self.settled = REPLICATE, True
         return True
 
 
-def _found(value: Placed) -> Placement | None:
-    return None if isinstance(value, Empty) else value.placement
+def _placement_of(value: Placed) -> Placement | None:
+    return None if isinstance(value, EmptyList) else value.placement
 
 
 class Loop:
@@ -113,7 +112,7 @@ class Loop:
     Args:
         partitioner: computes the body.
         operation: the loop.
-        values: what goes into the first iteration.
+        values: the inputs of the first iteration.
     """
 
     def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
@@ -121,31 +120,30 @@ class Loop:
         self._operation = operation
         self._body = tensorflow_functions.body(operation, "body")
         self._condition = tensorflow_functions.body(operation, "cond")
-        # Those that go into the first iteration, until one comes out with another.
+        # At first the shapes of the initial values; relaxed when an iteration returns another shape.
         self._shapes = [value.shape for value in values]
-        # What each iteration hands on as it was given: what the body reads from outside.
+        # Whether each value is loop-invariant: each iteration returns its input, such as a captured tensor.
         self._constant = [
-            _source(output) is given for output, given in zip(self._body.outputs, self._body.inputs, strict=True)
+            _source(output) is argument for output, argument in zip(self._body.outputs, self._body.inputs, strict=True)
         ]
         self._carried = [
-            _Carried(REPLICATE if isinstance(value.placement, Partial) else _found(value)) for value in values
+            _Carried(REPLICATE if isinstance(value.placement, Partial) else _placement_of(value)) for value in values
         ]
         self._element_dtypes = [value.element_dtype for value in values]
         self._read_whole: set[int] = set()
-        kept = False
-        while not kept:
-            kept = self._keeps_placements(values)
+        while not self._keeps_placements(values):
+            pass
         for carried in self._carried:
             if carried.placement is None and carried.filled:
                 carried.placement = REPLICATE
 
     @property
     def placements(self) -> list[Placement]:
-        """Where what goes into the first iteration must be."""
-        return [one.placement or REPLICATE for one in self._carried]
+        """The placements of the inputs of the first iteration."""
+        return [carried.placement or REPLICATE for carried in self._carried]
 
     def compute(self, inputs: list[Placed]) -> list[Placed]:
-        """The loop, in the present graph."""
+        """Builds the loop in the current graph."""
         self._partitioner.conversions.whole([inputs[index] for index in sorted(self._read_whole)])
 
         def body(*tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -154,8 +152,8 @@ class Loop:
             return self._flat(placed)
 
         def condition(*tensors: tf.Tensor) -> tf.Tensor:
-            (goes_on,) = self._partitioner.run(self._condition, self._placed(inputs, iter(tensors)))
-            return self._partitioner.mesh.tensors(self._partitioner.conversions.placed(goes_on, REPLICATE))[0]
+            (continues,) = self._partitioner.run(self._condition, self._placed(inputs, iter(tensors)))
+            return self._partitioner.mesh.tensors(self._partitioner.conversions.placed(continues, REPLICATE))[0]
 
         with self._partitioner.mesh.branches() as done:
             results = tf.while_loop(
@@ -170,17 +168,16 @@ class Loop:
         return self._placed(inputs, iter(results))
 
     def _keeps_placements(self, values: Sequence[Placed]) -> bool:
-        """Tries an iteration; returns whether what comes out is placed as what went in."""
+        """Partitions an iteration in a scratch graph; returns whether outputs have the placements of the inputs."""
         with _trial(self._partitioner) as graph:
-
-            def placeholders() -> Iterator[tf.Tensor]:
-                for index in self._changing:
-                    for shape in self._part_shapes(index):
-                        yield tf.compat.v1.placeholder(self._operation.outputs[index].dtype, shape)
-
-            given = self._placed(values, placeholders())
-            outputs = self._partitioner.run(self._body, given)
-            self._partitioner.conversions.whole(self._partitioner.run(self._condition, given))
+            placeholders = (
+                tf.compat.v1.placeholder(self._operation.outputs[index].dtype, shape)
+                for index in self._changing
+                for shape in self._part_shapes(index)
+            )
+            inputs = self._placed(values, placeholders)
+            outputs = self._partitioner.run(self._body, inputs)
+            self._partitioner.conversions.whole(self._partitioner.run(self._condition, inputs))
             self._read_whole = {
                 index
                 for index, value in enumerate(values)
@@ -191,34 +188,33 @@ class Loop:
             if not self._constant[index]:
                 self._element_dtypes[index] = self._element_dtypes[index] or output.element_dtype
                 changed |= self._relax(index, output)
-                changed |= carried.meet(_found(output), functools.partial(self._can_be, index))
+                changed |= carried.update(_placement_of(output), functools.partial(self._is_possible, index))
         return not changed
 
     def _relax(self, index: int, output: Placed) -> bool:
-        """Takes back what is no more known of a shape after an iteration; returns whether that changes anything."""
+        """Drops the lengths of a shape that an iteration does not keep; returns whether the shape changes."""
         shape = self._shapes[index].most_specific_compatible_shape(output.shape)
         if output.shape.rank is None and self._operation.outputs[index].dtype != tf.variant:
             shape = tf.TensorShape(None)
-        before, self._shapes[index] = self._shapes[index], shape
+        previous, self._shapes[index] = self._shapes[index], shape
         return (
-            before.as_list() != shape.as_list()
-            if before.rank is not None and shape.rank is not None
-            else (before.rank != shape.rank)
+            previous.as_list() != shape.as_list()
+            if previous.rank is not None and shape.rank is not None
+            else (previous.rank != shape.rank)
         )
 
-    def _can_be(self, index: int, placement: Placement) -> bool:
-        """Whether a value that is replicated before the loop can be placed so in it."""
+    def _is_possible(self, index: int, placement: Placement) -> bool:
+        """Whether a carried value whose initial value is replicated can have this placement."""
         if isinstance(placement, Partial):
             return placement == Partial()
-        dtype, shape = self._operation.outputs[index].dtype, self._shapes[index]
         assert isinstance(placement, Shard)
-        if dtype == tf.variant:
+        if self._operation.outputs[index].dtype == tf.variant:
             return self._element_dtypes[index] is not None
-        return _divides(placement, shape)
+        return _divides(placement, self._shapes[index])
 
     @property
     def _changing(self) -> list[int]:
-        """The numbers of the values that are tensors of the new loop."""
+        """The numbers of the values that are loop variables of the partitioned loop."""
         return [
             index
             for index, carried in enumerate(self._carried)
@@ -234,20 +230,20 @@ class Loop:
             return [shape] * mesh.copies
         if not isinstance(placement, Shard) or not shape.rank:
             return [shape] * len(mesh.local)
-        return [_part_shape(shape, placement, replica) for replica in mesh.local]
+        return [part_shape(shape, placement, replica) for replica in mesh.local]
 
     def _placed(self, values: Sequence[Placed], tensors: Iterator[tf.Tensor]) -> list[Placed]:
-        """The values of an iteration: those that are the same in all, and the carried ones, whose tensors are given."""
-        found = []
+        """The values of an iteration: the loop-invariant ones of `values`, and the carried ones from `tensors`."""
+        replica = self._partitioner.mesh.local[0]
+        placed = []
         for index, (value, carried) in enumerate(zip(values, self._carried, strict=True)):
             if self._constant[index] or carried.placement is None:
-                found.append(value)
+                placed.append(value)
                 continue
-            own = [next(tensors) for _ in self._part_shapes(index)]
+            parts = [next(tensors) for _ in self._part_shapes(index)]
             dtype = self._element_dtypes[index]
-            replica = self._partitioner.mesh.local[0]
-            found.append(Placed(carried.placement, own, element_dtype=dtype, replica=replica))
-        return found
+            placed.append(Placed(carried.placement, parts, element_dtype=dtype, replica=replica))
+        return placed
 
     def _flat(self, values: Sequence[Placed]) -> list[tf.Tensor]:
         return [tensor for index in self._changing for tensor in self._partitioner.mesh.tensors(values[index])]
@@ -259,7 +255,7 @@ class Condition:
     Args:
         partitioner: computes the branches.
         operation: the condition.
-        values: the value that decides, and what the branches read.
+        values: the predicate, and the inputs of the branches.
     """
 
     def __init__(self, partitioner: Partitions, operation: tf.Operation, values: Sequence[Placed]):
@@ -268,66 +264,63 @@ class Condition:
         self.placements: list[Placement] = [
             REPLICATE if number == 0 else partitioner.conversions.summed(value) for number, value in enumerate(values)
         ]
-        self._results: list[Placement] = []
-        self._element_dtypes: list[Any] = []
-        given = [
+        inputs = [
             self._stand_in(value, placement) for value, placement in zip(values[1:], self.placements[1:], strict=True)
         ]
         outputs = []
         for branch in self._branches:
             with _trial(partitioner):
-                outputs.append(partitioner.run(branch, given))
-        for pair in zip(*outputs, strict=True):
-            self._results.append(_joint(pair))
-            self._element_dtypes.append(pair[0].element_dtype or pair[1].element_dtype)
+                outputs.append(partitioner.run(branch, inputs))
+        results = list(zip(*outputs, strict=True))
+        self._results = [_common_placement(pair) for pair in results]
+        self._element_dtypes = [first.element_dtype or second.element_dtype for first, second in results]
 
     def compute(self, inputs: list[Placed]) -> list[Placed]:
-        """The condition, in the present graph."""
+        """Builds the condition in the current graph."""
+        mesh, conversions = self._partitioner.mesh, self._partitioner.conversions
 
-        def taken(branch: Any) -> Callable[[], list[tf.Tensor]]:
+        def branch_function(branch: Any) -> Callable[[], list[tf.Tensor]]:
             def call() -> list[tf.Tensor]:
                 outputs = self._partitioner.run(branch, inputs[1:])
-                placed = [
-                    self._partitioner.conversions.placed(o, p) for o, p in zip(outputs, self._results, strict=True)
-                ]
-                return [tf.constant(True), *(t for one in placed for t in self._partitioner.mesh.tensors(one))]
+                placed = [conversions.placed(o, p) for o, p in zip(outputs, self._results, strict=True)]
+                # A condition of a graph must return something.
+                return [tf.constant(True), *(tensor for value in placed for tensor in mesh.tensors(value))]
 
             return call
 
-        decides = self._partitioner.mesh.tensors(inputs[0])[0]
-        with self._partitioner.mesh.branches() as done:
-            tensors = iter(tf.cond(decides, *(taken(branch) for branch in self._branches)))
-            done(next(tensors))  # a condition of the graph must return something
+        predicate = mesh.tensors(inputs[0])[0]
+        with mesh.branches() as done:
+            tensors = iter(tf.cond(predicate, *(branch_function(branch) for branch in self._branches)))
+            done(next(tensors))
         results = []
         for placement, dtype in zip(self._results, self._element_dtypes, strict=True):
-            mesh = self._partitioner.mesh
             count = mesh.copies if isinstance(placement, Replicate) else len(mesh.local)
-            own = [next(tensors) for _ in range(count)]
-            results.append(Placed(placement, own, element_dtype=dtype, replica=mesh.local[0]))
+            parts = [next(tensors) for _ in range(count)]
+            results.append(Placed(placement, parts, element_dtype=dtype, replica=mesh.local[0]))
         return results
 
     def _stand_in(self, value: Placed, placement: Placement) -> Placed:
-        """For a trial, a value that will have been added up."""
+        """For a trial: a value of the shape and placement that a partial value will have once it is reduced."""
         if not isinstance(value.placement, Partial):
             return value
-        kept = value.converted(placement)
-        if kept is not None or isinstance(placement, Replicate):
-            return kept or Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
+        converted = value.converted(placement)
+        if converted is not None:
+            return converted
         whole = Placed(REPLICATE, value.tensors[:1] * self._partitioner.mesh.copies)
-        return self._partitioner.conversions.cut(whole, placement)
+        return whole if isinstance(placement, Replicate) else self._partitioner.conversions.split(whole, placement)
 
 
-def _joint(pair: Sequence[Placed]) -> Placement:
+def _common_placement(pair: Sequence[Placed]) -> Placement:
     """A placement in which both branches can return a value."""
-    found = {value.placement for value in pair if not isinstance(value, Empty)}
-    other = found - {REPLICATE}
-    if len(other) != 1:
+    placements = {value.placement for value in pair if not isinstance(value, EmptyList)}
+    others = placements - {REPLICATE}
+    if len(others) != 1:
         return REPLICATE
-    (placement,) = other
+    (placement,) = others
     if isinstance(placement, Shard):
         is_list = all(value.element_dtype is not None for value in pair)
-        can = is_list or len(found) == 1 or all(_divides(placement, value.shape) for value in pair)
-        return placement if can else REPLICATE
+        is_possible = is_list or len(placements) == 1 or all(_divides(placement, value.shape) for value in pair)
+        return placement if is_possible else REPLICATE
     return placement if placement == Partial() else REPLICATE
 
 
@@ -339,12 +332,3 @@ def _source(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
     return tensor
-
-
-def _part_shape(shape: tf.TensorShape, shard: Shard, replica: int) -> tf.TensorShape:
-    if shape.rank is None:
-        return shape
-    lengths = shape.as_list()
-    length = lengths[shard.axis]
-    lengths[shard.axis] = None if length is None else shard.part(length, replica)
-    return tf.TensorShape(lengths)

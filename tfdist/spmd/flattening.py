@@ -1,7 +1,7 @@
-"""A function's graph as one list of operations: functions that it calls are replaced by their bodies.
+"""The graph of a function as one list of operations, with the functions that it calls inlined.
 
-Loops and conditions stay operations; their bodies are flattened by whoever computes them. So do calls that each replica
-makes on its part.
+Loops and conditions stay operations; their bodies are flattened when they are partitioned. Calls that each replica
+computes on its own shard stay operations too.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd import per_replica
 from tfdist.spmd.placements import Placed
+from tfdist.spmd.rules import per_replica_sharding
 
-# Their result is their input.
+# Operations whose result is their input.
 ALIASES = frozenset(("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot"))
 
 
 @dataclass(eq=False)
 class Slot:
-    """A value of the graph, which one node computes, or which is given."""
+    """A value of the graph: the output of a node, or an input of the graph."""
 
     node: Node | None = None
     value: Placed | None = None
@@ -29,14 +29,14 @@ class Slot:
 
 @dataclass(eq=False)
 class Node:
-    """An operation of the graph, between slots.
+    """An operation of the graph.
 
     Attributes:
         operation: as it was traced.
         inputs: the values that it reads.
         outputs: the values that it computes.
-        before: the operations that must run before it, because they have effects.
-        calls: the names of the calls, one in the other, in whose functions it is.
+        before: the operations that must run before it because they have effects.
+        calls: the names of the nested calls that lead to its function, from the outside in.
     """
 
     operation: tf.Operation
@@ -47,7 +47,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What tells it from all other operations of a step, in every graph that is made of the step."""
+        """Identifies the operation of the step, in every graph that is made from the step."""
         return "/".join((self.operation.graph.name, *self.calls, self.operation.name))
 
 
@@ -56,7 +56,7 @@ class Flat:
     """A flattened graph.
 
     Attributes:
-        nodes: in an order in which they can be computed.
+        nodes: in topological order.
         outputs: the values that the function returns.
     """
 
@@ -65,7 +65,7 @@ class Flat:
 
 
 def flatten(graph: tf.Graph, inputs: Sequence[Slot]) -> Flat:
-    """The operations that the outputs and effects of `graph` need, called with `inputs`."""
+    """The operations that the outputs and effects of `graph` need when it is called with `inputs`."""
     nodes: list[Node] = []
     outputs, _ = _flatten(graph, inputs, [], nodes, ())
     return Flat(nodes, outputs)
@@ -74,9 +74,9 @@ def flatten(graph: tf.Graph, inputs: Sequence[Slot]) -> Flat:
 def _flatten(
     graph: tf.Graph, inputs: Sequence[Slot], before: list[Node], nodes: list[Node], calls: tuple[str, ...]
 ) -> tuple[list[Slot], list[Node]]:
-    """Appends the operations of `graph` to `nodes`; returns its outputs, and the nodes that have run when it has."""
+    """Appends the operations of `graph` to `nodes`; returns its outputs, and the nodes that its effects wait for."""
     slots: dict[tuple[str, int], Slot] = {}
-    done: dict[str, list[Node]] = {}  # the nodes that have run when an operation has
+    done: dict[str, list[Node]] = {}  # by operation, the nodes that must have run for it to have run
     for placeholder, slot in zip(graph.inputs, inputs, strict=True):
         slots[placeholder.op.name, placeholder.value_index] = slot
         done[placeholder.op.name] = []
@@ -85,7 +85,7 @@ def _flatten(
             continue
         reads = [slots[tensor.op.name, tensor.value_index] for tensor in operation.inputs]
         waits = [node for earlier in operation.control_inputs for node in done[earlier.name]]
-        body = None if per_replica.local(operation) else tensorflow_functions.called(operation)
+        body = None if per_replica_sharding(operation) else tensorflow_functions.called(operation)
         if body is not None:
             results, done[operation.name] = _flatten(body, reads, [*before, *waits], nodes, (*calls, operation.name))
         elif operation.type == "NoOp":

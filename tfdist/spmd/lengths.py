@@ -1,7 +1,7 @@
-"""Lengths of axes as far as they are known while the graph is made: a number times lengths that are not known.
+"""Symbolic lengths of axes: an integer times lengths that are unknown while the graph is built.
 
-A step for sequences of unknown length computes shapes such as `[batch * length, features]`. To know that the first axis
-of such a shape can be cut as the batch is cut, it is enough to know that it is a multiple of the batch size.
+A step for sequences of unknown length computes shapes such as `[batch * length, features]`. The first axis of such a
+shape can be sharded as the batch is if it is known to be a multiple of the batch size.
 
 Synopsis:
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Monomial:
-    """`factor` times lengths that are not known, each named by a symbol.
+    """`factor` times unknown lengths, each named by a symbol.
 
     Attributes:
         factor: a non-negative integer.
@@ -32,7 +32,7 @@ class Monomial:
         return Monomial(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
 
     def divided_by(self, other: Monomial) -> Monomial | None:
-        """The quotient; `None` if it is not known to be a whole number."""
+        """The quotient; `None` if it is not known to be an integer."""
         symbols = list(self.symbols)
         for symbol in other.symbols:
             if symbol not in symbols:
@@ -49,16 +49,15 @@ class Monomial:
 
 ONE = Monomial(1)
 
+# What is known of each entry of a vector of lengths, or of one length.
+Lengths = list[Monomial | None]
+
 
 def product(lengths: Sequence[Monomial | None]) -> Monomial | None:
-    """The product of lengths; `None` if one of them is not known at all."""
-    found = ONE
+    """The product of lengths; `None` if nothing is known of one of them."""
+    result = ONE
     for length in lengths:
         if length is None:
             return None
-        found = found * length
-    return found
-
-
-# What is known of each entry of a vector of lengths, or of one length.
-Lengths = list[Monomial | None]
+        result = result * length
+    return result

@@ -1,4 +1,4 @@
-"""The shapes of parts and of whole values, and which parts a rule asks for."""
+"""Local and global shapes, and the placements that a sharding rule asks for."""
 
 from __future__ import annotations
 
@@ -9,74 +9,66 @@ import tensorflow as tf
 from tfdist.internals import tensorflow_functions
 from tfdist.spmd.lengths import Lengths
 from tfdist.spmd.operation import Operation
-from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard, with_length
-from tfdist.spmd.rules import Cut, Local
+from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard
+from tfdist.spmd.rules import OpSharding, Sharding
 
-# Computed from the shape of their input alone.
+# Operations that depend on nothing but the shape of their input.
 OF_SHAPE = frozenset(("Shape", "Size"))
 
 
-def whole_shape(shape: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
-    """The shape of a value, from that of one replica's part."""
-    if not isinstance(placement, Shard):
-        return shape
-    length = placement.whole_length(shape[placement.axis], replica)
-    return tf.tensor_scatter_nd_update(shape, [[placement.axis]], [length])
-
-
 def of_shape(operation: tf.Operation, part: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
-    """What an operation computes from the shape alone of a value, of which one replica's part is given."""
+    """The result of an operation that needs only the shape of its input, from the tensor of one replica."""
     if operation.type not in OF_SHAPE:
         return tensorflow_functions.create(operation, [part])[0]
-    shape = whole_shape(tf.shape(part, operation.outputs[0].dtype), placement, replica)
+    shape = tf.shape(part, operation.outputs[0].dtype)
+    if isinstance(placement, Shard):
+        length = placement.whole_length(shape[placement.axis], replica)
+        shape = tf.tensor_scatter_nd_update(shape, [[placement.axis]], [length])
     return shape if operation.type == "Shape" else tf.reduce_prod(shape)
 
 
-def part_shape(shape: tf.TensorShape, placement: Placement, replica: int) -> tf.TensorShape:
-    """The shape of one replica's part of a value of this shape."""
-    return with_length(shape, placement, lambda cut, whole: cut.part(whole, replica))
-
-
-def known(shape: Sequence[int | None] | None, lengths: Lengths | None) -> Sequence[int | None] | None:
-    """A shape with the lengths that a rule knows besides."""
+def refined(shape: Sequence[int | None] | None, lengths: Lengths | None) -> Sequence[int | None] | None:
+    """`shape` with unknown lengths replaced by those of `lengths` that are known."""
     if shape is None or lengths is None:
         return shape
-    known = [None if one is None or one.symbols else one.factor for one in lengths]
-    return [found if length is None else length for length, found in zip(shape, known, strict=True)]
+    known = [None if length is None or length.symbols else length.factor for length in lengths]
+    return [refinement if length is None else length for length, refinement in zip(shape, known, strict=True)]
 
 
-def placement(one: Cut, shard: Shard) -> Placement:
-    """The placement of an input or an output that a rule describes by `one`, with its leading input cut by `shard`."""
-    if one is None:
+def placement_of(sharding: Sharding, shard: Shard) -> Placement:
+    """The placement that a rule describes by `sharding`, with its leading input sharded by `shard`."""
+    if sharding is None:
         return REPLICATE
-    return one if isinstance(one, Shard) else shard.moved(one)
+    return sharding if isinstance(sharding, Shard) else shard.moved(sharding)
 
 
-def is_possible(operation: Operation, found: Local, shard: Shard) -> bool:
-    """Whether the axes that a rule cuts are known to be divisible so."""
-    for index, one in enumerate(found.inputs):
-        wanted, shape = placement(one, shard), operation.input_shapes[index]
-        if not isinstance(wanted, Shard) or operation.placements[index] == wanted:
+def is_divisible(operation: Operation, op_sharding: OpSharding, shard: Shard) -> bool:
+    """Whether the axes that a rule shards are known to be divisible in these proportions."""
+    for index, sharding in enumerate(op_sharding.inputs):
+        placement, shape = placement_of(sharding, shard), operation.input_shapes[index]
+        if not isinstance(placement, Shard) or operation.placements[index] == placement:
             continue
-        if operation.input_dtypes[index] != tf.variant and (shape is None or not wanted.divides(shape[wanted.axis])):
+        if operation.input_dtypes[index] != tf.variant and (
+            shape is None or not placement.divides(shape[placement.axis])
+        ):
             return False
-    for index, out in enumerate(found.outputs):
+    for index, output in enumerate(op_sharding.outputs):
         shape = operation.output_shapes[index]
-        if isinstance(out, str):
+        if isinstance(output, str):
             continue
-        wanted = placement(out, shard)
-        if not isinstance(wanted, Shard) or operation.output_dtypes[index] == tf.variant:
+        placement = placement_of(output, shard)
+        if not isinstance(placement, Shard) or operation.output_dtypes[index] == tf.variant:
             continue
         if shape is None:
             return False
-        length = shape[wanted.axis]
-        if length is not None and not wanted.divides(length):
+        length = shape[placement.axis]
+        if length is not None and not placement.divides(length):
             return False
     return True
 
 
-def localized(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, replica: int) -> tf.Tensor:
-    """A vector of lengths, or one length, with an entry that is that of a replica's part; -1 stays."""
+def local_lengths(tensor: tf.Tensor, value: Placed, entry: int, shard: Shard, replica: int) -> tf.Tensor:
+    """A length, or a vector of lengths, with the global length at `entry` replaced by the local one; -1 stays."""
     if value.constant is not None:
         lengths = value.constant.copy()
         place = () if lengths.ndim == 0 else (entry,)

@@ -1,7 +1,8 @@
-"""Where the values of a partitioned step are: whole on every replica, cut along an axis, or a term of a sum.
+"""Placements: how the values of a partitioned step are laid out over the replicas.
 
-The three placements are those of DTensor (`torch.distributed.tensor`) and of GSPMD (Xu et al., arXiv 2105.04663),
-except that the parts of an axis may differ in length.
+A value is replicated, sharded along an axis, or a partial result that the replicas still have to reduce. These are the
+three placements of DTensor (`torch.distributed.tensor`) and of GSPMD (Xu et al., arXiv 2105.04663), except that the
+shards of an axis may differ in length.
 
 Synopsis:
 
@@ -24,21 +25,21 @@ import tensorflow as tf
 
 from tfdist.spmd.lengths import Lengths, Monomial
 
-# With so many rows of each replica, one row more or less makes no difference.
-_ROWS_OF_EACH = 16
+# From this many rows per replica on, one row more or less hardly unbalances the replicas.
+_BALANCED_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """The whole value, the same on every replica."""
+    """Every replica has the whole value."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Replica i has a part of `axis`, in proportion to `sizes[i]`; the other axes are whole.
+    """Replica i has a shard of `axis` whose length is in proportion to `sizes[i]`; the other axes are not divided.
 
-    With `blocks` above 1 the axis consists of that many blocks of equal length, and a replica has its part of each
-    block, one after the other: as after concatenating two sharded tensors along the sharded axis.
+    With `blocks` above 1 the axis consists of that many blocks of equal length, and a replica has its shard of each
+    block, one after the other. Concatenating two sharded tensors along the sharded axis has this result.
 
     Attributes:
         axis: counted from 0.
@@ -52,25 +53,22 @@ class Shard:
 
     @classmethod
     def of_rows(cls, rows: Sequence[int], axis: int = 0) -> Shard:
-        """The placement of an axis of which replica i has `rows[i]`."""
+        """The placement of an axis of which replica i has `rows[i]` entries."""
         return cls(axis, tuple(number // math.gcd(*rows) for number in rows))
 
     @classmethod
     def evenly(cls, shape: Sequence[int], replicas: int) -> Shard | None:
-        """The placement that gives each replica about the same of a value; `None` if it has too few elements.
+        """Shards a value about evenly; `None` if no axis has an entry for every replica.
 
-        That is along the first axis, which divides memory into pieces, unless another one divides more evenly.
+        The first axis is preferred, because its shards are contiguous in memory, unless the longest axis divides more
+        evenly.
         """
         lengths = list(shape)
         if not lengths:
             return None
-        axis = 0 if lengths[0] >= _ROWS_OF_EACH * replicas else lengths.index(max(lengths))
-        each, more = divmod(lengths[axis], replicas)
-        return cls.of_rows([each + (replica < more) for replica in range(replicas)], axis) if each else None
-
-    def whole_length(self, part: Any, replica: int) -> Any:
-        """The length of an axis of which one replica's part has the length `part`."""
-        return part // self.sizes[replica] * self.total
+        axis = 0 if lengths[0] >= _BALANCED_ROWS * replicas else lengths.index(max(lengths))
+        rows, remainder = divmod(lengths[axis], replicas)
+        return cls.of_rows([rows + (replica < remainder) for replica in range(replicas)], axis) if rows else None
 
     @property
     def total(self) -> int:
@@ -78,29 +76,33 @@ class Shard:
         return sum(self.sizes)
 
     def divides(self, length: int | None) -> bool:
-        """Whether an axis of this length can be cut in these proportions."""
+        """Whether an axis of this length can be divided in these proportions."""
         return length is not None and length % (self.total * self.blocks) == 0
 
     def lengths(self, length: int) -> list[int]:
-        """The length of each replica's part of an axis of `length`."""
+        """The length of each replica's shard of an axis of `length`."""
         return [length // self.total * size for size in self.sizes]
 
     def part(self, length: Any, replica: int) -> Any:
-        """The length of one replica's part of an axis of `length`: an integer or an integer tensor."""
+        """The length of one replica's shard of an axis of `length`: an integer or an integer tensor."""
         return length // self.total * self.sizes[replica]
 
+    def whole_length(self, part: Any, replica: int) -> Any:
+        """The length of an axis of which one replica's shard has the length `part`."""
+        return part // self.sizes[replica] * self.total
+
     def moved(self, axis: int, blocks: int | None = None) -> Shard:
-        """The same parts on another axis."""
+        """The same proportions on another axis."""
         return Shard(axis, self.sizes, self.blocks if blocks is None else blocks)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Each replica has a value of the global shape; the whole value is their reduction.
+    """Each replica has a partial result of the global shape; reducing them over the replicas gives the value.
 
     Attributes:
         reduction: "sum", "max", "min", "prod", "all" or "any".
-        dtype: of the whole value, where the parts of a sum are kept in float32 until they are added.
+        dtype: the dtype of the value, if partial sums are kept in float32 until they are added.
     """
 
     reduction: str = "sum"
@@ -115,22 +117,22 @@ _numbers = itertools.count()
 
 
 class Placed:
-    """A value of the one-device step, and where it is in the partitioned one.
+    """A value of the one-device step, with its placement in the partitioned step.
 
     Attributes:
-        number: tells it from other values.
+        number: identifies the value.
         placement: of `tensors`.
-        tensors: one for each copy of a replicated value in this process, else one for each replica of this process.
-        constant: the value, where it is known while the graph is made.
-        shape: of the whole value, as far as it is known.
-        axes: what is known of the lengths of its axes beyond that; `None` if nothing is.
-        lengths: for a vector of lengths, or one length, what is known of each entry; `None` if nothing is.
-        repeated: it is computed whole from sharded values, so that each replica repeats the computation.
-        included: of a vector of axes, those that are surely in it, where it is not known.
-        excluded: of a vector of axes, those that are surely not in it, where it is not known.
-        is_gradient: a tape has computed it.
-        is_accumulated: it is what the replicas' terms of a variable hold, of which the value is their sum.
-        element_dtype: of the elements of a list of tensors (TensorList).
+        tensors: one per copy in this process for a replicated value, else one per replica of this process.
+        constant: the value, if it is known when the graph is built.
+        shape: the global shape, as far as it is known.
+        axes: what is known of the lengths of the axes beyond `shape`; `None` if nothing is.
+        lengths: for a length or a vector of lengths, what is known of each entry; `None` if nothing is.
+        repeated: each replica computes the whole value redundantly, from gathered values.
+        included: for a vector of axes that is not constant, the axes that it surely contains.
+        excluded: for a vector of axes that is not constant, the axes that it surely does not contain.
+        is_gradient: a gradient tape has computed it.
+        is_accumulated: it was read from a variable that is the sum of one variable per replica.
+        element_dtype: the dtype of the elements of a TensorList.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Placed:
         self.included: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.element_dtype = element_dtype
-        self.shape = _whole_shape(placement, self.tensors, constant, replica)
+        self.shape = _global_shape(placement, self.tensors, constant, replica)
         self.axes: Lengths | None = None
         self.lengths: Lengths | None = None
         if constant is not None and constant.ndim < 2 and constant.dtype.kind in "iu" and constant.size < 64:
@@ -160,21 +162,21 @@ class Placed:
         self._converted: dict[Placement, list[tuple[tf.Graph, Placed]]] = {}
 
     def converted(self, placement: Placement) -> Placed | None:
-        """This value in another placement, if it was converted in a graph that the present one can read."""
+        """This value in another placement, if a graph that the current graph can read has converted it."""
         if self.placement == placement:
             return self
-        graphs = _enclosing(tf.compat.v1.get_default_graph())
+        graphs = _enclosing_graphs()
         return next((value for graph, value in self._converted.get(placement, ()) if graph in graphs), None)
 
     def in_parts(self) -> Placed | None:
-        """The parts of the sum of these terms, if they were made in a graph that the present one can read."""
-        graphs = _enclosing(tf.compat.v1.get_default_graph())
+        """The reduce-scattered shards of this partial sum, if a graph that the current graph can read has them."""
+        graphs = _enclosing_graphs()
         return next(
             (
                 value
-                for placement, made in self._converted.items()
+                for placement, conversions in self._converted.items()
                 if isinstance(placement, Shard)
-                for graph, value in made
+                for graph, value in conversions
                 if graph in graphs
             ),
             None,
@@ -182,10 +184,10 @@ class Placed:
 
     def converted_in(self, graph: tf.Graph, placement: Placement) -> bool:
         """Whether this value was converted in this graph."""
-        return any(one is graph for one, _ in self._converted.get(placement, ()))
+        return any(converted_graph is graph for converted_graph, _ in self._converted.get(placement, ()))
 
     def keep(self, value: Placed) -> Placed:
-        """Keeps the same value in another placement; returns it."""
+        """Records `value` as this value in another placement, and returns it."""
         graph = tf.compat.v1.get_default_graph()
         self._converted.setdefault(value.placement, []).append((graph, value))
         value._converted.setdefault(self.placement, []).append((graph, self))
@@ -193,7 +195,7 @@ class Placed:
 
 
 def dimensions(value: Placed) -> list[Monomial] | None:
-    """The lengths of the axes of the whole value; an unknown length is a symbol of the value."""
+    """The lengths of the axes of the global value; an unknown length is a symbol of the value."""
     if value.shape.rank is None:
         return None
     return [
@@ -201,29 +203,34 @@ def dimensions(value: Placed) -> list[Monomial] | None:
     ]
 
 
-def _whole_shape(
+def part_shape(shape: tf.TensorShape, placement: Placement, replica: int) -> tf.TensorShape:
+    """The local shape, on one replica, of a value with this global shape."""
+    return _with_length(shape, placement, lambda shard, length: shard.part(length, replica))
+
+
+def _global_shape(
     placement: Placement, tensors: Sequence[tf.Tensor], constant: np.ndarray | None, replica: int
 ) -> tf.TensorShape:
-    """The shape of a whole value, from that of the part of `replica`, the first of this process."""
+    """The global shape of a value, from the tensor of `replica`, which is the first of this process."""
     if constant is not None:
         return tf.TensorShape(constant.shape)
     if not tensors or tensors[0].dtype in (tf.resource, tf.variant):
         return tf.TensorShape(None)
-    return with_length(tensors[0].shape, placement, lambda cut, part: cut.whole_length(part, replica))
+    return _with_length(tensors[0].shape, placement, lambda shard, length: shard.whole_length(length, replica))
 
 
-def with_length(shape: tf.TensorShape, placement: Placement, other: Callable[[Shard, int], int]) -> tf.TensorShape:
-    """`shape` with the `other` length in place of that along the axis that is cut, if one is and it is known."""
+def _with_length(shape: tf.TensorShape, placement: Placement, convert: Callable[[Shard, int], int]) -> tf.TensorShape:
+    """`shape` with the length of the sharded axis converted, if there is one and its length is known."""
     if not isinstance(placement, Shard) or shape.rank is None:
         return shape
     lengths = shape.as_list()
     length = lengths[placement.axis]
-    lengths[placement.axis] = None if length is None else other(placement, length)
+    lengths[placement.axis] = None if length is None else convert(placement, length)
     return tf.TensorShape(lengths)
 
 
-def _enclosing(graph: Any) -> list[Any]:
-    found = [graph]
-    while (graph := getattr(graph, "outer_graph", None)) is not None:
-        found.append(graph)
-    return found
+def _enclosing_graphs() -> list[Any]:
+    graphs: list[Any] = [tf.compat.v1.get_default_graph()]
+    while (outer := getattr(graphs[-1], "outer_graph", None)) is not None:
+        graphs.append(outer)
+    return graphs

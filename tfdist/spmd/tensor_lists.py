@@ -1,27 +1,26 @@
-"""Lists of tensors, which loops read and write, in placements of their own.
+"""Lists of tensors, which loops read and write; a sharded list has shards of its elements.
 
-A list of which nothing is known yet, since it is empty, becomes a list of parts when the first part is put in.
+An empty list, of whose elements nothing is known yet, becomes sharded when the first shard is appended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import tensorflow_functions
-from tfdist.spmd import meshes
+from tfdist.spmd import local_shapes, meshes
 from tfdist.spmd.cost import Cost
 from tfdist.spmd.meshes import Mesh
 from tfdist.spmd.placements import REPLICATE, Placed, Placement, Shard
 
 EMPTY = frozenset(("EmptyTensorList", "TensorListReserve"))
-# What follows from the parts of a list as well.
+# Operations that read a property of a list that follows from one replica's shard of it.
 OF_SHAPE = frozenset(("TensorListLength", "TensorListElementShape"))
 
 
-class Empty(Placed):
+class EmptyList(Placed):
     """A list that has no elements yet."""
 
     def __init__(self, operation: tf.Operation, inputs: Sequence[Placed], tensors: Sequence[tf.Tensor]):
@@ -30,35 +29,37 @@ class Empty(Placed):
         self.inputs = list(inputs)
 
 
-def empty(mesh: Mesh, operation: tf.Operation, inputs: Sequence[Placed]) -> Empty:
-    """A new list, from the inputs of the `operation` that makes it: the shape of an element, and a number."""
+def empty(mesh: Mesh, operation: tf.Operation, inputs: Sequence[Placed]) -> EmptyList:
+    """A new list; `inputs` of the `operation` are the shape of an element, and a number of elements."""
     tensors = []
     for copy in range(mesh.copies):
         with mesh.on_copy(copy):
-            reads = [mesh.tensors(value)[copy] for value in inputs]
-            tensors += tensorflow_functions.create(operation, reads)
-    return Empty(operation, inputs, tensors)
+            tensors += tensorflow_functions.create(operation, [mesh.tensors(value)[copy] for value in inputs])
+    return EmptyList(operation, inputs, tensors)
 
 
-def cut(mesh: Mesh, whole: Placed, shard: Shard) -> Placed:
-    """A list of the parts of elements."""
+def split(mesh: Mesh, whole: Placed, shard: Shard) -> Placed:
+    """Shards the elements of a replicated list."""
     parts = []
     for position, replica in enumerate(mesh.local):
         with mesh.on_replica(position):
-            if isinstance(whole, Empty):
+            if isinstance(whole, EmptyList):
                 shape, number = (mesh.read(value, position) for value in whole.inputs)
-                shape = _part_shape(shape, whole.inputs[0].constant, shard, replica)
+                constant = whole.inputs[0].constant
+                if constant is not None and constant.ndim and constant.size <= shard.axis:
+                    raise NotImplementedError("the elements of the list do not have the sharded axis")
+                shape = local_shapes.local_lengths(shape, whole.inputs[0], shard.axis, shard, replica)
                 parts += tensorflow_functions.create(whole.operation, [shape, number])
             else:
                 elements = _elements(mesh.read(whole, position), whole.element_dtype)
                 if elements.shape.rank is None:
-                    raise NotImplementedError("a list whose elements have an unknown rank is not cut")
-                parts.append(_list(meshes.cut(elements, shard.moved(shard.axis + 1), replica)))
+                    raise NotImplementedError("a list of elements of unknown rank cannot be sharded")
+                parts.append(_list(meshes.part_of(elements, shard.moved(shard.axis + 1), replica)))
     return Placed(shard, parts, element_dtype=whole.element_dtype)
 
 
 def gathered(mesh: Mesh, cost: Cost, value: Placed, shard: Shard) -> Placed:
-    """A list of whole elements."""
+    """Gathers the elements of a sharded list."""
     parts = []
     for position, tensor in enumerate(value.tensors):
         with mesh.on_replica(position):
@@ -69,31 +70,15 @@ def gathered(mesh: Mesh, cost: Cost, value: Placed, shard: Shard) -> Placed:
 
 
 def of_shape(operation: tf.Operation, part: tf.Tensor, placement: Placement, replica: int) -> tf.Tensor:
-    """The length of a list, or the shape of its elements, from the list of one replica's parts."""
-    (found,) = tensorflow_functions.create(operation, [part])
+    """The result of an operation in `OF_SHAPE` on a list, from one replica's shard of it."""
+    (result,) = tensorflow_functions.create(operation, [part])
     if operation.type == "TensorListLength" or not isinstance(placement, Shard):
-        return found
-    if found.shape.rank != 1:
-        raise NotImplementedError("the shape of elements of an unknown rank")
-    length = found[placement.axis]
+        return result
+    if result.shape.rank != 1:
+        raise NotImplementedError("the shape of elements of unknown rank")
+    length = result[placement.axis]
     whole = tf.where(length > 0, placement.whole_length(length, replica), length)
-    return tf.tensor_scatter_nd_update(found, [[placement.axis]], [whole])
-
-
-def _part_shape(shape: tf.Tensor, constant: np.ndarray | None, shard: Shard, replica: int) -> tf.Tensor:
-    """The shape of an element's part; -1 is an unknown rank or length."""
-    if constant is not None:
-        lengths = constant.copy()
-        if lengths.ndim and lengths.size <= shard.axis:
-            raise NotImplementedError("elements that have no such axis are not cut")
-        if lengths.ndim and lengths[shard.axis] > 0:
-            lengths[shard.axis] = shard.part(lengths[shard.axis], replica)
-        return tf.constant(lengths)
-    if shape.shape.rank == 0:
-        return shape
-    length = shape[shard.axis]
-    part = tf.where(length > 0, shard.part(length, replica), length)
-    return tf.tensor_scatter_nd_update(shape, [[shard.axis]], [part])
+    return tf.tensor_scatter_nd_update(result, [[placement.axis]], [whole])
 
 
 def _elements(handle: tf.Tensor, dtype: tf.DType | None) -> tf.Tensor:

@@ -1,34 +1,35 @@
-"""Slices, and values that are looked up or added by index."""
+"""Rules for slices, gathers and scatters."""
 
 from __future__ import annotations
 
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
-from tfdist.spmd.rules.registry import Local, rule
+from tfdist.spmd.rules.registry import OpSharding, rule
 
 
 @rule("Slice")
-def slices(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """That takes the cut axis whole."""
+def slices(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """The slice must contain all of the sharded axis."""
     begin, size = operation.constants[1], operation.constants[2]
     length = operation.length(0, shard.axis)
     if index != 0 or begin is None or size is None or begin[shard.axis] != 0:
         return None
     if size[shard.axis] not in (-1, length):
         return None
-    return Local([shard.axis, None, None], [shard.axis], localized={2: shard.axis})
+    return OpSharding([shard.axis, None, None], [shard.axis], localized={2: shard.axis})
 
 
 _MASKS = "begin_mask end_mask ellipsis_mask new_axis_mask shrink_axis_mask"
 
 
 class _Slice:
-    """What a strided slice does to each axis.
+    """How a strided slice maps each axis.
 
     Attributes:
-        axes: for each axis of the input that the specification names: its number, the number of the specification's
-            entry, `None` for an ellipsis, and that of the output's axis, `None` where it is removed.
-        shift: for later axes, the difference of the numbers in the output and in the input.
+        axes: for each input axis that the specification covers: its number, the number of the specification's entry
+            (`None` for an ellipsis), and the number of the output axis (`None` if the axis is removed).
+        end: the number of the first input axis that the specification does not cover.
+        shift: for the axes from `end` on, the number in the output minus the number in the input.
     """
 
     def __init__(self, operation: Operation, entries: int, rank: int):
@@ -37,7 +38,7 @@ class _Slice:
         axis = result = 0
         for entry in range(entries):
             if self._masked("ellipsis_mask", entry):
-                others = sum(not self._masked("new_axis_mask", one) for one in range(entries) if one != entry)
+                others = sum(not self._masked("new_axis_mask", other) for other in range(entries) if other != entry)
                 for _ in range(rank - others):
                     self.axes.append((axis, None, result))
                     axis, result = axis + 1, result + 1
@@ -55,130 +56,129 @@ class _Slice:
         return bool(self._operation.attribute(name) >> entry & 1)
 
     def takes_all(self, entry: int | None, length: int | None) -> bool:
-        """Whether an entry takes an axis of `length` whole, in order."""
+        """Whether an entry selects all of an axis of `length`, in order."""
         begin, end, step = self._operation.constants[1:4]
         if entry is None:
             return True
         if step is None or step[entry] != 1:
             return False
-        from_first = self._masked("begin_mask", entry) or (
+        from_start = self._masked("begin_mask", entry) or (
             begin is not None and (begin[entry] == 0 or (length is not None and begin[entry] <= -length))
         )
-        to_last = self._masked("end_mask", entry) or (end is not None and length is not None and end[entry] >= length)
-        return from_first and to_last
+        to_end = self._masked("end_mask", entry) or (end is not None and length is not None and end[entry] >= length)
+        return from_start and to_end
 
     def attributes(self, entry: int | None) -> dict[str, int]:
-        """The attributes with which an entry takes a part whole."""
+        """The attributes with which an entry selects all of a shard."""
         if entry is None:
             return {}
         return {name: self._operation.attribute(name) | 1 << entry for name in ("begin_mask", "end_mask")}
 
 
 @rule("StridedSlice", attributes=_MASKS)
-def strided_slice(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """That takes the cut axis whole."""
+def strided_slice(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """The slice must contain all of the sharded axis."""
     shape, rank = operation.input_shapes[1], operation.rank(0)
     if index != 0 or rank is None or shape is None or shape[0] is None:
         return None
-    taken = _Slice(operation, shape[0], rank)
-    for axis, entry, result in taken.axes:
+    strided = _Slice(operation, shape[0], rank)
+    for axis, entry, result in strided.axes:
         if axis == shard.axis:
             length = operation.length(0, axis)
-            if result is None or not taken.takes_all(entry, length):
+            if result is None or not strided.takes_all(entry, length):
                 return None
-            return Local([axis, None, None, None], [result], attributes=taken.attributes(entry))
-    return Local([shard.axis, None, None, None], [shard.axis + taken.shift])
+            return OpSharding([axis, None, None, None], [result], attributes=strided.attributes(entry))
+    return OpSharding([shard.axis, None, None, None], [shard.axis + strided.shift])
 
 
 @rule("StridedSliceGrad", attributes=_MASKS)
-def strided_slice_gradient(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Of a slice that took the cut axis whole."""
-    given, lengths = operation.input_shapes[1], operation.lengths[0]
-    if index != 4 or lengths is None or given is None or given[0] is None:
+def strided_slice_gradient(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """The slice must have contained all of the sharded axis."""
+    entries, lengths = operation.input_shapes[1], operation.lengths[0]
+    if index != 4 or lengths is None or entries is None or entries[0] is None:
         return None
-    taken, length = _Slice(operation, given[0], len(lengths)), operation.length(4, shard.axis)
-    for axis, entry, result in taken.axes:
+    strided, length = _Slice(operation, entries[0], len(lengths)), operation.length(4, shard.axis)
+    for axis, entry, result in strided.axes:
         if result == shard.axis:
             whole = lengths[axis]
             known = None if whole is None or whole.symbols else whole.factor
-            if known is None or known != length:
+            if known is None or known != length or not strided.takes_all(entry, known):
                 return None
-            if not taken.takes_all(entry, known):
-                return None
-            return Local([None] * 4 + [shard.axis], [axis], {0: axis}, taken.attributes(entry))
-    axis = shard.axis - taken.shift
-    if shard.axis < taken.end + taken.shift:  # a new axis
+            return OpSharding([None] * 4 + [shard.axis], [axis], {0: axis}, strided.attributes(entry))
+    axis = shard.axis - strided.shift
+    if shard.axis < strided.end + strided.shift:  # an axis that the slice added
         return None
-    return Local([None] * 4 + [shard.axis], [axis], {0: axis})
+    return OpSharding([None] * 4 + [shard.axis], [axis], {0: axis})
 
 
 @rule("GatherV2", attributes="batch_dims")
-def gather(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Whole rows by cut indices; or of values that are cut along another axis; or row by row (`batch_dims`)."""
+def gather(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the indices, or any other axis of the values than the indexed one, or both along `batch_dims`."""
     rank, index_rank = operation.rank(0), operation.rank(1)
     axis, batch = operation.axis(2, rank), operation.attribute("batch_dims")
     if rank is None or index_rank is None or axis is None:
         return None
     batch += index_rank if batch < 0 else 0
     if shard.axis < batch:
-        return Local([shard.axis, shard.axis, None], [shard.axis])
+        return OpSharding([shard.axis, shard.axis, None], [shard.axis])
     if index == 1:
-        return Local([None, shard.axis, None], [axis + shard.axis - batch]) if not batch else None
+        return OpSharding([None, shard.axis, None], [axis + shard.axis - batch]) if not batch else None
     if index != 0 or shard.axis == axis:
         return None
-    return Local([shard.axis, None, None], [shard.axis if shard.axis < axis else shard.axis - 1 + index_rank - batch])
+    output = shard.axis if shard.axis < axis else shard.axis - 1 + index_rank - batch
+    return OpSharding([shard.axis, None, None], [output])
 
 
 @rule("GatherNd", attributes="bad_indices_policy")
-def gather_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Whole values by cut indices, or values that are cut along an axis that indices do not name."""
+def gather_nd(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the indices, or an axis of the values that the indices do not refer to."""
     rank = operation.rank(1)
     if rank is None:
         return None
     if index == 1:
-        return Local([None, shard.axis], [shard.axis]) if shard.axis < rank - 1 else None
+        return OpSharding([None, shard.axis], [shard.axis]) if shard.axis < rank - 1 else None
     depth = operation.length(1, rank - 1)
     if depth is None or shard.axis < depth:
         return None
-    return Local([shard.axis, None], [shard.axis - depth + rank - 1])
+    return OpSharding([shard.axis, None], [shard.axis - depth + rank - 1])
 
 
 @rule("ResourceGather", attributes="batch_dims validate_indices")
-def resource_gather(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Rows of a variable by cut indices."""
+def resource_gather(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the indices; the variable is whole."""
     if index != 1 or operation.attribute("batch_dims"):
         return None
-    return Local([None, shard.axis], [shard.axis])
+    return OpSharding([None, shard.axis], [shard.axis])
 
 
 @rule("ResourceGatherNd")
-def resource_gather_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Rows of a variable by cut indices."""
+def resource_gather_nd(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the indices; the variable is whole."""
     return gather_nd(operation, index, shard) if index == 1 else None
 
 
 @rule("OneHot", attributes="axis")
-def one_hot(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Of cut indices."""
+def one_hot(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the indices."""
     rank, axis = operation.rank(0), operation.attribute("axis")
     if index != 0 or rank is None:
         return None
     axis = rank if axis == -1 else axis
-    return Local([shard.axis, None, None, None], [shard.axis + (axis <= shard.axis)])
+    return OpSharding([shard.axis, None, None, None], [shard.axis + (axis <= shard.axis)])
 
 
 _SEGMENTS = {"Sum": "sum", "Max": "max", "Min": "min", "Prod": "prod"}
 
 
 @rule(*(f"UnsortedSegment{kind}" for kind in _SEGMENTS))
-def segments(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Sums and the like over the rows of each segment, whose number is known."""
+def segments(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Reduces the rows of each segment; sharded rows give partial results."""
     rank = operation.rank(1)
     if index > 1 or rank is None:
         return None
     if shard.axis >= rank:
-        return Local([shard.axis, None, None], [shard.axis - rank + 1])
-    return Local([shard.axis, shard.axis, None], [_SEGMENTS[operation.type.removeprefix("UnsortedSegment")]])
+        return OpSharding([shard.axis, None, None], [shard.axis - rank + 1])
+    return OpSharding([shard.axis, shard.axis, None], [_SEGMENTS[operation.type.removeprefix("UnsortedSegment")]])
 
 
 _SPARSE = [f"SparseSegment{kind}{suffix}" for kind in ("Mean", "SqrtN", "Sum") for suffix in ("", "WithNumSegments")]
@@ -187,48 +187,48 @@ _SPARSE_GRADIENTS = [f"SparseSegment{kind}Grad" for kind in ("Mean", "SqrtN", "S
 
 @rule(*(f"Segment{kind}" for kind in ("Max", "Mean", "Min", "Prod", "Sum")))
 @rule(*_SPARSE, *_SPARSE_GRADIENTS, attributes="sparse_gradient")
-def parts_of_rows(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Sums and the like over rows that are cut along another axis."""
+def segments_of_whole_rows(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Reduces whole rows per segment; any other axis may be sharded."""
     if index or not shard.axis:
         return None
-    return Local([shard.axis] + [None] * (len(operation.placements) - 1), [shard.axis])
+    return OpSharding([shard.axis] + [None] * (len(operation.placements) - 1), [shard.axis])
 
 
 @rule("SparseTensorDenseMatMul", attributes="adjoint_a adjoint_b")
-def sparse_matmul(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """The columns of the dense factor, which are those of the product."""
+def sparse_matmul(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the columns of the dense factor, which are those of the product."""
     columns = 0 if operation.attribute("adjoint_b") else 1
     if index != 3 or shard.axis != columns:
         return None
-    return Local([None, None, None, columns], [1])
+    return OpSharding([None, None, None, columns], [1])
 
 
 @rule("LowerBound", "UpperBound")
-def search(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Values that are looked for in sorted rows: by row, or in whole rows."""
+def search(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the rows, or the values that are searched for in whole rows."""
     if shard.axis == 0:
-        return Local([0, 0], [0])
-    return Local([None, 1], [1]) if index == 1 else None
+        return OpSharding([0, 0], [0])
+    return OpSharding([None, 1], [1]) if index == 1 else None
 
 
 @rule("ScatterNd", attributes="bad_indices_policy")
-def scatter_nd(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Rows that are added into zeros, or parts of rows."""
+def scatter_nd(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards the updates, which gives partial sums, or an axis that the indices do not refer to."""
     rank = operation.rank(0)
     if index > 1 or rank is None:
         return None
     if shard.axis < rank - 1:
-        return Local([shard.axis, shard.axis, None], ["sum"])
+        return OpSharding([shard.axis, shard.axis, None], ["sum"])
     depth = operation.length(0, rank - 1)
     if index == 0 or depth is None:
         return None
     axis = shard.axis - (rank - 1) + depth
-    return Local([None, shard.axis, None], [axis], localized={2: axis})
+    return OpSharding([None, shard.axis, None], [axis], localized={2: axis})
 
 
 @rule(*(f"TensorScatter{kind}" for kind in ("Add", "Max", "Min", "Sub", "Update")), attributes="bad_indices_policy")
-def tensor_scatter(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Parts of rows that change a value along an axis that indices do not name."""
+def tensor_scatter(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Shards an axis that the indices do not refer to."""
     rank = operation.rank(1)
     depth = None if rank is None else operation.length(1, rank - 1)
     if index == 1 or rank is None or depth is None:
@@ -236,27 +236,27 @@ def tensor_scatter(operation: Operation, index: int, shard: Shard) -> Local | No
     axis = shard.axis if index == 0 else shard.axis - (rank - 1) + depth
     if axis < depth or (index == 2 and shard.axis < rank - 1):
         return None
-    return Local([axis, None, axis - depth + rank - 1], [axis])
+    return OpSharding([axis, None, axis - depth + rank - 1], [axis])
 
 
 @rule("Bincount")
-def bincount(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Counts of each number, or sums of weights; without weights the second input has no elements."""
+def bincount(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Counts each number, or sums its weights; without weights the last input has no elements."""
     if index not in (0, 2):
         return None
     weights = operation.input_shapes[2]
-    return Local([shard.axis, None, None if weights == [0] else shard.axis], ["sum"])
+    return OpSharding([shard.axis, None, None if weights == [0] else shard.axis], ["sum"])
 
 
 @rule("DenseBincount", attributes="binary_output")
-def dense_bincount(operation: Operation, index: int, shard: Shard) -> Local | None:
-    """Counts of each number; of a matrix, in each row."""
+def dense_bincount(operation: Operation, index: int, shard: Shard) -> OpSharding | None:
+    """Counts each number; for a matrix, per row."""
     weights = operation.input_shapes[2]
     if index not in (0, 2) or weights is None:
         return None
-    cut = None if 0 in weights else shard.axis
+    weights_axis = None if 0 in weights else shard.axis
     if operation.rank(0) not in (1, 2):
         return None
     if operation.rank(0) == 2:
-        return Local([0, None, cut], [0]) if shard.axis == 0 else None
-    return None if operation.attribute("binary_output") else Local([0, None, cut], ["sum"])
+        return OpSharding([0, None, weights_axis], [0]) if shard.axis == 0 else None
+    return None if operation.attribute("binary_output") else OpSharding([0, None, weights_axis], ["sum"])

@@ -1,9 +1,9 @@
-"""The rules of the partitioner: how an operation is computed on the parts of its inputs.
+"""The registry of sharding rules: how replicas compute an operation on shards of its inputs.
 
-A rule says, for one input that is cut along one axis, how the other inputs must be cut, and how the outputs are then.
-An operation without a rule, or whose rule answers `None`, is computed whole from gathered inputs. So a rule is never
-needed for a right result; a wrong one is found by `tests/spmd/test_rules.py`, which compares each of them, in float64,
-with the whole operation.
+For one input that is sharded along one axis, a rule returns how the other inputs must be sharded, and how the outputs
+then are. An operation is computed whole, from gathered inputs, if it has no rule or its rule returns `None`. So no rule
+is needed for a correct result, and `tests/spmd/test_rules.py` detects wrong rules: it compares each rule with the whole
+operation, in float64.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from tfdist.spmd.lengths import Lengths
 from tfdist.spmd.operation import Operation
 from tfdist.spmd.placements import Shard
 
-# How an input or output is cut: along an axis as the leading input is, in another way, or not at all.
-Cut = int | Shard | None
+# The sharding of an input or output: the axis for the proportions of the leading input, another placement, or `None`
+# for a replicated value.
+Sharding = int | Shard | None
 
 
 @dataclass(frozen=True)
-class Local:
-    """How each replica computes an operation on its parts.
+class OpSharding:
+    """How each replica computes an operation on its shards.
 
     Attributes:
-        inputs: how each input is cut; `None` for a whole one.
-        outputs: how each output is cut, or the reduction whose terms the replicas compute, as "sum"; `None` for an
-            output that follows from the whole inputs alone, and so is the same on each replica.
-        localized: for an input that is a vector of lengths, or one length, the entry that becomes that of the part.
-        attributes: those that differ from the whole operation's.
-        lengths: what is known of the axes of an output beyond what was known when the step was traced.
-        mean: outputs that are terms of a sum are means over the part, and count with its share of the axis.
+        inputs: the sharding of each input.
+        outputs: for each output its sharding, or the reduction, such as "sum", if replicas compute partial values.
+            `None` is for an output that depends on replicated inputs only, so that replicas compute the same.
+        localized: for each input that is a length or a vector of lengths, the entry to replace by the local length.
+        attributes: the attributes that differ from those of the whole operation.
+        lengths: by output, the lengths of its axes, as far as more is known than when the step was traced.
+        mean: whether partial sums are means over the local examples, to be weighted by the replica's share of the axis.
     """
 
-    inputs: Sequence[Cut]
-    outputs: Sequence[Cut | str]
+    inputs: Sequence[Sharding]
+    outputs: Sequence[Sharding | str]
     localized: Mapping[int, int] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     lengths: Mapping[int, Lengths] = field(default_factory=dict)
     mean: bool = False
 
 
-# Of an operation, the number of the leading input, and how that is cut.
-Rule = Callable[[Operation, int, Shard], Local | None]
+# Takes an operation, the number of the leading input, and how that is sharded.
+Rule = Callable[[Operation, int, Shard], OpSharding | None]
 
 _rules: dict[str, tuple[Rule, frozenset[str]]] = {}
 
@@ -54,8 +55,8 @@ def rule(*types: str, attributes: str = "") -> Callable[[Rule], Rule]:
 
     Args:
         types: TensorFlow's names of the operations.
-        attributes: the names of the attributes, except dtypes, that the rule takes into account, or knows to be
-            without effect on how the operation can be cut. An operation with any other attribute has no rule.
+        attributes: the names of the attributes, except dtypes, that the rule takes into account, or that do not affect
+            how the operation can be sharded. An operation with any other attribute has no rule.
     """
 
     def register(function: Rule) -> Rule:
@@ -69,12 +70,13 @@ def rule(*types: str, attributes: str = "") -> Callable[[Rule], Rule]:
 
 
 def rule_of(operation: Operation) -> Rule | None:
-    """The rule for an operation; `None` if there is none, or if it does not know one of the attributes."""
-    found = _rules.get(operation.type)
-    if found is None:
+    """The rule for an operation; `None` if there is none, or if the rule does not cover one of its attributes."""
+    registered = _rules.get(operation.type)
+    if registered is None:
         return None
+    function, covered = registered
     names = tensorflow_functions.attribute_names(operation.type)
-    return found[0] if names is not None and names <= found[1] else None
+    return function if names is not None and names <= covered else None
 
 
 def types() -> list[str]:
