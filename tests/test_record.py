@@ -198,7 +198,7 @@ class TestRunFolder:
     def test_a_folder_with_another_run_is_refused_and_left_as_it_is(self, folder):
         folder.write(schema.example())
         before = folder.run_json.read_bytes()
-        with pytest.raises(RunFolderError, match=r"already holds a run: `run\.json`") as error:
+        with pytest.raises(RunFolderError, match=r"already contains a run: `run\.json`") as error:
             RunFolder(folder.path)
         assert "--resume" in error.value.hint
         assert folder.run_json.read_bytes() == before
@@ -309,7 +309,7 @@ class TestResumed:
             ("cosine", 5, 5, 2, None),
             ("cosine", None, 5, 2, None),
             ("cosine", 2, 5, 2, "was started with `--epochs 2`, and it is resumed with `--epochs 5`"),
-            ("constant", 2, 2, 2, "The run has 2 epochs already, and `--epochs` is 2: no epoch is trained"),
+            ("constant", 2, 2, 2, "The run has trained 2 epochs already, and `--epochs` is 2: the model is only"),
         ],
     )
     def test_what_is_different_in_it_is_warned_of(self, schedule, before, now, done, warning):

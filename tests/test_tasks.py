@@ -193,9 +193,12 @@ def test_a_setting_that_an_optimizer_does_not_have_is_refused():
         optimizers.make(made, 10)
     cosine = config.TrainConfig(strategy="single", model="mlp", dataset="digits", schedule="cosine")
     warm = config.TrainConfig(strategy="single", model="mlp", dataset="digits", warmup_epochs=1.0)
-    with pytest.raises(UsageError, match="`--warmup-epochs` counts steps, and the dataset `digits` does not say"):
+    with pytest.raises(UsageError, match="`--warmup-epochs` depends on the number of steps, which is unknown"):
         optimizers.make(warm, None)
-    with pytest.raises(UsageError, match="`--schedule cosine` counts steps, and the dataset `digits` does not say"):
+    with pytest.raises(
+        UsageError,
+        match="`--schedule cosine` depends on the number of steps, which is unknown",
+    ):
         optimizers.make(cosine, None)
 
 

@@ -153,10 +153,10 @@ def test_options_are_checked_without_importing_tensorflow():
         (["--weight-decay", "inf"], ["`--weight-decay` is inf"]),
         (["--strategy", "multiworker", "--timeout-seconds", "inf"], ["`--timeout-seconds` is inf"]),
         (["--strategy", "horovod", "--callback-timeout-seconds", "nan"], ["`--callback-timeout-seconds` is nan"]),
-        (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["has no use for it", "`mpi_split`"]),
-        (["--strategy", "mirrored", "--shard", "optimizer"], ["has no use for it", "`horovod`, `mpi`, `multiworker`"]),
+        (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["does not take it", "`mpi_split`"]),
+        (["--strategy", "mirrored", "--shard", "optimizer"], ["does not take it", "`horovod`, `mpi`, `multiworker`"]),
         (["--strategy", "mine:Mine", "--sync-every", "2"], ["no use", "hint: set it with `--strategy-option sync_"]),
-        (["--strategy", "mine:Mine", "--workers", "2"], ["has no use for it", "`TRAITS = Traits(processes=True)`"]),
+        (["--strategy", "mine:Mine", "--workers", "2"], ["does not take it", "`TRAITS = Traits(processes=True)`"]),
         (["--devices", "0"], ["`--devices` is 0"]),
         (["--profile", "20:10"], ["20:10", "10:20"]),
         (["--target-accuracy", "93"], ["93", "0.9"]),
@@ -297,7 +297,7 @@ def test_resume_goes_on_where_the_run_stopped_and_refuses_another(tmp_path):
     assert run(*base, "--epochs", 1, cwd=tmp_path).returncode == 0
     whole = ["--strategy", "single", *QUICK, "--run-dir", "whole", "--epochs", 3]
     assert run(*whole, cwd=tmp_path).returncode == 0
-    assert "already holds a run" in refuse(tmp_path, *base, "--epochs", 3)
+    assert "already contains a run" in refuse(tmp_path, *base, "--epochs", 3)
     assert "--batch-size 32" in refuse(tmp_path, *base, "--epochs", 3, "--resume", "--batch-size", 64)
     assert run(*base, "--epochs", 3, "--resume", cwd=tmp_path).returncode == 0
     resumed, unbroken = load_record(tmp_path / "r"), load_record(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Checks that a resumed run is the same run, says what is different in it, and joins its commands."""
+"""Checks that the options of a resumed run fit the earlier run, and combines their commands."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tfdist.run.schema import RunRecord
 
 
 def continued(before: list[str], now: list[str]) -> list[str]:
-    """The command of a resumed run: `now`, preceded by `before` if it takes its options from there."""
+    """The command of a resumed run: `now`, preceded by `before` unless `now` is complete."""
     complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in now)
     return now if complete else [*before, *now[2:]]
 
 
 def refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
-    """Raises `UsageError` unless the resumed run has the same model, and the same examples in the same order."""
+    """Raises `UsageError` unless the resumed run has the same model and the same examples in the same order."""
     now_options = {name: str(value) for name, value in config.load_options.items()}
     before_options = earlier.dataset.options
     names = sorted(before_options | now_options)
@@ -35,22 +35,22 @@ def refuse_other_run(config: TrainConfig, earlier: RunRecord) -> None:
             raise UsageError(
                 f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
                 f"`{option} {now}`",
-                f"use `{option} {before}`, or begin another run in another `--run-dir`",
+                f"use `{option} {before}`, or start a new run in another `--run-dir`",
             )
 
 
 def about(config: TrainConfig, earlier: RunRecord) -> str | None:
-    """A warning if no epoch is left to train, or if those that are left follow another schedule; else `None`."""
+    """Returns a warning if no epoch is left to train, or if the learning rate schedule has changed; else `None`."""
     done, before, now = len(earlier.epochs), earlier.planned_epochs, config.epochs
     if done >= now:
-        has = terminal.counted(done, "epoch")
-        return f"The run has {has} already, and `--epochs` is {now}: no epoch is trained, the model is evaluated"
+        trained = terminal.counted(done, "epoch")
+        return f"The run has trained {trained} already, and `--epochs` is {now}: the model is only evaluated"
     if config.schedule == "constant" or before in (None, now):
         return None
     return (
         f"The run was started with `--epochs {before}`, and it is resumed with `--epochs {now}`: "
-        f"`--schedule {config.schedule}` now ends after epoch {now}, and the learning rates of the epochs before were "
-        f"not those of a run that was started with `--epochs {now}`"
+        f"`--schedule {config.schedule}` now ends after epoch {now}, and the learning rates of the earlier epochs "
+        f"differ from those of a run that was started with `--epochs {now}`"
     )
 
 
