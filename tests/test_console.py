@@ -70,7 +70,7 @@ def test_after_a_run_signals_do_what_they_did_before():
 GOES_ON = """
 import os, sys
 from tfdist import terminal
-with terminal.any_stdout():
+with terminal.guarded_stdout():
     for _ in range(3):
         print("shown", flush=True)
     os.write(1, b"as a library writes")

@@ -119,7 +119,7 @@ def command(
         work = work.with_steps_for(Path(folder))
         facts = _facts(work, counts, between, Path(folder))
         found = predictions.all_of(facts, counts)
-        with terminal.any_stdout(needed=True):
+        with terminal.guarded_stdout(needed=True):
             click.echo(_table(found, counts))
             click.echo(_recommended(found))
             if picture is not None:

@@ -130,7 +130,7 @@ def _emit(wanted: job.Job, kind: str) -> int:
     printers = {"slurm": emit.slurm, "kubernetes": emit.kubernetes}
     if kind not in printers:
         raise UsageError(f"`--emit` is `{kind}`", "use `slurm` or `kubernetes`")
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         click.echo(printers[kind](wanted), nl=False)
     return 0
 

@@ -92,7 +92,7 @@ def show(estimate: Estimate) -> None:
     table.add_column("MiB", justify="right")
     for name in ("weights", "gradients", "slots", "activations", "allocator", "total"):
         table.add_row(name, f"{getattr(estimate, name) / 2**20:,.1f}")
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         Console(soft_wrap=True).print(table)
 
 

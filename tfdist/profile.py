@@ -31,7 +31,7 @@ def command(run: Path, top: int) -> None:
             f"The trace in `{run}` has no step markers, so that it tells of no steps",
             "trace steps of a training with `--profile 10:20` or the `Profile` callback",
         )
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         click.echo(f"{terminal.counted(summary.steps, 'traced step')}; shares are of the time of all operations")
         click.echo(_table("layer", layers.by_layer(summary.ops), top))
         click.echo(_table("kind", layers.by_kind(summary.ops), top))

@@ -79,7 +79,7 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
         raise RunFolderError(
             f"The report cannot be written to `{out}`: {error.strerror}", "name another `--out`"
         ) from error
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         for one in comparisons:
             click.echo("\n".join([summary.answer(one), *summary.notes(one)]))
         for line in summary.verdicts(verdicts.of(comparisons)):

@@ -93,7 +93,7 @@ def command(
     )
     found = study.epochs(steps, settings, epochs, test)
     results = []
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         click.echo("epoch   seconds      loss  test accuracy  disagreement  staleness  sent MiB")
         for one in found:
             results.append(dataclasses.asdict(one))

@@ -114,7 +114,7 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def any_stdout(needed: bool = False) -> Iterator[None]:
+def guarded_stdout(needed: bool = False) -> Iterator[None]:
     """Within it standard output may be closed or full: that is told once, and what is written there leads nowhere.
 
     Args:
@@ -183,7 +183,7 @@ class _AnyStdout:
 
 
 @contextlib.contextmanager
-def noticed_interrupts(notice: Callable[[], None]) -> Iterator[None]:
+def interrupts_noticed_by(notice: Callable[[], None]) -> Iterator[None]:
     """Calls `notice` at Ctrl-C, before `KeyboardInterrupt` is raised as usual.
 
     An exception that is raised while an object is being deleted, or inside a callback of C code, is lost, and so would
@@ -210,7 +210,7 @@ class GroupedOption(click.Option):
 
 
 @contextlib.contextmanager
-def errors_shown() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Ends the program where an error of tfdist's is raised, which is shown as its sentence and its hint."""
     try:
         yield
@@ -226,7 +226,7 @@ class Command(click.Command):
     """
 
     def make_context(self, *args: Any, **named: Any) -> click.Context:
-        with errors_shown():
+        with exit_on_error():
             return super().make_context(*args, **named)
 
     def get_help_option(self, ctx: click.Context) -> click.Option | None:
@@ -237,7 +237,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         try:
-            with errors_shown():
+            with exit_on_error():
                 code = super().invoke(ctx)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
@@ -257,7 +257,7 @@ class Command(click.Command):
 def _show_help(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
     del option
     if wanted and not ctx.resilient_parsing:
-        with any_stdout(needed=True):
+        with guarded_stdout(needed=True):
             click.echo(ctx.get_help())
         ctx.exit()
 

@@ -269,7 +269,7 @@ def run(config: TrainConfig, world: World) -> int:
     # With parameter servers, a single process may be restarted; it then appends to its log.
     may_restart = config.traits.servers and not world.is_chief
     folder = RunFolder(run_dir, resume=config.resume or may_restart, rank=world.rank)
-    with terminal.any_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
+    with terminal.guarded_stdout(), terminal.logged_to(None if config.verbose else folder.log) as stderr:
         show = (lambda *lines: None) if config.quiet else click.echo
         exit_code = _run_and_report(config, folder, show, stderr)
     if exit_code == EXIT_USAGE:
@@ -286,7 +286,7 @@ def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., 
 
         session = Session(config, folder, _command(), _typed(), _process_start(), show)
         close = functools.partial(_close, session, stderr)
-        with terminal.noticed_interrupts(session.interrupt), process_exit.closed_by(close):
+        with terminal.interrupts_noticed_by(session.interrupt), process_exit.closed_by(close):
             record = _run(session)
     except TfdistError as error:
         _close(session, stderr, "failed", error.sentence)

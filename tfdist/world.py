@@ -19,7 +19,7 @@ def command() -> None:
     for row in rows(World.detect()):
         table.add_row(*row)
     # Addresses are for copying: no line breaks, no colours, nothing taken for markup.
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         Console(soft_wrap=True, highlight=False, markup=False).print(table)
 
 

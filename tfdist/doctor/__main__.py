@@ -42,7 +42,7 @@ def command(data_dir: Path | None, all_reduce: bool, as_json: bool) -> int:
     measurements = links.measure() if all_reduce else []
     findings += links.findings(measurements)
     strategies = readiness.of_all(measurements)
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         if as_json:
             click.echo(page.as_json(findings, measurements, strategies))
         else:

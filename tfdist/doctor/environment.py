@@ -30,7 +30,7 @@ def command() -> None:
     """Print what a bug report needs: versions, machine, job and variables, without secrets."""
     rows = [*_versions(), *_machine(), *_job(), *variables(os.environ)]
     width = max(len(name) for name, _ in rows)
-    with terminal.any_stdout(needed=True):
+    with terminal.guarded_stdout(needed=True):
         for name, value in rows:
             click.echo(f"{name:{width}}  {value}")
 
