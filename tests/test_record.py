@@ -135,7 +135,7 @@ class TestRunJson:
 
 class TestLoad:
     def test_no_record_is_refused(self, tmp_path):
-        with pytest.raises(RunFolderError, match=r"no `run\.json`.*No such file"):
+        with pytest.raises(RunFolderError, match=r"no readable `run\.json`.*No such file"):
             load_record(tmp_path)
 
     @pytest.mark.parametrize("version", [9, 10])
@@ -261,7 +261,7 @@ class TestCurves:
 
     def panel(self, run, name):
         axes = Figure().subplots()
-        folder._draw_panel(axes, run.epochs, name)
+        folders._draw_panel(axes, run.epochs, name)
         return axes, {line.get_label(): line for line in axes.lines}
 
     def test_the_best_validation_epoch_is_marked(self):
@@ -290,9 +290,9 @@ class TestCurves:
 
     def test_the_title_names_model_dataset_strategy_and_what_went_wrong(self):
         run = run_of([0.9])
-        assert folder._title(run) == "cnn, fashion_mnist, mirrored on 2 replicas"
+        assert folders._title(run) == "cnn, fashion_mnist, mirrored on 2 replicas"
         run.status = "failed"
-        assert folder._title(run).endswith("(failed)")
+        assert folders._title(run).endswith("(failed)")
 
     def test_a_folder_that_is_gone_is_an_error_of_ours(self, folder):
         folder.path.rmdir()

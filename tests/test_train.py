@@ -287,7 +287,7 @@ def test_a_run_is_resumed_with_its_own_options_and_what_is_given_besides(tmp_pat
         assert (resumed.global_batch_size, resumed.seed, resumed.model.options) == (64, 3, {"width": "16"})
         elapsed = [epoch.elapsed_seconds for epoch in resumed.epochs]
         assert elapsed == sorted(elapsed)
-    assert "`elsewhere` has no `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
+    assert "`elsewhere` has no readable `run.json`" in refuse(tmp_path, "--resume", "--run-dir", "elsewhere")
     assert "`--resume` needs `--run-dir`" in refuse(tmp_path, "--resume")
 
 
