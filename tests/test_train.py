@@ -94,7 +94,7 @@ def test_a_strategy_of_the_users_own_trains_with_options_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["mine:other"], "The strategy `mine:other` cannot be called"),
+        (["mine:other"], "The strategy `mine:other` is not callable"),
         (["mine:Path"], "`mine:Path` is not a subclass of `tfdist.strategies.base.Strategy`"),
         (["nowhere:Mine"], "No module `nowhere` for the strategy `nowhere:Mine`"),
         (["single", "--strategy-option", "said=hello"], "The strategy `single` does not know the option `said`"),
@@ -155,7 +155,7 @@ def test_options_are_checked_without_importing_tensorflow():
         (["--strategy", "horovod", "--callback-timeout-seconds", "nan"], ["`--callback-timeout-seconds` is nan"]),
         (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["does not take it", "`mpi_split`"]),
         (["--strategy", "mirrored", "--shard", "optimizer"], ["does not take it", "`horovod`, `mpi`, `multiworker`"]),
-        (["--strategy", "mine:Mine", "--sync-every", "2"], ["no use", "hint: set it with `--strategy-option sync_"]),
+        (["--strategy", "mine:Mine", "--sync-every", "2"], ["does not take it", "hint: set it with `--strategy-option sync_"]),
         (["--strategy", "mine:Mine", "--workers", "2"], ["does not take it", "`TRAITS = Traits(processes=True)`"]),
         (["--devices", "0"], ["`--devices` is 0"]),
         (["--profile", "20:10"], ["20:10", "10:20"]),
