@@ -1,4 +1,4 @@
-"""A model of `keras.applications` at another width, with float32 logits, and with synchronized normalizations."""
+"""Builds a model of `keras.applications` with a width factor, float32 logits and synchronized batch normalization."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tfdist.models import _fit
 def adapted(
     application: Callable[..., keras.Model], spec: DataSpec, *, width: float, synchronized: bool = False
 ) -> keras.Model:
-    """The same layers, with new weights.
+    """Builds the model with new weights.
 
     Args:
-        application: such as `keras.applications.ResNet50`.
-        spec: the spec of the dataset: the shape of its images and its classes.
+        application: a function such as `keras.applications.ResNet50`.
+        spec: the spec of the dataset, with the shape of its images and its classes.
         width: a factor on the filters of convolutions and the units of hidden dense layers.
-        synchronized: whether batch normalizations take their statistics from the whole global batch.
+        synchronized: whether batch normalizations use the statistics of the global batch.
     """
     original = application(weights=None, input_shape=spec.input_shape, classes=spec.classes, classifier_activation=None)
     logits = original.layers[-1].name

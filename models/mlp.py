@@ -1,4 +1,4 @@
-"""`mlp`: one hidden layer of 128, as in the published comparison of four ways to train on Fashion-MNIST."""
+"""`mlp`: one hidden layer of 128 units, as in the published comparison of four ways to train on Fashion-MNIST."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`resnet50`: the residual network for ImageNet with 50 layers, that of `keras.applications`.
+"""`resnet50`: the residual network for ImageNet with 50 layers, from `keras.applications`.
 
 K. He, X. Zhang, S. Ren and J. Sun, "Deep residual learning for image recognition", CVPR 2016, table 1.
 """
@@ -24,7 +24,7 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
 
     Args:
         spec: the spec of the dataset.
-        synchronized: batch normalizations use statistics of the global batch, not of a replica's part.
+        synchronized: batch normalizations use the statistics of the global batch, not of a replica's part.
         width: a factor on the number of filters.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`vgg16`: thirteen 3x3 convolutions and three dense layers, those of `keras.applications`.
+"""`vgg16`: thirteen 3x3 convolutions and three dense layers, from `keras.applications`.
 
 K. Simonyan and A. Zisserman, "Very deep convolutional networks for large-scale image recognition", ICLR 2015,
 configuration D.

@@ -97,7 +97,7 @@ def test_a_model_writes_what_it_is_sure_of():
     tokens = keras.Input((None,), dtype="int32")
     sure = 100 * keras.ops.one_hot((tokens + 1) % spec.classes, spec.classes)
     model = keras.Model(tokens, sure)
-    text = characters.write(model, np.array([3, 4, 5], np.int32), 5, np.random.default_rng(0))
+    text = characters.generate(model, np.array([3, 4, 5], np.int32), 5, np.random.default_rng(0))
     assert text.tolist() == [6, 7, 8, 9, 10]
 
 

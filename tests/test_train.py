@@ -155,7 +155,10 @@ def test_options_are_checked_without_importing_tensorflow():
         (["--strategy", "horovod", "--callback-timeout-seconds", "nan"], ["`--callback-timeout-seconds` is nan"]),
         (["--strategy", "parameter_server", "--callback-timeout-seconds", "9"], ["does not take it", "`mpi_split`"]),
         (["--strategy", "mirrored", "--shard", "optimizer"], ["does not take it", "`horovod`, `mpi`, `multiworker`"]),
-        (["--strategy", "mine:Mine", "--sync-every", "2"], ["does not take it", "hint: set it with `--strategy-option sync_"]),
+        (
+            ["--strategy", "mine:Mine", "--sync-every", "2"],
+            ["does not take", "hint: set it with `--strategy-option sync_"],
+        ),
         (["--strategy", "mine:Mine", "--workers", "2"], ["does not take it", "`TRAITS = Traits(processes=True)`"]),
         (["--devices", "0"], ["`--devices` is 0"]),
         (["--profile", "20:10"], ["20:10", "10:20"]),
@@ -420,7 +423,7 @@ def test_own_code_may_use_tensorflow_where_it_is_imported(tmp_path, strategy):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("net", "The model `mine:net` is a model already, not a function that makes one"),
+        ("net", "The model `mine:net` is a `keras.Model`, not a function that builds a model"),
         ("few", "are [1] per example, for 10 classes"),
     ],
 )

@@ -11,7 +11,7 @@ from tfdist import tasks
 from tfdist.data.spec import DataSpec
 from tfdist.tasks import _pictures, _targets
 
-# With this number of examples, more would not change the figure visibly.
+# More examples would not visibly change the figure.
 SHOWN = 10_000
 
 
@@ -21,12 +21,12 @@ def loss(spec: DataSpec) -> keras.losses.Loss:
 
 
 def metrics(spec: DataSpec) -> list[Any]:
-    """The fraction of examples whose class is predicted correctly."""
+    """The fraction of correctly predicted examples."""
     return [_targets.accuracy(spec)]
 
 
 def show(run: tasks.Run) -> None:
-    """Draws how often each class is predicted as each other one, as `confusion_matrix.png`."""
+    """Draws the confusion matrix as `confusion_matrix.png`."""
     spec = run.source.spec
     x, y = run.examples(SHOWN)
     logits = run.predict(x, (spec.classes,))
