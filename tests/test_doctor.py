@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tests.processes.jobs import clean_environment
 from tfdist import __main__
 from tfdist.doctor import __main__ as doctor
-from tfdist.doctor import child, engines, environment, gpus, job, machine, network, packages, page, readiness
+from tfdist.doctor import child, engines, environment, gpus, job, machine, network, packages, readiness
 from tfdist.doctor.finding import note, ok, problem
 from tfdist.doctor.links import Measurement
 from tfdist.errors import UnknownNameError
@@ -673,7 +673,7 @@ class TestPage:
     STRATEGIES = (readiness.Readiness("single", True), readiness.Readiness("horovod", False, "No.", "make horovod"))
 
     def test_each_finding_and_each_hint_is_a_line_of_text(self, capsys):
-        page.show(self.FINDINGS, self.STRATEGIES)
+        doctor.show_report(self.FINDINGS, self.STRATEGIES)
         assert capsys.readouterr().out.splitlines() == [
             "ok         memory     4 GiB",
             "note       host name  `x` has no address",
@@ -691,12 +691,14 @@ class TestPage:
     def test_on_a_terminal_a_sentence_is_broken_beside_its_subject(self, capsys, monkeypatch):
         for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "60", "TERM": "xterm"}.items():
             monkeypatch.setenv(name, value)
-        page.show([ok("memory", "a sentence of words that is longer than a line is wide")], self.STRATEGIES)
+        doctor.show_report([ok("memory", "a sentence of words that is longer than a line is wide")], self.STRATEGIES)
         lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
         assert lines[:2] == ["ok         memory  a sentence of words that is longer than a", " " * 19 + "line is wide"]
 
     def test_the_json_has_the_same(self):
-        found = json.loads(page.as_json(self.FINDINGS, [Measurement("MPI", "mpi_split", None, "no")], self.STRATEGIES))
+        found = json.loads(
+            doctor.report_as_json(self.FINDINGS, [Measurement("MPI", "mpi_split", None, "no")], self.STRATEGIES)
+        )
         assert found["findings"][1] == {
             "subject": "host name",
             "state": "note",

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from tfdist.errors import RunFolderError
 from tfdist.run import folder as folders
-from tfdist.run import resume, schema
+from tfdist.run import recorder, schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder, load_record
 from tfdist.run.schema import EpochRecord, RunRecord
@@ -315,7 +315,7 @@ class TestResumed:
     def test_what_is_different_in_it_is_warned_of(self, schedule, before, now, done, warning):
         config = TrainConfig("single", "mlp", "digits", epochs=now, schedule=schedule)
         earlier = run_of([0.5] * done).model_copy(update={"planned_epochs": before})
-        found = resume.about(config, earlier)
+        found = recorder.resume_warning(config, earlier)
         assert found is None if warning is None else warning in found
 
 

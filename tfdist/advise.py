@@ -85,7 +85,7 @@ MEASURED_LINKS = ("multiworker", "horovod", "mpi_split")
 WITH_LINK = (*MEASURED_LINKS, "parameter_server")
 
 
-@click.command("advise", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("advise", cls=terminal.Command)
 @for_model.options
 @click.option("--batch-size", type=click.IntRange(min=2), default=32, show_default=True, help="size of a global batch")
 @click.option("--workers", default="2", show_default=True, metavar="N|N..M", help="numbers of workers")
@@ -232,10 +232,5 @@ def _check_workers(counts: Sequence[int], cores: Sequence[int], batch_size: int,
         )
 
 
-def main() -> None:
-    """Runs the command."""
-    command(prog_name="python -m tfdist.advise")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.advise")

@@ -133,10 +133,5 @@ command = terminal.Command(
 )
 
 
-def main() -> None:
-    """Runs the command."""
-    command(prog_name="python -m tfdist.compare")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.compare")

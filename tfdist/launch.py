@@ -31,7 +31,6 @@ Examples:
     cls=terminal.Command,
     epilog=EXAMPLES,
     context_settings={
-        "help_option_names": ["-h", "--help"],
         "max_content_width": terminal.HELP_WIDTH,
         # Arguments after the program's name belong to the program.
         "allow_interspersed_args": False,
@@ -131,10 +130,5 @@ def _emit(wanted: job.Job, kind: str) -> int:
     return 0
 
 
-def main() -> None:
-    """Runs the command."""
-    command(prog_name="python -m tfdist.launch")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.launch")

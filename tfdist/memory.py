@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WHOLE_COPIES = ("single", "mirrored", "custom", "multiworker", "horovod", "mpi_split")
 
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=terminal.Command)
 @for_model.options
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="size of a global batch")
 @click.option("--strategy", default="single", show_default=True, metavar="NAME", help=", ".join(WHOLE_COPIES))

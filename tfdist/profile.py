@@ -18,7 +18,7 @@ from tfdist.profiling import bounds, breakdown, layers, stages, trace
 LEAST_SHARE = 0.0005  # rounds to 0.1 %
 
 
-@click.command("profile", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("profile", cls=terminal.Command)
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @terminal.options_of("Profile")("--top", type=int, default=10, show_default=True, help="rows of each table")
 def command(run: Path, top: int) -> None:
@@ -50,10 +50,5 @@ def _table(heading: str, shares: Mapping[str, float], top: int) -> str:
     return "\n".join(["", f"share   {heading}", *(f"{share:>6}  {name}" for share, name in rows)])
 
 
-def main() -> None:
-    """Runs the command."""
-    command(prog_name="python -m tfdist.profile")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.profile")

@@ -35,7 +35,7 @@ def prices_of(option: str | None) -> Prices:
     return NO_PRICES if option is None else Prices.parse(option)
 
 
-@click.command("report", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("report", cls=terminal.Command)
 @click.argument("folders", metavar="RUNS...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @_report(
     "--out",
@@ -88,10 +88,5 @@ def show(folders: Sequence[Path], out: Path, prices: Prices, tensorboard: Path |
     return html
 
 
-def main() -> None:
-    """Runs the command."""
-    command(prog_name="python -m tfdist.report")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.report")

@@ -32,7 +32,7 @@ OPTIONS = {
 }
 
 
-@click.command("simulate", cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("simulate", cls=terminal.Command)
 @for_model.options
 @click.option("--algorithm", required=True, metavar="NAME", help=", ".join(ALGORITHMS))
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="number of workers")

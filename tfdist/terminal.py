@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -220,8 +220,12 @@ def exit_on_error() -> Iterator[None]:
 class Command(click.Command):
     """A command that returns its exit code, or `None` for 0, and shows errors of tfdist without a traceback.
 
-    Its help lists the options under their headings, in the order in which the headings first occur.
+    Its help, `-h` or `--help`, lists the options under their headings, in the order in which the headings first occur.
     """
+
+    def __init__(self, name: str | None, context_settings: Mapping[str, Any] | None = None, **named: Any):
+        settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
+        super().__init__(name, context_settings=settings, **named)
 
     def make_context(self, *args: Any, **named: Any) -> click.Context:
         with exit_on_error():

@@ -119,7 +119,6 @@ def _last_settings(value: Any) -> Any:
     cls=_TrainCommand,
     epilog=EXAMPLES,
     context_settings={
-        "help_option_names": ["-h", "--help"],
         "max_content_width": terminal.HELP_WIDTH,
         # Accepts `--batch_size` for `--batch-size`; the names of models and modules are not changed.
         "token_normalize_func": lambda token: token.replace("_", "-"),

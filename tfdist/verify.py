@@ -38,10 +38,5 @@ command = terminal.Command(
 )
 
 
-def main() -> None:
-    """Runs the command; a usage error ends with exit code 2."""
-    command(prog_name="python -m tfdist.verify")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.verify")

@@ -12,7 +12,7 @@ from tfdist import terminal
 from tfdist.jobs.world import World
 
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=terminal.Command)
 def command() -> None:
     """Show the rank, world size and addresses of this process's job, and the variables that they come from."""
     table = Table(show_header=False, box=None, pad_edge=False)

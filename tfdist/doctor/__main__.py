@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import click
+from rich.console import Console
+from rich.text import Text
 
-from tfdist import terminal
-from tfdist.doctor import engines, folders, gpus, job, links, machine, network, packages, page, readiness
+from tfdist import __version__, terminal
+from tfdist.doctor import engines, folders, gpus, job, links, machine, network, packages, readiness
 from tfdist.doctor.finding import Finding, problem
+from tfdist.doctor.links import Measurement
+from tfdist.doctor.readiness import Readiness
 from tfdist.errors import EXIT_DIFFERENT
 
 # Longer than the time limits of one subject's child processes together.
 SECONDS_PER_SUBJECT = 300.0
+STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "ready": "green", "not ready": "bold red"}
+_STATE_WIDTH = max(map(len, STYLES))
 
 
-@click.command(
-    cls=terminal.Command,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": terminal.HELP_WIDTH},
-)
+@click.command(cls=terminal.Command, context_settings={"max_content_width": terminal.HELP_WIDTH})
 @click.option("--data-dir", type=click.Path(path_type=Path), help="folder of datasets, as for tfdist train")
 @click.option("--all-reduce/--no-all-reduce", default=True, help="start two processes and time their all-reduce")
 @click.option("--json", "as_json", is_flag=True, help="print JSON, for programs")
@@ -44,9 +50,9 @@ def command(data_dir: Path | None, all_reduce: bool, as_json: bool) -> int:
     strategies = readiness.of_all(measurements)
     with terminal.guarded_stdout(needed=True):
         if as_json:
-            click.echo(page.as_json(findings, measurements, strategies))
+            click.echo(report_as_json(findings, measurements, strategies))
         else:
-            page.show(findings, strategies)
+            show_report(findings, strategies)
     return EXIT_DIFFERENT if any(finding.is_problem for finding in findings) else 0
 
 
@@ -68,10 +74,58 @@ def collect(
     return findings or [problem(subject, f"This check did not finish within {seconds:g} s", hint)]
 
 
-def main() -> None:
-    """Runs the command."""
-    command(prog_name="python -m tfdist.doctor")
+def show_report(findings: Sequence[Finding], strategies: Sequence[Readiness]) -> None:
+    """Prints the report. Lines are wrapped only on a terminal; elsewhere each sentence and each hint is one line."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    sections = (
+        [(finding.state, finding.subject, finding.sentence, finding.hint) for finding in findings],
+        [("ready" if each.ready else "not ready", each.strategy, each.reason, each.command) for each in strategies],
+    )
+    for rows in sections:
+        width = max(len(subject) for _, subject, _, _ in rows)
+        for state, subject, sentence, hint in rows:
+            console.print(_line(console, f"{state:{_STATE_WIDTH}}  {subject:{width}}  ", sentence, STYLES[state]))
+            if hint:
+                console.print(_line(console, " " * (_STATE_WIDTH + width + 4), f"hint: {hint}", ""))
+        console.print()
+    console.print(summary(findings, strategies))
+
+
+def _line(console: Console, head: str, text: str, style: str) -> Text:
+    """Returns `head` and `text`, which is wrapped and indented if it is wider than the terminal."""
+    width = console.width - len(head) if console.is_terminal else 0
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) if width > 20 else [text]
+    # A `Text`, because text from variables, files and programs must not be parsed as markup.
+    line = Text(head + ("\n" + " " * len(head)).join(lines))
+    line.stylize(style, 0, _STATE_WIDTH)
+    line.rstrip()
+    return line
+
+
+def summary(findings: Sequence[Finding], strategies: Sequence[Readiness]) -> str:
+    """The report in one line."""
+    problems = [finding.subject for finding in findings if finding.state == "problem"]
+    subjects = f" ({', '.join(dict.fromkeys(problems))})" if problems else ""
+    notes = terminal.counted(sum(finding.state == "note" for finding in findings), "note")
+    ready = sum(each.ready for each in strategies)
+    return (
+        f"{terminal.counted(len(problems), 'problem')}{subjects}, {notes}; "
+        f"{ready} of {len(strategies)} strategies are ready"
+    )
+
+
+def report_as_json(
+    findings: Sequence[Finding], measurements: Sequence[Measurement], strategies: Sequence[Readiness]
+) -> str:
+    """The report as JSON: the findings, the measurements and the strategies."""
+    report = {
+        "tfdist": __version__,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "all_reduce": [dataclasses.asdict(each.link) for each in measurements if each.link is not None],
+        "strategies": [dataclasses.asdict(each) for each in strategies],
+    }
+    return json.dumps(report, indent=2)
 
 
 if __name__ == "__main__":
-    main()
+    command(prog_name="python -m tfdist.doctor")

@@ -25,7 +25,7 @@ RELEVANT = (
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 
 
-@click.command(cls=terminal.Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=terminal.Command)
 def command() -> None:
     """Print what a bug report needs: versions, machine, job and variables, without secrets."""
     rows = [*_versions(), *_machine(), *_job(), *variables(os.environ)]
@@ -67,10 +67,5 @@ def variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, "(left out)" if SECRET.search(name) else without_password
 
 
-def main() -> None:
-    """Runs the command."""
-    command(prog_name="tfdist env")
-
-
 if __name__ == "__main__":
-    main()
+    command(prog_name="tfdist env")

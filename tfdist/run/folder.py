@@ -139,6 +139,16 @@ class RunFolder:
         run_dir: the folder of the run, into which the chief writes.
         path: the folder of this process.
         is_chief: whether this process writes the record, the history and the model.
+        run_json: the record of the run, for all processes.
+        history: the metrics, with one row per epoch.
+        curves: the plot of the metrics per epoch.
+        log: the terminal output of the run and TensorFlow's messages.
+        vocabulary: the words of the input in the order of their IDs, one per line.
+        target_vocabulary: the words of the target in the order of their IDs, one per line.
+        tensorboard: the folder of TensorBoard events and of the traces of all ranks, to be viewed together.
+        profile: the most expensive operations of the profiled steps.
+        checkpoints: the folder of checkpoints.
+        model: the trained model in Keras format.
 
     Raises:
         RunFolderError: the folder cannot be created or written; or it contains a run and `resume` is not set.
@@ -148,6 +158,16 @@ class RunFolder:
         self.run_dir = Path(run_dir)
         self.is_chief = rank == 0
         self.path = self.run_dir if self.is_chief else self.run_dir / f"rank-{rank}"
+        self.run_json = self.run_dir / "run.json"
+        self.history = self.path / "history.csv"
+        self.curves = self.path / "curves.png"
+        self.log = self.path / "log.txt"
+        self.vocabulary = self.path / "vocabulary.txt"
+        self.target_vocabulary = self.path / "target_vocabulary.txt"
+        self.tensorboard = self.run_dir / "tensorboard"
+        self.profile = self.path / "profile.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model.keras"
         self._is_new = not self.path.exists()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -168,56 +188,6 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self.log.unlink(missing_ok=True)
                 self.path.rmdir()
-
-    @property
-    def run_json(self) -> Path:
-        """The record of the run, for all processes."""
-        return self.run_dir / "run.json"
-
-    @property
-    def history(self) -> Path:
-        """The metrics, with one row per epoch."""
-        return self.path / "history.csv"
-
-    @property
-    def curves(self) -> Path:
-        """The plot of the metrics per epoch."""
-        return self.path / "curves.png"
-
-    @property
-    def log(self) -> Path:
-        """The terminal output of the run and TensorFlow's messages."""
-        return self.path / "log.txt"
-
-    @property
-    def vocabulary(self) -> Path:
-        """The words of the input in the order of their IDs, one per line."""
-        return self.path / "vocabulary.txt"
-
-    @property
-    def target_vocabulary(self) -> Path:
-        """The words of the target in the order of their IDs, one per line."""
-        return self.path / "target_vocabulary.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard events and of the traces of all ranks, so that they can be viewed together."""
-        return self.run_dir / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """The most expensive operations of the profiled steps."""
-        return self.path / "profile.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The trained model in Keras format."""
-        return self.path / "model.keras"
 
     def write(self, record: RunRecord) -> None:
         """Writes `run.json` atomically.

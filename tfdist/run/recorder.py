@@ -1,4 +1,4 @@
-"""Fills the record of a run when it begins and after each epoch, and describes how to use the saved model."""
+"""Fills the record of a run when it begins, when it is resumed and after each epoch, and describes the saved model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,15 +16,16 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from tfdist import data
+from tfdist import data, terminal
 from tfdist.callbacks import memory
 from tfdist.data.spec import DataSpec
+from tfdist.errors import UsageError
 from tfdist.groups.exchanged import Exchanged
 from tfdist.interface.strategy import Strategy
 from tfdist.internals import keras as keras_internals
 from tfdist.jobs import consensus, job_environment
 from tfdist.loop import programs
-from tfdist.run import resume, schema
+from tfdist.run import schema
 from tfdist.run.config import TrainConfig
 from tfdist.run.folder import RunFolder
 from tfdist.run.schema import RunRecord
@@ -86,17 +88,7 @@ def _content(spec: DataSpec, dataset: str) -> str:
 
 
 class RecordedRun(Protocol):
-    """A run with a record; a protocol for `tfdist.run.session.Session`, which imports this module.
-
-    Attributes:
-        config: the options of the run.
-        folder: the folder of its files.
-        record: `None` before the run begins.
-        command: the command and its options.
-        typed: the command line as the user typed it.
-        started: the time when the process started.
-        data_touched: the time when the dataset was first read, by `time.monotonic`.
-    """
+    """The attributes of `tfdist.run.session.Session`, which imports this module, that are used here."""
 
     config: TrainConfig
     folder: RunFolder
@@ -107,17 +99,59 @@ class RecordedRun(Protocol):
     data_touched: float
 
     @property
-    def model_options(self) -> dict[str, Any]:
-        """The options of the model."""
-        ...
+    def model_options(self) -> dict[str, Any]: ...
 
-    def raise_if_interrupted(self) -> None:
-        """Raises `KeyboardInterrupt` if the run was interrupted."""
-        ...
+    def raise_if_interrupted(self) -> None: ...
 
-    def write_record(self) -> None:
-        """Writes the record, if this process is the chief."""
-        ...
+    def write_record(self) -> None: ...
+
+
+def continued(before: list[str], now: list[str]) -> list[str]:
+    """The command of a resumed run: `now`, preceded by `before` unless `now` is complete."""
+    complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in now)
+    return now if complete else [*before, *now[2:]]
+
+
+def check_resumed(config: TrainConfig, earlier: RunRecord) -> None:
+    """Raises `UsageError` unless the resumed run has the same model and the same examples in the same order."""
+    now_options = {name: str(value) for name, value in config.load_options.items()}
+    before_options = earlier.dataset.options
+    names = sorted(before_options | now_options)
+    settings = [
+        ("--dataset", earlier.dataset.name, config.dataset),
+        *(("--data-option", _setting(name, before_options), _setting(name, now_options)) for name in names),
+        ("--augment", earlier.dataset.augment, config.augment),
+        ("--input", earlier.dataset.input, config.input),
+        ("--model", earlier.model.name, config.model),
+        ("--batch-size", earlier.global_batch_size, config.batch_size),
+        ("--seed", earlier.seed, config.seed),
+    ]
+    for option, before, now in settings:
+        if before != now:
+            raise UsageError(
+                f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
+                f"`{option} {now}`",
+                f"use `{option} {before}`, or start a new run in another `--run-dir`",
+            )
+
+
+def resume_warning(config: TrainConfig, earlier: RunRecord) -> str | None:
+    """Returns a warning if no epoch is left to train, or if the learning rate schedule has changed; else `None`."""
+    done, before, now = len(earlier.epochs), earlier.planned_epochs, config.epochs
+    if done >= now:
+        trained = terminal.counted(done, "epoch")
+        return f"The run has trained {trained} already, and `--epochs` is {now}: the model is only evaluated"
+    if config.schedule == "constant" or before in (None, now):
+        return None
+    return (
+        f"The run was started with `--epochs {before}`, and it is resumed with `--epochs {now}`: "
+        f"`--schedule {config.schedule}` now ends after epoch {now}, and the learning rates of the earlier epochs "
+        f"differ from those of a run that was started with `--epochs {now}`"
+    )
+
+
+def _setting(name: str, options: Mapping[str, str]) -> str:
+    return f"{name}={options[name]}" if name in options else f"{name} unset"
 
 
 def begin_record(
@@ -127,7 +161,7 @@ def begin_record(
     config = session.config
     world = strategy.world
     return RunRecord(
-        command=session.command if earlier is None else resume.continued(earlier.command, session.command),
+        command=session.command if earlier is None else continued(earlier.command, session.command),
         typed=[*([] if earlier is None else earlier.typed), session.typed],
         started=session.started if earlier is None else earlier.started,
         machine=schema.Machine.detect([gpu.name for gpu in tf.config.list_physical_devices("GPU")]),

@@ -24,7 +24,7 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals.tensorflow import runtime_started
 from tfdist.jobs import consensus
 from tfdist.profiling import trace
-from tfdist.run import advice, optimizers, recorder, resume, schema
+from tfdist.run import advice, optimizers, recorder, schema
 from tfdist.run.config import OF_STRATEGIES, TrainConfig
 from tfdist.run.folder import RunFolder, load_record, writing
 from tfdist.run.recorder import Recorder, begin_record
@@ -151,8 +151,8 @@ class Session:
         config = self.config
         earlier = load_record(self.folder.run_dir) if config.resume and self.folder.run_json.exists() else None
         if earlier is not None:
-            resume.refuse_other_run(config, earlier)
-            self._warn(resume.about(config, earlier))
+            recorder.check_resumed(config, earlier)
+            self._warn(recorder.resume_warning(config, earlier))
         strategy, source, model, train = self._build()
         self.record = begin_record(self, strategy, model, source, earlier)
         self.write_record()
@@ -359,17 +359,8 @@ class Session:
         return [*result, Recorder(self, strategy, throughput, timer)]
 
     def _files(self) -> dict[str, str]:
-        paths = {
-            "history": self.folder.history,
-            "curves": self.folder.curves,
-            "log": self.folder.log,
-            "vocabulary": self.folder.vocabulary,
-            "target_vocabulary": self.folder.target_vocabulary,
-            "profile": self.folder.profile,
-            "tensorboard": self.folder.tensorboard,
-            "checkpoints": self.folder.checkpoints,
-            "model": self.folder.model,
-        }
+        names = ("history", "curves", "log", "vocabulary", "target_vocabulary", "profile", "tensorboard", "checkpoints")
+        paths = {name: getattr(self.folder, name) for name in (*names, "model")}
         written = {"history", "curves"} if self.record is not None and self.record.epochs else {"history"}
         return {name: path.name for name, path in paths.items() if name in written or path.exists()} | self._task_files
 
