@@ -1,7 +1,8 @@
-"""Helpers for models: checks of the dataset, scaled widths, and padding for images of any size."""
+"""Helpers for models: checks of the dataset, scaled widths, padding for any image size, and Keras' applications."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -56,3 +57,31 @@ def cropped(image: Any, spec: DataSpec) -> Any:
     if not (bottom or right):
         return image
     return keras.layers.Cropping2D(((0, bottom), (0, right)), dtype="float32", name="cropped")(image)
+
+
+def adapted(
+    application: Callable[..., keras.Model], spec: DataSpec, *, width: float, synchronized: bool = False
+) -> keras.Model:
+    """Builds a model of `keras.applications` with new weights and float32 logits.
+
+    Args:
+        application: a function such as `keras.applications.ResNet50`.
+        spec: the spec of the dataset, with the shape of its images and its classes.
+        width: a factor on the filters of convolutions and the units of hidden dense layers.
+        synchronized: whether batch normalizations use the statistics of the global batch.
+    """
+    original = application(weights=None, input_shape=spec.input_shape, classes=spec.classes, classifier_activation=None)
+    logits = original.layers[-1].name
+
+    def adapt(layer: keras.layers.Layer) -> keras.layers.Layer:
+        config: dict[str, Any] = layer.get_config()
+        if layer.name == logits:
+            config["dtype"] = "float32"
+        else:
+            for size in {"filters", "units"} & config.keys():
+                config[size] = scaled(config[size], width)
+        if isinstance(layer, keras.layers.BatchNormalization):
+            config["synchronized"] = synchronized
+        return type(layer).from_config(config)
+
+    return keras.models.clone_model(original, clone_function=adapt)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import keras
 
 from tfdist.data.spec import DataSpec
-from tfdist.models import _applications, _fit
+from tfdist.models import _fit
 from tfdist.options import Factor
 
 TASKS = ("classification",)
@@ -31,4 +31,4 @@ def build(spec: DataSpec, *, synchronized: bool = False, width: Factor = 1.0) ->
         UsageError: the examples are not images, or too small.
     """
     _fit.require_images("resnet50", spec, smallest=32)
-    return _applications.adapted(keras.applications.ResNet50, spec, width=width, synchronized=synchronized)
+    return _fit.adapted(keras.applications.ResNet50, spec, width=width, synchronized=synchronized)

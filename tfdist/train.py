@@ -283,7 +283,9 @@ def _run_and_report(config: TrainConfig, folder: RunFolder, show: Callable[..., 
         startup.require_tensorflow_backend()
         from tfdist.run.session import Session
 
-        session = Session(config, folder, _command(), _typed(), _process_start(), show)
+        typed = os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
+        started = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+        session = Session(config, folder, ["tfdist", "train", *_arguments()], typed, started, show)
         close = functools.partial(_close, session, stderr)
         with terminal.interrupts_noticed_by(session.interrupt), process_exit.closed_by(close):
             record = _run(session)
@@ -360,18 +362,6 @@ def _arguments() -> list[str]:
     has_subcommand = sys.argv[1:2] in (["train"], ["verify"])
     verifies = sys.argv[1:2] == ["verify"] or Path(sys.argv[0]).name == "verify.py"
     return [*(("--verify-steps", str(VERIFY_STEPS)) if verifies else ()), *sys.argv[1 + has_subcommand :]]
-
-
-def _command() -> list[str]:
-    return ["tfdist", "train", *_arguments()]
-
-
-def _typed() -> str:
-    return os.environ.get(job_environment.TYPED) or shlex.join(sys.orig_argv)
-
-
-def _process_start() -> datetime:
-    return datetime.fromtimestamp(psutil.Process().create_time(), UTC)
 
 
 def main() -> None:

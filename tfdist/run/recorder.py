@@ -106,32 +106,36 @@ class RecordedRun(Protocol):
     def write_record(self) -> None: ...
 
 
-def continued(before: list[str], now: list[str]) -> list[str]:
-    """The command of a resumed run: `now`, preceded by `before` unless `now` is complete."""
-    complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in now)
-    return now if complete else [*before, *now[2:]]
+def continued(earlier: list[str], command: list[str]) -> list[str]:
+    """The complete command of a resumed run: the options of `command` override those of the command `earlier`."""
+    is_complete = any(argument == "--strategy" or argument.startswith("--strategy=") for argument in command)
+    return command if is_complete else [*earlier, *command[2:]]
 
 
 def check_resumed(config: TrainConfig, earlier: RunRecord) -> None:
     """Raises `UsageError` unless the resumed run has the same model and the same examples in the same order."""
-    now_options = {name: str(value) for name, value in config.load_options.items()}
-    before_options = earlier.dataset.options
-    names = sorted(before_options | now_options)
+    options, earlier_options = (
+        {name: str(value) for name, value in config.load_options.items()},
+        earlier.dataset.options,
+    )
     settings = [
         ("--dataset", earlier.dataset.name, config.dataset),
-        *(("--data-option", _setting(name, before_options), _setting(name, now_options)) for name in names),
+        *(
+            ("--data-option", _setting(name, earlier_options), _setting(name, options))
+            for name in sorted(earlier_options | options)
+        ),
         ("--augment", earlier.dataset.augment, config.augment),
         ("--input", earlier.dataset.input, config.input),
         ("--model", earlier.model.name, config.model),
         ("--batch-size", earlier.global_batch_size, config.batch_size),
         ("--seed", earlier.seed, config.seed),
     ]
-    for option, before, now in settings:
-        if before != now:
+    for option, earlier_value, value in settings:
+        if earlier_value != value:
             raise UsageError(
-                f"The run in `{config.run_dir}` was started with `{option} {before}`, and it is resumed with "
-                f"`{option} {now}`",
-                f"use `{option} {before}`, or start a new run in another `--run-dir`",
+                f"The run in `{config.run_dir}` was started with `{option} {earlier_value}`, and it is resumed with "
+                f"`{option} {value}`",
+                f"use `{option} {earlier_value}`, or start a new run in another `--run-dir`",
             )
 
 
