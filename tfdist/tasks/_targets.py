@@ -10,14 +10,14 @@ from keras import ops
 from tfdist.data.spec import DataSpec
 
 
-def cross_entropy(spec: DataSpec) -> keras.losses.Loss:
+def loss(spec: DataSpec) -> keras.losses.Loss:
     """The mean cross-entropy over all targets that are not ignored, in nats."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=spec.ignored_class)
 
 
-def accuracy(spec: DataSpec) -> Any:
+def metrics(spec: DataSpec) -> list[Any]:
     """The metric "accuracy": the fraction of correctly predicted targets among those that are not ignored."""
-    return "accuracy" if spec.ignored_class is None else Accuracy(spec.ignored_class)
+    return ["accuracy" if spec.ignored_class is None else Accuracy(spec.ignored_class)]
 
 
 @keras.saving.register_keras_serializable("tfdist")

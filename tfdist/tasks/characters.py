@@ -9,19 +9,11 @@ import numpy as np
 
 from tfdist import files, tasks
 from tfdist.data.spec import DataSpec
-from tfdist.tasks import _targets
+from tfdist.tasks._targets import loss, metrics
+
+__all__ = ["generate", "loss", "metrics", "show"]
 
 GENERATED = 400  # characters
-
-
-def loss(spec: DataSpec) -> keras.losses.Loss:
-    """The mean cross-entropy over all characters, in nats."""
-    return _targets.cross_entropy(spec)
-
-
-def metrics(spec: DataSpec) -> list[Any]:
-    """The fraction of correctly predicted characters."""
-    return [_targets.accuracy(spec)]
 
 
 def show(run: tasks.Run) -> None:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import keras
 import numpy as np
 
 from tfdist import tasks
-from tfdist.data.spec import DataSpec
-from tfdist.tasks import _pictures, _targets
+from tfdist.tasks import _pictures
+from tfdist.tasks._targets import loss, metrics
+
+__all__ = ["loss", "metrics", "show"]
 
 # More examples would not visibly change the figure.
 SHOWN = 10_000
-
-
-def loss(spec: DataSpec) -> keras.losses.Loss:
-    """Cross-entropy, in nats."""
-    return _targets.cross_entropy(spec)
-
-
-def metrics(spec: DataSpec) -> list[Any]:
-    """The fraction of correctly predicted examples."""
-    return [_targets.accuracy(spec)]
 
 
 def show(run: tasks.Run) -> None:

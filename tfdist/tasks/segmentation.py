@@ -10,13 +10,11 @@ import numpy as np
 from tfdist import tasks
 from tfdist.data.spec import DataSpec
 from tfdist.tasks import _pictures, _targets
+from tfdist.tasks._targets import loss
+
+__all__ = ["loss", "metrics", "show"]
 
 SHOWN = 6
-
-
-def loss(spec: DataSpec) -> keras.losses.Loss:
-    """The mean cross-entropy over all labelled pixels, in nats."""
-    return _targets.cross_entropy(spec)
 
 
 def metrics(spec: DataSpec) -> list[Any]:
@@ -28,7 +26,7 @@ def metrics(spec: DataSpec) -> list[Any]:
     mean_iou = keras.metrics.IoU(
         spec.classes, classes, ignore_class=spec.ignored_class, sparse_y_pred=False, name="mean_iou"
     )
-    return [_targets.accuracy(spec), mean_iou]
+    return [*_targets.metrics(spec), mean_iou]
 
 
 def show(run: tasks.Run) -> None:

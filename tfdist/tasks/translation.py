@@ -7,27 +7,17 @@ K. Papineni, S. Roukos, T. Ward and W.-J. Zhu, "BLEU: a method for automatic eva
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import keras
 import numpy as np
 
 from tfdist import files, tasks
-from tfdist.data.spec import END, PADDING, UNKNOWN, DataSpec
-from tfdist.tasks import _targets
+from tfdist.data.spec import END, PADDING, UNKNOWN
+from tfdist.tasks._targets import loss, metrics
+
+__all__ = ["bleu", "loss", "metrics", "sentence", "show"]
 
 # Sentences that are translated, that are written to the file, and per batch.
 TRANSLATED, WRITTEN, PER_BATCH = 1000, 20, 100
-
-
-def loss(spec: DataSpec) -> keras.losses.Loss:
-    """The mean cross-entropy over all tokens except padding, in nats."""
-    return _targets.cross_entropy(spec)
-
-
-def metrics(spec: DataSpec) -> list[Any]:
-    """The fraction of tokens except padding that are predicted correctly, given the correct preceding tokens."""
-    return [_targets.accuracy(spec)]
 
 
 def show(run: tasks.Run) -> None:
