@@ -11,7 +11,7 @@ from pathlib import Path
 _unfinished: set[Path] = set()
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a file atomically: `write` fills a temporary file in the same folder, which is synced and renamed.
 
     A reader, also after a crash at any time, sees either the complete old file or the complete new file.
@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
 
-    write_whole(path, write)
+    write_atomically(path, write)
 
 
 def _sync(path: Path) -> None:

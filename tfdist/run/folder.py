@@ -220,7 +220,7 @@ class RunFolder:
         if not record.epochs:
             return
         with writing(self.curves):
-            files.write_whole(self.curves, lambda path: draw_curves(record, path))
+            files.write_atomically(self.curves, lambda path: draw_curves(record, path))
 
     def _write_text(self, path: Path, text: str) -> None:
         with writing(path):

@@ -174,7 +174,7 @@ class Session:
         with strategy.whole_state(model):
             if strategy.world.is_chief:
                 with writing(self.folder.path):
-                    files.write_whole(self.folder.model, model.save)
+                    files.write_atomically(self.folder.model, model.save)
         if strategy.world.is_chief:
             self.usage = recorder.rows(model, source.spec, config.dataset, self.folder.model)
         self._show_task(model, source, strategy)

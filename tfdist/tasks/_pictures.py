@@ -28,7 +28,7 @@ def grid(path: Path, columns: Sequence[tuple[str, Sequence[Any]]], title: str) -
         for row, image in enumerate(images):
             axes[row][column].imshow(np.squeeze(np.clip(image, 0, 1)), cmap="gray", vmin=0, vmax=1)
             axes[row][column].set_axis_off()
-    files.write_whole(path, figure.savefig)
+    files.write_atomically(path, figure.savefig)
 
 
 def colours(mask: np.ndarray, classes: int, ignored_class: int | None) -> np.ndarray:
@@ -66,7 +66,7 @@ def confusion(path: Path, matrix: np.ndarray, names: Sequence[str], title: str) 
         for row, column in np.argwhere(matrix):
             colour = "white" if fractions[row, column] > 0.5 else "black"
             axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", color=colour, fontsize=7)
-    files.write_whole(path, figure.savefig)
+    files.write_atomically(path, figure.savefig)
 
 
 def _figure(size: tuple[float, float]) -> Any:

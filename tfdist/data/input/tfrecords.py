@@ -125,7 +125,7 @@ def index(paths: Sequence[Path]) -> np.ndarray:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
-                files.write_whole(kept, lambda temporary: _write(temporary, paths))
+                files.write_atomically(kept, lambda temporary: _write(temporary, paths))
         return np.load(kept, mmap_mode="r")
     except (OSError, NotImplementedError):  # the latter for a file system without locks
         return _found(paths)
